@@ -1,0 +1,37 @@
+# `make demo` and `make test` do everything from a fresh clone; the rest is for who works on the code.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: help demo test slow lint clean
+
+help:
+	@echo "make demo   install into .venv, train on real data, write report/index.html"
+	@echo "make test   install into .venv, run the tests"
+	@echo "make slow   the tests that take minutes"
+	@echo "make lint   format, style, types, layers"
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("privgrad needs Python 3.11 or newer; set PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[experiments]' --group dev
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/privgrad compare examples/digits.toml --out report --restart
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv report runs

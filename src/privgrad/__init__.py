@@ -1,0 +1,23 @@
+"""Differentially private training for PyTorch that takes the bias out of private gradients."""
+
+from privgrad import optim
+from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
+from privgrad.gradient import clipping as clip
+from privgrad.ledger import Ledger
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
+from privgrad.types import Batch, NoisyGradient
+
+__all__ = [
+    "Batch",
+    "BudgetExceededError",
+    "Ledger",
+    "NoisyGradient",
+    "PrivacyError",
+    "PrivacyPlan",
+    "PrivateGradient",
+    "SamplingError",
+    "UnsupportedModuleError",
+    "clip",
+    "optim",
+]

@@ -1,0 +1,261 @@
+"""What releases cost. The only file that imports dp_accounting.
+
+Every figure is an upper bound under add-or-remove-one-unit neighbours: RDP (Mironov et al. 2019) and PLD
+(discretized pessimistically). Nothing here touches data.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import dp_accounting
+from dp_accounting import pld, rdp
+from scipy import optimize
+
+from privgrad.errors import (
+    SamplingError,
+    expected,
+    require_delta,
+    require_integer,
+    require_nonnegative,
+    require_positive,
+    require_rate,
+)
+from privgrad.types import SamplingScheme
+
+Accountant = Literal["pld", "rdp"]
+
+_RDP_ORDERS = (
+    *(1 + tenth / 10 for tenth in range(1, 100)),
+    *range(11, 64),
+    *(64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+)
+_TOLERANCE = 1e-3  # how far below its target a calibrated epsilon may end, relative
+_LARGEST_NOISE_MULTIPLIER = 1e7
+_SMALLEST_NOISE_MULTIPLIER = 1e-2
+
+
+@dataclass(frozen=True)
+class Release:
+    """One kind of release and how often it happened.
+
+    Attributes:
+        noise_multiplier: sigma, noise standard deviation over sensitivity. >= 0.
+        sample_rate: q in (0, 1].
+        scheme: how the batches were drawn.
+        count: number of releases, >= 0.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    scheme: SamplingScheme = "poisson"
+    count: int = 1
+
+
+def epsilon(
+    releases: Iterable[Release],
+    *,
+    delta: float,
+    accountant: Accountant = "pld",
+    assume_poisson: bool = False,
+) -> float:
+    """Epsilon of all the releases together, at the given delta.
+
+    Args:
+        releases: what was released; order does not matter.
+        delta: in (0, 1).
+        accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of the two, both being valid.
+        assume_poisson: account fixed-size batches as if they were Poisson. The number is then a label for
+            comparison with the literature, not a guarantee.
+    Returns:
+        Epsilon >= 0; infinity if any release had no noise.
+    Raises:
+        PrivacyError: a number out of range, or an unknown accountant.
+        SamplingError: a release from fixed-size batches, which no accountant here covers.
+    Privacy:
+        An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, add or remove one unit.
+    Reference:
+        Mironov, Talwar, Zhang 2019 (arXiv 1908.10530); Doroshenko et al. 2022 (arXiv 2207.04380).
+    """
+    require_delta("epsilon", delta)
+    if accountant not in get_args(Accountant):
+        raise expected("epsilon", "accountant", "to be 'pld' or 'rdp'", repr(accountant), "choose one")
+    counts: dict[tuple[float, float], int] = {}
+    for release in releases:
+        if release.scheme != "poisson" and not assume_poisson:
+            raise expected(
+                "epsilon",
+                "batches",
+                "to be Poisson samples",
+                f"scheme {release.scheme!r}, not covered by the accountant",
+                "sample by Poisson, or pass assume_poisson=True for a number that is only a label",
+                SamplingError,
+            )
+        require_nonnegative("epsilon", "noise_multiplier", release.noise_multiplier, "give sigma")
+        require_rate("epsilon", release.sample_rate)
+        require_integer("epsilon", "count", release.count, 0)
+        key = (float(release.noise_multiplier), float(release.sample_rate))
+        counts[key] = counts.get(key, 0) + release.count
+    mechanisms = tuple(sorted((*key, count) for key, count in counts.items() if count > 0))
+    return _epsilon(mechanisms, float(delta), accountant)
+
+
+@functools.lru_cache(maxsize=4096)
+def _epsilon(mechanisms: tuple[tuple[float, float, int], ...], delta: float, accountant: Accountant) -> float:
+    if not mechanisms:
+        return 0.0
+    if any(noise_multiplier == 0 for noise_multiplier, _, _ in mechanisms):
+        return math.inf
+    by_rdp = _compose(rdp.RdpAccountant(_RDP_ORDERS), mechanisms, delta)
+    if accountant == "rdp":
+        return by_rdp
+    # A grid of 1e-4 is exact enough up to epsilon 20; past it the grid grows with epsilon to bound memory.
+    interval = 1e-4 * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
+    by_pld = _compose(pld.PLDAccountant(value_discretization_interval=interval), mechanisms, delta)
+    return min(by_rdp, by_pld)
+
+
+def _compose(
+    accountant: "rdp.RdpAccountant | pld.PLDAccountant",
+    mechanisms: tuple[tuple[float, float, int], ...],
+    delta: float,
+) -> float:
+    logger = logging.getLogger("absl")
+    logger.addFilter(_is_worth_telling)
+    try:
+        for noise_multiplier, sample_rate, count in mechanisms:
+            event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise_multiplier)
+            if sample_rate < 1:
+                event = dp_accounting.PoissonSampledDpEvent(sample_rate, event)
+            accountant.compose(event, count)
+        return max(0.0, float(accountant.get_epsilon(delta)))
+    finally:
+        logger.removeFilter(_is_worth_telling)
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """False for dp_accounting's note that an RDP order was left out: that only loosens the bound."""
+    return "Excluding this order" not in record.getMessage()
+
+
+def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """Smallest noise multiplier found whose releases cost at most the target.
+
+    Computes: a safe sigma by RDP, then the PLD root below it, ended on the safe side.
+
+    Args:
+        target_epsilon: > 0.
+        delta: in (0, 1).
+        sample_rate: q in (0, 1].
+        steps: T >= 1.
+    Returns:
+        sigma with epsilon(sigma) <= target_epsilon by PLD; epsilon is within 0.1 % of the target, unless sigma
+        has reached 0.01, below which it does not go.
+    Raises:
+        PrivacyError: a number out of range, or a target that cannot be met.
+    Privacy:
+        Errs on the safe side, always: the returned sigma has been checked.
+    """
+    function = "calibrate_noise_multiplier"
+    require_positive(function, "target_epsilon", target_epsilon, "1 to 10 is usual")
+    require_delta(function, delta)
+    require_rate(function, sample_rate)
+    require_integer(function, "steps", steps, 1)
+
+    def cost(noise_multiplier: float, accountant: Accountant = "pld") -> float:
+        return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
+
+    safe = _first_safe(lambda sigma: cost(sigma, "rdp"), target_epsilon) or _first_safe(cost, target_epsilon)
+    if safe is None:
+        raise expected(
+            function,
+            "target_epsilon",
+            "to be within reach",
+            target_epsilon,
+            "raise it, lower sample_rate or steps, or allow a larger delta",
+        )
+    unsafe, shrink = safe, 0.8
+    while cost(unsafe) <= target_epsilon:
+        safe, unsafe, shrink = unsafe, unsafe * shrink, shrink**2
+        if unsafe < _SMALLEST_NOISE_MULTIPLIER:
+            return safe
+    aim = math.log(target_epsilon * (1 - _TOLERANCE / 2))
+    root = optimize.brentq(
+        lambda log_sigma: math.log(max(cost(math.exp(log_sigma)), 1e-12)) - aim,
+        math.log(unsafe),
+        math.log(safe * (1 + _TOLERANCE)),
+        xtol=_TOLERANCE / 4,
+    )
+    found = math.exp(float(root))
+    while cost(found) > target_epsilon:
+        found *= 1 + _TOLERANCE / 4
+    return found
+
+
+def _first_safe(cost: Callable[[float], float], target: float) -> float | None:
+    """A sigma that meets the target, at most 5 % above the smallest such; None if none does."""
+    safe = 1.0
+    while cost(safe) > target:
+        safe *= 2
+        if safe > _LARGEST_NOISE_MULTIPLIER:
+            return None
+    unsafe = safe / 2
+    while cost(unsafe) <= target:
+        safe, unsafe = unsafe, unsafe / 2
+        if unsafe < _SMALLEST_NOISE_MULTIPLIER:
+            return safe
+    while safe / unsafe > 1.05:
+        middle = math.sqrt(safe * unsafe)
+        safe, unsafe = (middle, unsafe) if cost(middle) <= target else (safe, middle)
+    return safe
+
+
+def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
+    """Largest number of steps whose cost, by PLD, is at most the target.
+
+    Args:
+        target_epsilon: > 0.
+        delta: in (0, 1).
+        sample_rate: q in (0, 1].
+        noise_multiplier: sigma > 0.
+    Returns:
+        T >= 1.
+    Raises:
+        PrivacyError: a number out of range, or one step alone costs more than the target.
+    Privacy:
+        Errs on the safe side: the returned T has been checked, and epsilon grows with T.
+    """
+    function = "steps_for_budget"
+    require_positive(function, "target_epsilon", target_epsilon, "1 to 10 is usual")
+    require_positive(function, "noise_multiplier", noise_multiplier, "without noise no number of steps is private")
+
+    def cost(steps: int, accountant: Accountant) -> float:
+        return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
+
+    if cost(1, "pld") > target_epsilon:
+        raise expected(
+            function,
+            "target_epsilon",
+            "to pay for one step",
+            target_epsilon,
+            "raise it or noise_multiplier, or lower sample_rate",
+        )
+    most = _last_within(lambda steps: cost(steps, "rdp") <= target_epsilon, 1)
+    return _last_within(lambda steps: cost(steps, "pld") <= target_epsilon, most)
+
+
+def _last_within(is_within: Callable[[int], bool], start: int) -> int:
+    """Largest integer >= start with is_within, a condition that holds at first and then never again."""
+    within, step = start, max(1, start // 8)
+    while is_within(within + step):
+        within, step = within + step, 2 * step
+        if within > 10**9:
+            return within
+    beyond = within + step
+    while beyond - within > 1:
+        middle = (within + beyond) // 2
+        within, beyond = (middle, beyond) if is_within(middle) else (within, middle)
+    return within

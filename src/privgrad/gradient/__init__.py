@@ -1,0 +1,1 @@
+"""Everything that sees one example's gradient."""

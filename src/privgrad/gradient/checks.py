@@ -1,0 +1,151 @@
+"""What stands between a model and private training: found before anything is charged."""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parameter import is_lazy
+
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.engines import BoundLoss, LossFunction, require_losses, trainable
+from privgrad.types import count_examples, map_examples
+
+_PROBED = 4  # examples that the loss is tried on
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that blocks private training.
+
+    Attributes:
+        path: module path, "" for the model itself.
+        module: class name.
+        what: the problem.
+        remedy: what to do.
+    """
+
+    path: str
+    module: str
+    what: str
+    remedy: str
+
+
+def find_problems(model: nn.Module) -> list[Problem]:
+    """Everything in the model that blocks private training, by module path. Empty if nothing does.
+
+    Privacy:
+        Reads the structure only, no data. What only shows on data, `check_loss` finds on the first batch.
+    """
+    problems: list[Problem] = []
+    modules: Iterator[tuple[str, nn.Module]] = model.named_modules()
+    for path, module in modules:
+        kind = type(module).__name__
+        # torch types running_mean as a Tensor; without tracked statistics it is None.
+        has_statistics = getattr(module, "running_mean", None) is not None
+        if isinstance(module, _InstanceNorm):
+            if module.training and has_statistics:
+                what = "keeps running statistics of private examples, which nothing clips or noises"
+                problems.append(Problem(path, kind, what, "set track_running_stats=False, or call .eval() on it"))
+        elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
+            what = "mixes the examples of a batch, so one example's gradient depends on the others"
+            remedy = "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
+            problems.append(Problem(path, kind, what, remedy))
+        if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+            what = "has parameters without a shape yet"
+            problems.append(Problem(path, kind, what, "run one public example through the model first"))
+    if not trainable(model):
+        what = "has no trainable parameter"
+        problems.append(Problem("", type(model).__name__, what, "set requires_grad_(True) on what to train"))
+    return problems
+
+
+def require_supported(model: nn.Module) -> None:
+    """Raise UnsupportedModuleError that names the first problem, and counts the others."""
+    problems = find_problems(model)
+    if problems:
+        first = problems[0]
+        more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
+        raise UnsupportedModuleError(
+            f"PrivateGradient: expected a model that keeps examples apart, got {first.module} at "
+            f"'{first.path}', which {first.what}{more}; {first.remedy}."
+        )
+
+
+def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
+    """Try the loss on a few examples: shape, gradient, every parameter reached, examples kept apart.
+
+    Args:
+        model: the model, in the mode it trains in.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        examples: with leading dimension >= 1.
+    Raises:
+        PrivacyError: what is wrong, and what to do.
+    Privacy:
+        Releases nothing but success or an error, as any exception raised on private data does. The model's
+        buffers and the global random state are left as they were.
+    """
+    size = min(count_examples(examples), _PROBED)
+    few = map_examples(lambda leaf: leaf[:size], examples)
+    losses = _losses(model, loss_fn, few)
+    if not losses.requires_grad:
+        remedy = "compute the loss from the model's output, without no_grad or detach"
+        raise expected("loss_fn", "losses", "to have a gradient", "none", remedy)
+    parameters = trainable(model)
+    # torch types the result as if allow_unused did not exist.
+    grads: Sequence[Tensor | None] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    unused = [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+    if unused:
+        remedy = "use them in the loss, or freeze them with requires_grad_(False)"
+        got = f"none for {', '.join(unused)}"
+        raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
+    _require_apart(model, loss_fn, few, losses.detach(), size)
+
+
+def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, losses: Tensor, size: int) -> None:
+    """The first example's loss must move neither with its companions' content nor with their number."""
+
+    def repeated(count: int) -> Any:
+        return map_examples(lambda leaf: leaf[:1].expand(count, *leaf.shape[1:]).clone(), few)
+
+    remedy = "make each loss depend on its own example: no statistics, ranks or means over the batch"
+    if size == 1:
+        few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
+        losses = _losses(model, loss_fn, few).detach()
+        size = 2
+    # Same shapes and same random draws: a loss that keeps to its own example repeats to the last bit, or nearly.
+    alone = _losses(model, loss_fn, repeated(size)).detach()
+    scale = losses[0].abs() + torch.finfo(losses.dtype).tiny
+    got = "a loss that changes with the other examples"
+    if (alone[0] - losses[0]).abs() > 64 * torch.finfo(losses.dtype).eps * scale:
+        raise expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
+    with evaluating(model):
+        one, two = (_losses(model, loss_fn, repeated(count)).detach()[0] for count in (1, 2))
+    if (one - two).abs() > 1e-2 * one.abs():
+        got = "a loss that changes with the number of examples"
+        raise expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
+
+
+def _losses(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Tensor:
+    buffers = {f"model.{name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        losses = functional_call(BoundLoss(model, loss_fn), buffers, (examples,))
+    return require_losses(losses, count_examples(examples))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Evaluation mode (no dropout), each module's own mode restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,170 @@
+"""Norms -> clip factors and sensitivity; and the clipped sum.
+
+Shape suffixes: B examples of the chunk, P the shape of one parameter.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from privgrad.errors import expected, require_positive
+from privgrad.types import ClippedSum
+
+
+class Clipping(Protocol):
+    """A rule from per-example norms to factors that bound each example's contribution by max_grad_norm."""
+
+    def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+        """Factor by parameter name, each of shape (B,).
+
+        Args:
+            norms: norms_B of each parameter's gradient, by name, all finite.
+            max_grad_norm: C > 0.
+        Returns:
+            factor_B by name, such that sqrt(sum over names of (factor * norm)**2) <= C for every example.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One norm over all parameters: g_i * min(1, C / ||g_i||).
+
+    Privacy:
+        Each example's contribution has norm at most C; so has the change of the sum when one is added or removed.
+    Reference:
+        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
+    """
+
+    def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+        norm_B = _joint_norm(norms.values())
+        factor_B = (max_grad_norm / norm_B).clamp(max=1.0)
+        return dict.fromkeys(norms, factor_B)
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """Normalize instead of clip: g_i * C / (||g_i|| + gamma).
+
+    Args:
+        gamma: > 0, in gradient units; keeps small gradients small.
+    Privacy:
+        Each example's contribution has norm below C.
+    Reference:
+        Bu et al. 2022 (arXiv 2206.07136), AUTO-S.
+    """
+
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        require_positive("Automatic", "gamma", self.gamma, "0.01 is the paper's")
+
+    def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+        norm_B = _joint_norm(norms.values())
+        return dict.fromkeys(norms, max_grad_norm / (norm_B + self.gamma))
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """Each group of parameters has its own bound C_l, and sqrt(sum of C_l**2) = C.
+
+    Args:
+        shares: positive weight by prefix of the parameter's name; "" matches every name, the longest match counts.
+            Only ratios matter: C_l = C * share_l / sqrt(sum of share**2), so that C keeps its one owner, the plan.
+    Raises:
+        PrivacyError: a share is not positive, or (on first use) a parameter has no prefix or a prefix no parameter.
+    Privacy:
+        Group l of each example's contribution has norm at most C_l, the whole at most C.
+    Reference:
+        McMahan et al. 2018 (arXiv 1710.06963), per-layer clipping.
+    """
+
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        if not self.shares:
+            raise expected("PerLayer", "shares", "to name groups", "none", "give {prefix: share}, or use Flat()")
+        for prefix, share in self.shares.items():
+            require_positive("PerLayer", f"share of {prefix!r}", share, "give its weight")
+
+    def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+        group_of = {name: self._group(name) for name in norms}
+        unused = set(self.shares) - set(group_of.values())
+        if unused:
+            raise expected(
+                "PerLayer",
+                "every prefix",
+                "to match a trainable parameter",
+                f"none for {sorted(unused)}",
+                "correct it: an unused share would waste budget",
+            )
+        whole = sum(share**2 for share in self.shares.values()) ** 0.5
+        factor_by_group = {
+            prefix: Flat().factors(
+                {name: norm for name, norm in norms.items() if group_of[name] == prefix},
+                max_grad_norm * share / whole,
+            )
+            for prefix, share in self.shares.items()
+        }
+        return {name: factor_by_group[prefix][name] for name, prefix in group_of.items()}
+
+    def _group(self, name: str) -> str:
+        matching = [prefix for prefix in self.shares if prefix == "" or name == prefix or name.startswith(prefix + ".")]
+        if not matching:
+            raise expected(
+                "PerLayer",
+                "shares",
+                "to cover every parameter",
+                f"nothing for {name!r}",
+                "add a prefix, or ''",
+            )
+        return max(matching, key=len)
+
+
+def clipped_sum(
+    chunks: Iterable[Mapping[str, Tensor]],
+    *,
+    like: Mapping[str, Tensor],
+    clip: Clipping,
+    max_grad_norm: float,
+) -> tuple[ClippedSum, int]:
+    """Clip every example's gradient and add them up.
+
+    Computes: sum over i of factor_i * g_i, in float32 or wider; an example with any non-finite norm counts as 0.
+
+    Args:
+        chunks: grads_BP by parameter name, for one part of the batch after the other; may be empty.
+        like: the parameters: names, shapes, devices.
+        clip: the rule.
+        max_grad_norm: C > 0.
+    Returns:
+        The sum, with its sensitivity; and the number of non-finite examples, which is PRIVATE.
+    Privacy:
+        One example added or removed moves the sum by at most C in L2 norm (up to rounding), however the batch is
+        chunked: each contribution is bounded by itself, before it meets another.
+    """
+    total = {
+        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        for name, p in like.items()
+    }
+    nonfinite = 0
+    for chunk in chunks:
+        grads = {name: grad_BP.flatten(1).to(total[name].dtype) for name, grad_BP in chunk.items()}
+        norms: dict[str, Tensor] = {name: torch.linalg.vector_norm(grad_BP, dim=1) for name, grad_BP in grads.items()}
+        finite_B = torch.isfinite(_joint_norm(norms.values()))
+        if not bool(finite_B.all()):
+            nonfinite += int((~finite_B).sum())
+            # Zero times NaN is NaN: the example itself is replaced, not only its factor.
+            grads = {name: torch.where(finite_B[:, None], grad_BP, 0.0) for name, grad_BP in grads.items()}
+            norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
+        for name, factor_B in clip.factors(norms, max_grad_norm).items():
+            total[name] += (factor_B.to(grads[name].dtype) @ grads[name]).view(total[name].shape)
+    return ClippedSum(total, sensitivity=max_grad_norm), nonfinite
+
+
+def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
+    joint: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
+    return joint

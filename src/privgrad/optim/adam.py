@@ -1,0 +1,105 @@
+"""Adam with the noise's variance taken out of its second moment."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privgrad.errors import expected, require_nonnegative, require_positive
+from privgrad.optim.base import NamedParameters, PrivateOptimizer
+from privgrad.optim.debias import debias, default_floor
+
+
+class AdamBC(PrivateOptimizer):
+    """DP-AdamBC: Adam whose denominator is the gradient's own second moment, not the noise's.
+
+    Computes, elementwise, with g the released gradient and noise_std its noise:
+        m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g**2;  n = beta2 n + (1 - beta2) noise_std**2
+        p = p - lr * m / (1 - beta1**t) / sqrt(debias((v, less n) / (1 - beta2**t), floor))
+
+    Constant noise gives n / (1 - beta2**t) = noise_std**2. Nothing is added to the denominator: the floor bounds it.
+
+    Args:
+        params: `model.named_parameters()`, or param groups of named parameters.
+        lr: learning rate, >= 0.
+        betas: decays (beta1, beta2), each in [0, 1).
+        debias_floor: smallest debiased second moment, gradient**2, > 0 (the paper's gamma'). None sets it on the
+            noise's own scale, see `default_floor`: one default for every model and budget.
+    Raises:
+        PrivacyError: parameters without names, or a number out of its range.
+    Privacy:
+        Post-processing: the state holds moments of released gradients and public constants only.
+    Reference:
+        Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: noise that changes over time is tracked by n; the
+        default floor is relative.
+    """
+
+    def __init__(
+        self,
+        params: NamedParameters,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        debias_floor: float | None = None,
+    ) -> None:
+        require_nonnegative("AdamBC", "lr", lr, "1e-3 is usual")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise expected("AdamBC", "betas", "to be in [0, 1)", betas, "(0.9, 0.999) is usual")
+        if debias_floor is not None:
+            require_positive("AdamBC", "debias_floor", debias_floor, "use None for the floor on the noise's scale")
+        super().__init__(params, defaults={"lr": lr, "betas": betas, "debias_floor": debias_floor})
+
+    def fraction_floored(self) -> float:
+        """Share of coordinates whose debiased second moment sits on its floor, in [0, 1]; nan before any step.
+
+        Privacy:
+            Post-processing.
+        """
+        floored = total = 0
+        for group, state in self._trained():
+            exp_avg_sq_hat, noise_std, floor = _second_moment(state, group)
+            floored += int((debias(exp_avg_sq_hat, noise_std, floor=floor) <= floor).sum())
+            total += exp_avg_sq_hat.numel()
+        return floored / total if total else math.nan
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter, noise_std in self._active_noise(group):
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state["exp_avg_noise_var"] = 0.0
+                assert parameter.grad is not None
+                state["step"] += 1
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                state["exp_avg_noise_var"] = beta2 * state["exp_avg_noise_var"] + (1 - beta2) * noise_std**2
+                exp_avg_sq_hat, noise_std_hat, floor = _second_moment(state, group)
+                denominator = debias(exp_avg_sq_hat, noise_std_hat, floor=floor).sqrt_()
+                step_size = group["lr"] / (1 - beta1 ** state["step"])
+                parameter.addcdiv_(state["exp_avg"], denominator, value=-step_size)
+
+    def _trained(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.state[parameter]:
+                    yield group, self.state[parameter]
+
+
+def _second_moment(state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, float | Tensor, float | Tensor]:
+    """What debias takes: the startup-corrected second moment, the noise in it, and the floor."""
+    beta2: float = group["betas"][1]
+    correction = 1 - beta2 ** state["step"]
+    noise_std: float | Tensor = (state["exp_avg_noise_var"] / correction) ** 0.5
+    floor = group["debias_floor"]
+    return (
+        state["exp_avg_sq"] / correction,
+        noise_std,
+        default_floor(noise_std, beta2) if floor is None else floor,
+    )

@@ -1,0 +1,161 @@
+"""PrivateGradient: the privacy boundary. What goes in is sensitive, what comes out is free."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import SamplingError, expected, require_integer
+from privgrad.gradient.checks import check_loss, require_supported
+from privgrad.gradient.clipping import Clipping, Flat, clipped_sum
+from privgrad.gradient.engines import LossFunction, per_sample_gradients, trainable
+from privgrad.ledger import Ledger
+from privgrad.noise import add_noise
+from privgrad.plan import PrivacyPlan
+from privgrad.rng import RandomSource
+from privgrad.types import Batch, NoisyGradient, map_examples
+
+
+class PrivateGradient:
+    """Turn a batch into a released gradient: per example gradient, clip; sum; noise; charge; divide by B.
+
+    Args:
+        model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it.
+        loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
+        plan: the public numbers.
+        clip: Flat(), PerLayer({...}) or Automatic().
+        microbatch_size: examples whose gradients are in memory at once; None is the whole batch. Memory only.
+        ledger: a Ledger, or the path of one; None keeps the record in memory.
+    Raises:
+        UnsupportedModuleError: a module mixes examples; named by path, with the remedy.
+        PrivacyError: a bad argument, or a ledger kept under other numbers.
+    Privacy:
+        T calls cost what T Poisson-subsampled Gaussian mechanisms of the plan's sigma and q cost, neighbours by
+        adding or removing one example. Whatever is computed from what it returns is post-processing.
+    Reference:
+        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1, with the public expected batch size as divisor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        plan: PrivacyPlan,
+        *,
+        clip: Clipping | None = None,
+        microbatch_size: int | None = None,
+        ledger: Ledger | str | os.PathLike[str] | None = None,
+    ) -> None:
+        if microbatch_size is not None:
+            require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
+        require_supported(model)
+        self._model = model
+        self._loss_fn = loss_fn
+        self._plan = plan
+        self._clip: Clipping = Flat() if clip is None else clip
+        self._microbatch_size = microbatch_size
+        self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+        self._ledger.bind(plan.public_facts)
+        source = RandomSource(plan.seed)
+        self._noise_stream = source.stream("noise")
+        self._dropout_stream = source.stream("dropout")
+        self._step = 0
+        self._used: set[tuple[str, int]] = set()
+        self._checked: frozenset[str] = frozenset()
+        self.raw_nonfinite_examples = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        """The record of what has been released."""
+        return self._ledger
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        """The public numbers."""
+        return self._plan
+
+    def __call__(self, batch: Batch) -> NoisyGradient:
+        """Release the gradient of one batch.
+
+        Args:
+            batch: from `plan.batches(dataset)`; each at most once. May hold no examples.
+        Returns:
+            The averaged noisy gradient by parameter name, and the noise's size.
+        Raises:
+            SamplingError: not a Batch, drawn otherwise than the plan says, or used before.
+            BudgetExceededError: the plan's steps are spent.
+            PrivacyError: the loss is wrong (first batch), or the ledger cannot be written.
+            In every case nothing is released and nothing charged.
+        Privacy:
+            One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
+        """
+        self._require_fresh(batch)
+        require_supported(self._model)
+        parameters = trainable(self._model)
+        if batch.size > 0 and self._checked != frozenset(parameters):
+            check_loss(self._model, self._loss_fn, batch.examples)
+            self._checked = frozenset(parameters)
+        with torch.random.fork_rng():
+            torch.manual_seed(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1))
+            clipped, nonfinite = clipped_sum(
+                self._chunks(batch),
+                like=parameters,
+                clip=self._clip,
+                max_grad_norm=self._plan.max_grad_norm,
+            )
+        gradient = add_noise(
+            clipped,
+            noise_multiplier=self._plan.noise_multiplier,
+            expected_batch_size=self._plan.expected_batch_size,
+            stream=self._noise_stream,
+            step=self._step,
+        )
+        # Only a research seed can draw the same noise again, so only then can a release be recognized as the same.
+        digest = None if self._plan.seed is None else _digest(gradient.values)
+        self._ledger.charge(self._plan.release, step=self._step, limit=self._plan.steps, digest=digest)
+        self._used.add((batch.sampling.stream, batch.sampling.step))
+        self._step += 1
+        self.raw_nonfinite_examples += nonfinite
+        return gradient
+
+    def state_dict(self) -> dict[str, int]:
+        """What a checkpoint needs: the index of the next release. No key, and nothing computed before the noise."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats."""
+        require_integer("PrivateGradient.load_state_dict", "step", state["step"], 0)
+        self._step = state["step"]
+
+    def _require_fresh(self, batch: object) -> None:
+        def refusal(condition: str, got: object, remedy: str) -> Exception:
+            return expected("PrivateGradient", "batch", condition, got, remedy, SamplingError)
+
+        if not isinstance(batch, Batch):
+            remedy = "pass what `plan.batches(dataset)` yields: it knows how it was drawn"
+            raise refusal("to be a Batch", type(batch).__name__, remedy)
+        drawn = batch.sampling
+        planned = (self._plan.sampling, self._plan.sample_rate, self._plan.expected_batch_size)
+        if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size) != planned:
+            raise refusal("to be drawn as the plan says", drawn, "take the batch from the same plan")
+        if (drawn.stream, drawn.step) in self._used:
+            got = f"the batch of step {drawn.step} again"
+            raise refusal("to be used once", got, "draw a new one: the accounting counts each draw once")
+
+    def _chunks(self, batch: Batch) -> Iterator[Mapping[str, Tensor]]:
+        size = self._microbatch_size or max(batch.size, 1)
+        for start in range(0, batch.size, size):
+            part = map_examples(itemgetter(slice(start, start + size)), batch.examples)
+            yield per_sample_gradients(self._model, self._loss_fn, part)
+
+
+def _digest(values: Mapping[str, Tensor]) -> str:
+    """Hash of released values. Post-processing: what it is made of has left, or is about to."""
+    state = hashlib.blake2b(digest_size=16)
+    for name, value in values.items():
+        state.update(name.encode())
+        state.update(value.detach().cpu().numpy().tobytes())
+    return state.hexdigest()

@@ -1,0 +1,185 @@
+"""PrivacyPlan: the public numbers of a training run, fixed before it starts."""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch.utils.data import Dataset
+
+from privgrad import accounting
+from privgrad.accounting import Accountant, Release
+from privgrad.errors import (
+    expected,
+    require_delta,
+    require_integer,
+    require_nonnegative,
+    require_positive,
+    require_rate,
+)
+from privgrad.rng import RandomSource
+from privgrad.sampling import Collate, batches
+from privgrad.types import Batch, SamplingScheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """Everything that decides privacy, typed once.
+
+    Args:
+        sample_rate: q in (0, 1], the probability that an example is in a batch; 1.0 is the full batch.
+        steps: T >= 1, the number of releases paid for.
+        expected_batch_size: B >= 1, the public divisor of the clipped sum: sample_rate * num_examples, rounded.
+        noise_multiplier: sigma >= 0, noise standard deviation over sensitivity. 0 adds no noise and reports
+            epsilon = inf.
+        max_grad_norm: C > 0, the bound on one example's gradient. Infinite only with noise_multiplier 0.
+        num_examples: n >= 1, the public size of the data set.
+        delta: in (0, 1), or None if it is only given when epsilon is asked for.
+        target_epsilon: what the noise was calibrated for, or None.
+        sampling: "poisson", or "fixed" for shuffled batches of one size, whose epsilon no accountant covers.
+        seed: None for the operating system's entropy. An integer makes a run repeatable and its noise
+            predictable: for research only.
+    Raises:
+        PrivacyError: a number out of its range, or rate, batch size and data set size that contradict each other.
+    Privacy:
+        Holds public numbers only. Neighbouring data sets differ by adding or removing one example.
+    """
+
+    sample_rate: float
+    steps: int
+    expected_batch_size: int
+    noise_multiplier: float
+    max_grad_norm: float
+    num_examples: int
+    delta: float | None = None
+    target_epsilon: float | None = None
+    sampling: SamplingScheme = "poisson"
+    seed: int | None = None
+
+    neighboring_relation = "add or remove one"
+    privacy_unit = "example"
+
+    def __post_init__(self) -> None:
+        function = "PrivacyPlan"
+        require_rate(function, self.sample_rate)
+        require_integer(function, "steps", self.steps, 1)
+        require_integer(function, "expected_batch_size", self.expected_batch_size, 1)
+        require_integer(function, "num_examples", self.num_examples, 1)
+        require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
+        if not (self.noise_multiplier == 0 and self.max_grad_norm == math.inf):
+            require_positive(function, "max_grad_norm", self.max_grad_norm, "give the clip norm C")
+        if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
+            raise expected(
+                function,
+                "expected_batch_size",
+                f"to be sample_rate * num_examples = {self.sample_rate * self.num_examples:g}",
+                self.expected_batch_size,
+                "correct one of the three",
+            )
+        if self.sampling not in get_args(SamplingScheme):
+            raise expected(function, "sampling", "to be 'poisson' or 'fixed'", repr(self.sampling), "choose one")
+        if self.delta is not None:
+            require_delta(function, self.delta)
+            if self.delta > 1 / self.num_examples:
+                warnings.warn(
+                    f"delta = {self.delta:g} is above 1 / num_examples = {1 / self.num_examples:.3g}: a mechanism "
+                    "that publishes one whole record would pass; lower delta",
+                    stacklevel=3,
+                )
+
+    @classmethod
+    def for_budget(
+        cls,
+        *,
+        target_epsilon: float,
+        delta: float,
+        max_grad_norm: float,
+        num_examples: int,
+        expected_batch_size: int,
+        steps: int,
+        sampling: SamplingScheme = "poisson",
+        seed: int | None = None,
+    ) -> "PrivacyPlan":
+        """The plan whose steps together cost at most target_epsilon, by PLD.
+
+        Args:
+            target_epsilon: > 0.
+            delta, max_grad_norm, num_examples, expected_batch_size, steps, sampling, seed: as in PrivacyPlan.
+        Returns:
+            A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
+        Raises:
+            PrivacyError: a number out of its range, or a target that cannot be met.
+        Privacy:
+            Calibrated on the safe side. With sampling="fixed", calibrated as if Poisson: a label, no guarantee.
+        """
+        require_integer("for_budget", "expected_batch_size", expected_batch_size, 1)
+        require_integer("for_budget", "num_examples", num_examples, 1)
+        sample_rate = expected_batch_size / num_examples
+        return cls(
+            sample_rate=sample_rate,
+            steps=steps,
+            expected_batch_size=expected_batch_size,
+            noise_multiplier=accounting.calibrate_noise_multiplier(
+                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps
+            ),
+            max_grad_norm=max_grad_norm,
+            num_examples=num_examples,
+            delta=delta,
+            target_epsilon=target_epsilon,
+            sampling=sampling,
+            seed=seed,
+        )
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the accountant covers the way batches are drawn."""
+        return self.sampling == "poisson"
+
+    @property
+    def release(self) -> Release:
+        """What one step charges."""
+        return Release(self.noise_multiplier, self.sample_rate, self.sampling)
+
+    @property
+    def public_facts(self) -> dict[str, Any]:
+        """The numbers that a ledger of this plan is kept under. More steps may be added later; these stay."""
+        return {
+            "sampling": self.sampling,
+            "sample_rate": self.sample_rate,
+            "expected_batch_size": self.expected_batch_size,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "num_examples": self.num_examples,
+            "neighboring_relation": self.neighboring_relation,
+            "privacy_unit": self.privacy_unit,
+        }
+
+    def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
+        """Epsilon that `steps` of the plan's steps (default: all) will cost; as if Poisson when sampling is fixed.
+
+        Raises:
+            PrivacyError: neither the plan nor the call has a delta.
+        """
+        delta = self.delta if delta is None else delta
+        if delta is None:
+            raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta=1e-5, say")
+        steps = self.steps if steps is None else steps
+        release = Release(self.noise_multiplier, self.sample_rate, count=steps)
+        return accounting.epsilon([release], delta=delta, accountant=accountant)
+
+    def batches(
+        self, dataset: Dataset[Any] | Sequence[Any], *, start: int = 0, collate: Collate | None = None
+    ) -> Iterator[Batch]:
+        """The batches of steps start to steps - 1, drawn as the plan says; see sampling.batches."""
+        return batches(
+            dataset,
+            scheme=self.sampling,
+            sample_rate=self.sample_rate,
+            expected_batch_size=self.expected_batch_size,
+            num_examples=self.num_examples,
+            steps=self.steps,
+            start=start,
+            source=RandomSource(self.seed),
+            collate=collate,
+        )

@@ -1,0 +1,115 @@
+"""Poisson and fixed-size sampling -> Batch, with its own sampling facts.
+
+The rate that draws the batch is the field that the accountant is charged with.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    Dataset,
+    TensorDataset,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from privgrad.errors import SamplingError, expected
+from privgrad.rng import RandomSource, Stream
+from privgrad.types import Batch, Sampling, SamplingScheme, map_examples
+
+Collate = Callable[[list[Any]], Any]
+
+
+def batches(
+    dataset: Dataset[Any] | Sequence[Any],
+    *,
+    scheme: SamplingScheme,
+    sample_rate: float,
+    expected_batch_size: int,
+    num_examples: int,
+    steps: int,
+    start: int = 0,
+    source: RandomSource,
+    collate: Collate | None = None,
+) -> Iterator[Batch]:
+    """Yield the batches of steps start, start + 1, ..., steps - 1.
+
+    Args:
+        dataset: map-style: len() and integer indexing. Each example is a tensor or a tuple, list or dict of what
+            default_collate takes.
+        scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
+            batch may be empty. "fixed": expected_batch_size examples of a shuffled pass, the rest of a pass
+            dropped.
+        sample_rate: q in (0, 1].
+        expected_batch_size: B, public.
+        num_examples: the public count; the data set must hold at least as many.
+        steps: T.
+        start: first step, for a resumed run.
+        source: where the draws come from.
+        collate: turns a non-empty list of examples into the batch's examples; default_collate if None.
+    Returns:
+        An iterator of Batch; examples have leading dimension `size`, 0 included.
+    Raises:
+        SamplingError: no length or no examples, or fewer examples than num_examples. Raised by the call itself.
+    Privacy:
+        Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream.
+        "fixed" is covered by no accountant here.
+    """
+    function = "plan.batches"
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        remedy = "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
+        raise expected(function, "dataset", "to have a length", type(dataset).__name__, remedy, SamplingError)
+    data = cast(Sequence[Any], dataset)
+    if len(data) == 0:
+        raise expected(function, "dataset", "to hold examples", "none", "check its path", SamplingError)
+    if len(data) < num_examples:
+        remedy = "correct num_examples, the public count that rate and batch size rest on"
+        got = f"only {len(data)}"
+        raise expected(function, "dataset", f"to hold {num_examples} examples", got, remedy, SamplingError)
+    take = _taker(data, collate)
+    stream = source.stream("sampling")
+
+    def draws() -> Iterator[Batch]:
+        for step in range(start, steps):
+            if scheme == "poisson":
+                chosen = _poisson(stream, step, sample_rate, len(data))
+            else:
+                chosen = _fixed(stream, step, expected_batch_size, len(data))
+            sampling = Sampling(scheme, sample_rate, expected_batch_size, step, stream.public_id)
+            yield Batch(take(chosen), len(chosen), sampling)
+
+    return draws()
+
+
+def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
+    if sample_rate == 1:
+        return torch.arange(count)
+    threshold = np.uint64(int(sample_rate * 2.0**64))
+    return torch.from_numpy(np.flatnonzero(stream.uint64(step, count) < threshold))
+
+
+def _fixed(stream: Stream, step: int, size: int, count: int) -> Tensor:
+    if size > count:
+        got = f"{size} of {count} examples"
+        raise expected("plan.batches", "expected_batch_size", "to fit", got, "lower it", SamplingError)
+    shuffle, position = divmod(step, count // size)
+    order = np.argsort(stream.uint64(shuffle, count), kind="stable")
+    return torch.from_numpy(order[position * size : (position + 1) * size])
+
+
+def _taker(data: Sequence[Any], collate: Collate | None) -> Callable[[Tensor], Any]:
+    """A function from indices to collated examples that also serves an empty selection."""
+    if isinstance(data, TensorDataset) and collate is None:
+        tensors = data.tensors
+        return lambda chosen: tuple(tensor[chosen] for tensor in tensors)
+    collate_list = cast(Collate, default_collate) if collate is None else collate
+
+    def take(chosen: Tensor) -> Any:
+        if len(chosen) == 0:
+            # One example lends the structure, dtypes and shapes; none of its content is kept.
+            return map_examples(lambda leaf: leaf[:0], collate_list([data[0]]))
+        return collate_list([data[int(index)] for index in chosen])
+
+    return take

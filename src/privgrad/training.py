@@ -1,0 +1,252 @@
+"""fit(): the training loop, with evaluation, progress, checkpoint and resume."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from torch import nn
+from torch.utils.data import Dataset
+
+from privgrad.errors import expected, require_integer
+from privgrad.gradient.checks import evaluating
+from privgrad.gradient.clipping import Clipping
+from privgrad.gradient.engines import LossFunction
+from privgrad.ledger import Ledger
+from privgrad.optim import PrivateOptimizer
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
+from privgrad.sampling import Collate
+from privgrad.types import Batch
+
+_CHECKPOINT_VERSION = 1
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+
+
+@dataclass
+class FitResult:
+    """What a run leaves besides the trained model.
+
+    Attributes:
+        curve: one row an evaluation: "step" (updates made), "epsilon" (spent by then; None if the plan has no
+            delta) and what `evaluate` returned.
+        updates: optimizer steps made. Below plan.steps if earlier attempts spent steps whose results were lost.
+        seconds: training time, evaluation left out.
+        examples_per_second: from the public expected batch size.
+        raw_nonfinite_examples: examples of this process whose gradients were not finite and counted as zero. NOT
+            private.
+        ledger: the record of what was released.
+    """
+
+    curve: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    updates: int = 0
+    seconds: float = 0.0
+    examples_per_second: float = math.nan
+    raw_nonfinite_examples: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+def fit(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    optimizer: PrivateOptimizer,
+    plan: PrivacyPlan,
+    train_set: Dataset[Any] | Sequence[Any],
+    *,
+    clip: Clipping | None = None,
+    microbatch_size: int | None = None,
+    collate: Collate | None = None,
+    evaluate: Evaluate | None = None,
+    evaluations: int = 10,
+    folder: str | os.PathLike[str] | None = None,
+    checkpoint_seconds: float = 60.0,
+    progress: bool = True,
+) -> FitResult:
+    """Train for the plan's steps; with a folder, durably: run it again after any interruption, and it goes on.
+
+    Args:
+        model: trained in place, in the mode it is in.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        optimizer: from privgrad.optim, over model.named_parameters().
+        plan: the public numbers.
+        train_set: the private examples; see plan.batches.
+        clip, microbatch_size: as in PrivateGradient.
+        collate: as in plan.batches.
+        evaluate: model -> numbers by name, called in evaluation mode. Give it public or held-out data: what it
+            returns is published as it is.
+        evaluations: how many times to evaluate, evenly spread, the last after the last step.
+        folder: where ledger.jsonl and checkpoint.pt live; None keeps nothing.
+        checkpoint_seconds: at most this much training is lost by a killed process. What was released and lost stays
+            charged; the run then ends with fewer updates. Under a research seed lost steps are computed again,
+            identically, and cost nothing again.
+        progress: show a progress bar on the terminal.
+    Returns:
+        FitResult.
+    Raises:
+        PrivacyError: bad input, or a folder whose files are damaged or belong to another run.
+    Privacy:
+        As PrivateGradient; the checkpoint holds the model, the optimizer and the curve: post-processing, no keys.
+    """
+    require_integer("fit", "evaluations", evaluations, 0)
+    ledger, checkpoint = Ledger(), None
+    if folder is not None:
+        ledger, checkpoint = Ledger(Path(folder) / "ledger.jsonl"), Path(folder) / "checkpoint.pt"
+    oracle = PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size, ledger=ledger)
+    run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint)
+    start = run.resume()
+    batches = plan.batches(train_set, start=start, collate=collate)
+    evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)} if evaluate else set[int]()
+    try:
+        with _progress_bar(plan, start, shown=progress) as advance:
+            for batch in batches:
+                run.update(batch)
+                step = batch.sampling.step + 1
+                if evaluate is not None and step in evaluate_at:
+                    run.result.curve.append(_evaluate(model, evaluate, plan, step))
+                advance(run.result)
+                run.save(at_least_after=checkpoint_seconds)
+    except KeyboardInterrupt:
+        if run.is_consistent:
+            run.save()
+        raise
+    finally:
+        ledger.close()
+    run.save()
+    return run.result
+
+
+@dataclass
+class _Run:
+    """The parts of a run that a checkpoint keeps together."""
+
+    model: nn.Module
+    optimizer: PrivateOptimizer
+    oracle: PrivateGradient
+    result: FitResult
+    checkpoint: Path | None
+    saved_at: float = 0.0
+    start: int = 0
+    made: int = 0
+
+    def resume(self) -> int:
+        """Load the checkpoint, or make the first one; return the first step to do."""
+        ledger, plan = self.result.ledger, self.oracle.plan
+        if self.checkpoint is not None and self.checkpoint.exists():
+            self._load(self.checkpoint)
+        elif ledger.releases:
+            raise expected(
+                "fit",
+                f"{self.checkpoint}",
+                f"beside its ledger of {ledger.releases} releases",
+                "no such file",
+                "restore it, or train in a new folder and add the two epsilons up",
+            )
+        if plan.seed is None:
+            # Steps that were released and then lost are spent: go on after them.
+            self.oracle.load_state_dict({"step": ledger.releases})
+        self.start = self.oracle.state_dict()["step"]
+        self.save()
+        return self.start
+
+    def update(self, batch: Batch) -> None:
+        """One private step."""
+        began = time.perf_counter()
+        self.optimizer.step(grad=self.oracle(batch))
+        self.made += 1
+        result = self.result
+        result.updates += 1
+        result.seconds += time.perf_counter() - began
+        result.examples_per_second = result.updates * self.oracle.plan.expected_batch_size / result.seconds
+        result.raw_nonfinite_examples = self.oracle.raw_nonfinite_examples
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether every released gradient has also moved the model: not so amid an update."""
+        return self.oracle.state_dict()["step"] == self.start + self.made
+
+    def save(self, *, at_least_after: float = 0.0) -> None:
+        """Write the checkpoint, atomically, unless the last one is younger than that many seconds."""
+        if self.checkpoint is None or time.monotonic() - self.saved_at < at_least_after:
+            return
+        state = {
+            "version": _CHECKPOINT_VERSION,
+            "seed": self.oracle.plan.seed,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "oracle": self.oracle.state_dict(),
+            "curve": self.result.curve,
+            "updates": self.result.updates,
+            "seconds": self.result.seconds,
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.checkpoint)
+        self.saved_at = time.monotonic()
+
+    def _load(self, path: Path) -> None:
+        try:
+            # weights_only: a checkpoint from elsewhere must not run code.
+            state = torch.load(path, weights_only=True)
+            if state["version"] != _CHECKPOINT_VERSION:
+                raise ValueError(f"version {state['version']}")
+            if state["seed"] != self.oracle.plan.seed:
+                raise ValueError(f"seed {state['seed']}, not the plan's {self.oracle.plan.seed}")
+            if state["oracle"]["step"] > self.result.ledger.releases:
+                raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.oracle.load_state_dict(state["oracle"])
+            self.result.curve = list(state["curve"])
+            self.result.updates = int(state["updates"])
+            self.result.seconds = float(state["seconds"])
+        except Exception as error:  # a damaged file fails in as many ways as there are bytes
+            raise expected(
+                "fit",
+                f"{path}",
+                "to be a complete checkpoint of this run",
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+                "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
+            ) from error
+
+
+def _evaluate(model: nn.Module, evaluate: Evaluate, plan: PrivacyPlan, step: int) -> dict[str, Any]:
+    with evaluating(model), torch.no_grad():
+        measured = dict(evaluate(model))
+    epsilon = None if plan.delta is None else plan.epsilon(steps=step)
+    return {"step": step, "epsilon": epsilon, **measured}
+
+
+@contextmanager
+def _progress_bar(plan: PrivacyPlan, start: int, *, shown: bool) -> Generator[Callable[[FitResult], None]]:
+    columns = (
+        TextColumn("[bold]training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rate]:,.0f} examples/s"),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, disable=not shown) as bar:
+        task = bar.add_task("training", total=plan.steps, completed=start, rate=0.0, note="")
+
+        def advance(result: FitResult) -> None:
+            numbers = result.curve[-1].items() if result.curve else []
+            note = "  ".join(f"{name} {value:.3g}" for name, value in numbers if value is not None)
+            bar.update(task, advance=1, rate=result.examples_per_second, note=note)
+
+        yield advance

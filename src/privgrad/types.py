@@ -1,0 +1,130 @@
+"""Frozen values that cross rooms, each carrying the facts that the next room needs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from privgrad.errors import expected
+
+SamplingScheme = Literal["poisson", "fixed"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the examples of one batch were drawn. Everything here is public.
+
+    Attributes:
+        scheme: "poisson" (every example independently with probability sample_rate) or "fixed" (shuffled,
+            fixed size; no accountant covers it).
+        sample_rate: q, in (0, 1].
+        expected_batch_size: B, the divisor of the clipped sum.
+        step: index of the batch in its stream, from 0.
+        stream: public name of the random stream that drew the batch. Two batches with the same (stream, step)
+            hold the same draw.
+    """
+
+    scheme: SamplingScheme
+    sample_rate: float
+    expected_batch_size: int
+    step: int
+    stream: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The examples of one step, and how they were drawn.
+
+    Attributes:
+        examples: tensor, or tuple, list or dict of tensors, each with the same leading dimension `size`; may hold
+            zero examples.
+        size: number of examples drawn. PRIVATE under Poisson sampling: never a divisor, never reported.
+        sampling: the public facts.
+    """
+
+    examples: Any
+    size: int
+    sampling: Sampling
+
+
+def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
+    """Apply a function to every tensor of a batch's examples, keeping their structure."""
+    return tree_map(cast("Callable[[Any], Any]", function), examples)
+
+
+def count_examples(examples: Any) -> int:
+    """The leading dimension that all tensors of the examples share.
+
+    Raises:
+        PrivacyError: no tensor, or leading dimensions that differ.
+    """
+    sizes: set[int] = set()
+
+    def note(leaf: Tensor) -> Tensor:
+        sizes.add(leaf.shape[0])
+        return leaf
+
+    map_examples(note, examples)
+    if len(sizes) != 1:
+        remedy = "collate examples into tensors with one entry an example"
+        raise expected("Batch", "examples", "to share one leading dimension", sorted(sizes), remedy)
+    return sizes.pop()
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """Sum of clipped per-example gradients. PRIVATE until noise has been added.
+
+    Attributes:
+        values: sum by parameter name, float32 or wider.
+        sensitivity: adding or removing one example moves the values, taken as one vector, by at most this L2
+            norm.
+    """
+
+    values: Mapping[str, Tensor]
+    sensitivity: float
+
+
+NoiseStd = float | Mapping[str, float | Tensor]
+
+
+@dataclass(frozen=True)
+class NoisyGradient:
+    """A released gradient: safe to use in any way.
+
+    Attributes:
+        values: averaged noisy gradient by parameter name, each shaped like its parameter.
+        noise_std: standard deviation of the noise in `values`, sigma C / B: one number, or by parameter name a
+            number or a tensor shaped like the parameter. Gradient units, >= 0.
+    """
+
+    values: Mapping[str, Tensor]
+    noise_std: NoiseStd
+
+    def noise_std_of(self, name: str) -> float | Tensor:
+        """The noise's standard deviation for one parameter."""
+        return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
+
+    def assign(self, model: nn.Module) -> None:
+        """Write the values to the `.grad` of the model's parameters, for any torch optimizer.
+
+        Raises:
+            PrivacyError: the model lacks a parameter that this gradient is for.
+        Privacy:
+            Post-processing. The noise's size does not travel with `.grad`: the optimizers of privgrad take
+            `step(grad=...)` instead.
+        """
+        parameters = dict(model.named_parameters())
+        unknown = [name for name in self.values if name not in parameters]
+        if unknown:
+            raise expected(
+                "NoisyGradient.assign",
+                "model",
+                "to have every parameter of the gradient",
+                f"none named {', '.join(unknown)}",
+                "pass the model that PrivateGradient was given",
+            )
+        for name, value in self.values.items():
+            parameters[name].grad = value.to(parameters[name].dtype)
