@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import dp_accounting
 from dp_accounting import pld, rdp
@@ -183,13 +183,13 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
         if unsafe < _SMALLEST_NOISE_MULTIPLIER:
             return safe
     aim = math.log(target_epsilon * (1 - _TOLERANCE / 2))
-    root = optimize.brentq(
-        lambda log_sigma: math.log(max(cost(math.exp(log_sigma)), 1e-12)) - aim,
-        math.log(unsafe),
-        math.log(safe * (1 + _TOLERANCE)),
-        xtol=_TOLERANCE / 4,
-    )
-    found = math.exp(float(root))
+
+    def excess(log_sigma: float) -> float:
+        return math.log(max(cost(math.exp(log_sigma)), 1e-12)) - aim
+
+    ends = math.log(unsafe), math.log(safe * (1 + _TOLERANCE))
+    log_found = cast(float, optimize.brentq(excess, *ends, xtol=_TOLERANCE / 4))
+    found = math.exp(log_found)
     while cost(found) > target_epsilon:
         found *= 1 + _TOLERANCE / 4
     return found

@@ -103,28 +103,31 @@ def fit(
     ledger, checkpoint = Ledger(), None
     if folder is not None:
         ledger, checkpoint = Ledger(Path(folder) / "ledger.jsonl"), Path(folder) / "checkpoint.pt"
-    oracle = PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size, ledger=ledger)
-    run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint)
-    start = run.resume()
-    batches = plan.batches(train_set, start=start, collate=collate)
-    evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)} if evaluate else set[int]()
     try:
-        with _progress_bar(plan, start, shown=progress) as advance:
-            for batch in batches:
-                run.update(batch)
-                step = batch.sampling.step + 1
-                if evaluate is not None and step in evaluate_at:
-                    run.result.curve.append(_evaluate(model, evaluate, plan, step))
-                advance(run.result)
-                run.save(at_least_after=checkpoint_seconds)
-    except KeyboardInterrupt:
-        if run.is_consistent:
-            run.save()
-        raise
+        oracle = PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size, ledger=ledger)
+        run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint)
+        start = run.resume()
+        batches = plan.batches(train_set, start=start, collate=collate)
+        evaluate_at = (
+            {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)} if evaluate else set[int]()
+        )
+        try:
+            with _progress_bar(plan, start, shown=progress) as advance:
+                for batch in batches:
+                    run.update(batch)
+                    step = batch.sampling.step + 1
+                    if evaluate is not None and step in evaluate_at:
+                        run.result.curve.append(_evaluate(model, evaluate, plan, step))
+                    advance(run.result)
+                    run.save(at_least_after=checkpoint_seconds)
+        except KeyboardInterrupt:
+            if run.is_consistent:
+                run.save()
+            raise
+        run.save()
+        return run.result
     finally:
         ledger.close()
-    run.save()
-    return run.result
 
 
 @dataclass
@@ -245,8 +248,8 @@ def _progress_bar(plan: PrivacyPlan, start: int, *, shown: bool) -> Generator[Ca
         task = bar.add_task("training", total=plan.steps, completed=start, rate=0.0, note="")
 
         def advance(result: FitResult) -> None:
-            numbers = result.curve[-1].items() if result.curve else []
-            note = "  ".join(f"{name} {value:.3g}" for name, value in numbers if value is not None)
+            numbers: dict[str, Any] = result.curve[-1] if result.curve else {}
+            note = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items() if value is not None)
             bar.update(task, advance=1, rate=result.examples_per_second, note=note)
 
         yield advance

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,7 @@ def find_problems(model: nn.Module) -> list[Problem]:
         Reads the structure only, no data. What only shows on data, `check_loss` finds on the first batch.
     """
     problems: list[Problem] = []
-    modules: Iterator[tuple[str, nn.Module]] = model.named_modules()
-    for path, module in modules:
+    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
         kind = type(module).__name__
         # torch types running_mean as a Tensor; without tracked statistics it is None.
         has_statistics = getattr(module, "running_mean", None) is not None
@@ -97,9 +96,11 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         remedy = "compute the loss from the model's output, without no_grad or detach"
         raise expected("loss_fn", "losses", "to have a gradient", "none", remedy)
     parameters = trainable(model)
+    grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     # torch types the result as if allow_unused did not exist.
-    grads: Sequence[Tensor | None] = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
-    unused = [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
+    unused = [
+        name for name, grad in zip(parameters, cast("Sequence[Tensor | None]", grads), strict=True) if grad is None
+    ]
     if unused:
         remedy = "use them in the loss, or freeze them with requires_grad_(False)"
         got = f"none for {', '.join(unused)}"

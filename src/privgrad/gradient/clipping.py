@@ -5,7 +5,7 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -166,5 +166,4 @@ def clipped_sum(
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
-    joint: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
-    return joint
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))

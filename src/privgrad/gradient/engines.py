@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from privgrad.errors import expected
+from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.types import count_examples, map_examples
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -58,17 +58,15 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
         grads_BP by parameter name: tensors of shape (B, *parameter.shape), without a graph.
     Raises:
         PrivacyError: loss_fn does not return one loss per example.
+        UnsupportedModuleError: the forward pass writes to a buffer, or torch.func cannot differentiate it.
     Privacy:
         NOT private. Row i depends on example i and the model alone: each example is isolated, dropout included.
     """
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
-    frozen = {
-        name: tensor.detach().clone() for name, tensor in model.named_buffers()
-    }  # a forward that updates a buffer must not write private data to the model
     bound = BoundLoss(model, loss_fn)
 
     def loss_of_one(parameters: dict[str, Tensor], example: Any) -> Tensor:
-        state = {f"model.{name}": tensor for name, tensor in (frozen | parameters).items()}
+        state = {f"model.{name}": tensor for name, tensor in parameters.items()}
         single = map_examples(lambda leaf: leaf.unsqueeze(0), example)
         return require_losses(functional_call(bound, state, (single,)), 1)[0]
 
@@ -88,8 +86,13 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
 def _one_by_one(
     gradient_of_one: Callable[..., dict[str, Tensor]], parameters: dict[str, Tensor], examples: Any
 ) -> dict[str, Tensor]:
-    rows = [
-        gradient_of_one(parameters, map_examples(itemgetter(index), examples))
-        for index in range(count_examples(examples))
-    ]
+    try:
+        rows = [
+            gradient_of_one(parameters, map_examples(itemgetter(index), examples))
+            for index in range(count_examples(examples))
+        ]
+    except RuntimeError as error:
+        remedy = "keep buffers as they are in training, for what is written there is private, or replace the module"
+        got, kind = str(error).splitlines()[0], UnsupportedModuleError
+        raise expected("PrivateGradient", "model", "to work under torch.func", got, remedy, kind) from error
     return {name: torch.stack([row[name] for row in rows]) for name in parameters}

@@ -1,0 +1,214 @@
+"""The command line: parses, calls, prints."""
+
+import importlib
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from privgrad import accounting
+from privgrad.accounting import Accountant, Release
+from privgrad.errors import PrivacyError, expected
+from privgrad.experiments import runs
+from privgrad.experiments.spec import Spec, load_spec
+from privgrad.gradient.checks import find_problems
+from privgrad.ledger import Ledger
+
+app = typer.Typer(
+    help="Differentially private training for PyTorch that takes the bias out of private gradients.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; see examples/.")]
+OutFolder = Annotated[
+    Path | None, typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<spec's name>.")
+]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Move an existing folder aside instead of going on where it stopped.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object, on the last line.")]
+Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
+SampleRate = Annotated[float | None, typer.Option(help="Poisson rate q, in (0, 1].")]
+Steps = Annotated[int | None, typer.Option(help="Number of steps T.")]
+NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier sigma.")]
+
+
+@app.command()
+def train(
+    spec: SpecPath,
+    out: OutFolder = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Research seed: repeatable, and NOT private. Without it, the system's entropy."),
+    ] = None,
+    restart: Restart = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train one method privately, with ledger, checkpoints and a report. Run again to go on after a stop."""
+    loaded, folder = _prepare(spec, out, restart)
+    records = runs.train(loaded, folder, seed=seed, progress=not as_json)
+    _report(loaded, records, folder, seed=seed, as_json=as_json)
+
+
+@app.command()
+def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_json: AsJson = False) -> None:
+    """Train several methods under one budget, tuned on one grid, over several seeds. Run again to go on."""
+    loaded, folder = _prepare(spec, out, restart)
+    records = runs.compare(loaded, folder, progress=not as_json)
+    _report(loaded, records, folder, seed=loaded.run.seeds[0], as_json=as_json)
+
+
+@app.command()
+def epsilon(
+    delta: Delta,
+    ledger: Annotated[Path | None, typer.Argument(help="A ledger file; or give the three numbers.")] = None,
+    noise_multiplier: NoiseMultiplier = None,
+    sample_rate: SampleRate = None,
+    steps: Steps = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a ledger's releases have cost, recomputed from the file alone; or what a plan would cost."""
+    answer: dict[str, Any] = {"delta": delta}
+    if ledger is not None and noise_multiplier is sample_rate is steps is None:
+        record = Ledger(ledger, read_only=True)
+        covered = record.plan_facts["sampling"] == "poisson"
+        answer |= {"releases": record.releases, "covered_by_accountant": covered, **record.plan_facts}
+        answer |= _epsilons(lambda kind: record.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
+    elif ledger is None and noise_multiplier is not None and sample_rate is not None and steps is not None:
+        answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+        answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
+    else:
+        remedy = "give a ledger, or --noise-multiplier, --sample-rate and --steps"
+        raise expected("privgrad epsilon", "a ledger or the numbers", "to be given", "something else", remedy)
+    if answer.get("covered_by_accountant") is False:
+        _err.print("[bold]Fixed-size batches: epsilon is computed as if they were Poisson; no accountant covers it.[/]")
+    _show(answer, as_json)
+
+
+@app.command()
+def calibrate(
+    target_epsilon: Annotated[float, typer.Option(help="Epsilon to stay within.")],
+    delta: Delta,
+    sample_rate: Annotated[float, typer.Option(help="Poisson rate q = expected batch size / examples, in (0, 1].")],
+    steps: Steps = None,
+    noise_multiplier: NoiseMultiplier = None,
+    as_json: AsJson = False,
+) -> None:
+    """The noise multiplier for a number of steps; or, given a noise multiplier, how many steps it pays for."""
+    if (steps is None) == (noise_multiplier is None):
+        got = "neither" if steps is None else "both"
+        remedy = "give the one you know; the other is the answer"
+        raise expected("privgrad calibrate", "--steps or --noise-multiplier", "to be given", got, remedy)
+    budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
+    if noise_multiplier is None:
+        assert steps is not None
+        noise_multiplier = accounting.calibrate_noise_multiplier(**budget, steps=steps)
+    else:
+        steps = accounting.steps_for_budget(**budget, noise_multiplier=noise_multiplier)
+    answer = budget | {"noise_multiplier": noise_multiplier, "steps": steps}
+    _show(answer | _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta), as_json)
+
+
+@app.command()
+def doctor(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="A function (or class) that makes the model.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """What in a model blocks private training, by module path, with the remedy. Exit code 1 if anything does."""
+    problems = find_problems(_make(factory))
+    if as_json:
+        print(json.dumps({"problems": [asdict(problem) for problem in problems]}))  # noqa: T201
+    elif not problems:
+        _out.print("Nothing in the structure of this model blocks private training.")
+    else:
+        table = Table("module", "is", "problem", "remedy", title=f"{len(problems)} in the way of private training")
+        for problem in problems:
+            table.add_row(problem.path or "(the model)", problem.module, problem.what, problem.remedy)
+        _out.print(table)
+    raise typer.Exit(1 if problems else 0)
+
+
+def main() -> None:
+    """Entry point: bad input ends in one line and exit code 2."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except PrivacyError as error:
+        _err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    _err.print(f"[yellow]note:[/] {message}", highlight=False, soft_wrap=True)
+
+
+def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
+    loaded = load_spec(spec)
+    folder = Path("runs") / spec.stem if out is None else out
+    if restart and (aside := runs.restart(folder)):
+        _err.print(f"{folder} is now {aside}")
+    return loaded, folder
+
+
+def _report(spec: Spec, records: list[runs.Record], folder: Path, *, seed: int | None, as_json: bool) -> None:
+    # matplotlib is an extra, and slow to import: only what draws pays for it.
+    from privgrad.experiments.report import summarize, summary_table, write_report
+
+    command = "privgrad " + " ".join(sys.argv[1:])
+    index = write_report(records, runs.context(spec, records, command=command, seed=seed), folder)
+    if as_json:
+        print(json.dumps({"report": str(index), "methods": summarize(records)}))  # noqa: T201
+        return
+    _out.print(summary_table(records))
+    _out.print(f"Report: {index}")
+
+
+def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:
+    return {f"epsilon_{kind}": cost(kind) for kind in get_args(Accountant)}
+
+
+def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
+    return _epsilons(lambda kind: accounting.epsilon([release], delta=delta, accountant=kind))
+
+
+def _show(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in answer.items()}
+        print(json.dumps(finite))  # noqa: T201
+        return
+    table = Table(show_header=False)
+    for name, value in answer.items():
+        table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+    _out.print(table)
+
+
+def _make(factory: str) -> nn.Module:
+    module_name, separator, name = factory.partition(":")
+    remedy = "give it as package.module:function, importable from here"
+    if not separator:
+        raise expected("privgrad doctor", "factory", "to be MODULE:FACTORY", repr(factory), remedy)
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise expected("privgrad doctor", "factory", "to be importable", error, remedy) from error
+    model = made if isinstance(made, nn.Module) else made()
+    if not isinstance(model, nn.Module):
+        raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, remedy)
+    return model

@@ -1,0 +1,1 @@
+"""spec (TOML) -> runs (JSON lines) -> tables and plots."""

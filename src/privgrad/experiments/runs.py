@@ -1,0 +1,243 @@
+"""spec -> training runs -> JSON lines, one a run; a comparison goes on where it stopped."""
+
+import json
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad import models, optim
+from privgrad.data import DataSet
+from privgrad.errors import expected
+from privgrad.experiments.spec import MethodTable, Spec, make_data
+from privgrad.plan import PrivacyPlan
+from privgrad.training import FitResult, fit
+
+Record = dict[str, Any]
+Phase = Literal["tuning", "final"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training to do."""
+
+    method: MethodTable
+    lr: float
+    seed: int | None
+    phase: Phase
+
+    @property
+    def name(self) -> str:
+        """Folder of the run's ledger and checkpoint."""
+        return f"{self.method.name}-lr{self.lr:g}-{self.phase}-seed{self.seed}".replace("/", "_")
+
+
+def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
+    """Train the one method of a spec, for real by default: noise from the operating system's entropy.
+
+    Args:
+        spec: with exactly one method, which has its lr.
+        out: folder for ledger, checkpoint, runs.jsonl; called again after an interruption, it goes on.
+        seed: a research seed, or None.
+        progress: show a progress bar.
+    Returns:
+        One record; written to out/runs.jsonl.
+    Raises:
+        PrivacyError: bad input.
+    """
+    if len(spec.methods) != 1 or spec.methods[0].lr is None:
+        remedy = "keep one in the file, or use `privgrad compare`"
+        got = [method.name for method in spec.methods]
+        raise expected("train", "methods", "to be one, with its lr", got, remedy)
+    run = Run(spec.methods[0], spec.methods[0].lr, seed, "final")
+    done = _open_folder(spec, out)
+    if _find(done, run) is None:
+        _append(out, _train_one(spec, run, make_data(spec), out, progress=progress))
+    return _read(out)
+
+
+def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
+    """Train every method under one budget: tune on the validation set, then train with every seed.
+
+    Args:
+        spec: the methods, the grid and the seeds.
+        out: as in train.
+        progress: show a progress bar over the runs.
+    Returns:
+        All records, in the order run; written to out/runs.jsonl.
+    Raises:
+        PrivacyError: bad input.
+    """
+    _open_folder(spec, out)
+    data = make_data(spec)
+    grid, tuning_seeds = (spec.tuning.lr, spec.tuning.seeds) if spec.tuning else ([], [])
+    tuned = [method for method in spec.methods if method.lr is None]
+    tuning = [Run(method, lr, seed, "tuning") for method in tuned for lr in grid for seed in tuning_seeds]
+    columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, disable=not progress) as bar:
+        task = bar.add_task("", total=len(tuning) + len(spec.methods) * len(spec.run.seeds))
+
+        def do(runs: Sequence[Run]) -> None:
+            for run in runs:
+                bar.update(task, description=f"{run.phase}  {run.method.name}  lr {run.lr:g}  seed {run.seed}")
+                if _find(_read(out), run) is None:
+                    _append(out, _train_one(spec, run, data, out, progress=False))
+                bar.advance(task)
+
+        do(tuning)
+        chosen = {method.name: method.lr or _best_lr(_read(out), method.name) for method in spec.methods}
+        do([Run(m, chosen[m.name], seed, "final") for m in spec.methods for seed in spec.run.seeds])
+    return _read(out)
+
+
+def context(spec: Spec, records: Sequence[Record], *, command: str, seed: int | None) -> dict[str, Any]:
+    """What a report says besides the records."""
+    plan = spec.plan(seed)
+    data = records[0]["data"]
+    total = plan.epsilon(steps=plan.steps * len(records))
+    return {
+        "title": spec.title,
+        "command": command,
+        "data": data,
+        "plan": asdict(plan) | {"neighboring_relation": plan.neighboring_relation, "privacy_unit": plan.privacy_unit},
+        "total_epsilon": {"value": total, "runs": len(records)},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def restart(out: Path) -> Path | None:
+    """Move an existing folder aside, so that no ledger is lost; return where it went."""
+    if not out.exists():
+        return None
+    aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
+    shutil.move(out, aside)
+    return aside
+
+
+def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool) -> Record:
+    if run.seed is not None:
+        torch.manual_seed(run.seed)
+    model = _make_model(spec, data)
+    kind: type[optim.PrivateOptimizer] = getattr(optim, run.method.optimizer)
+    optimizer = kind(model.named_parameters(), lr=run.lr, **run.method.options)
+    plan = spec.plan(run.seed)
+    measured_on = data.validation if run.phase == "tuning" else data.test
+    result = fit(
+        model,
+        _loss,
+        optimizer,
+        plan,
+        data.train,
+        microbatch_size=spec.run.microbatch_size,
+        evaluate=lambda model: _measure(model, measured_on),
+        evaluations=spec.run.evaluations,
+        folder=out / "runs" / run.name,
+        progress=progress,
+    )
+    return _record(run, plan, data, result, optimizer)
+
+
+def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optimizer: optim.PrivateOptimizer) -> Record:
+    last = result.curve[-1]
+    assert plan.delta is not None
+    final = run.phase == "final"
+    return {
+        "method": run.method.name,
+        "optimizer": run.method.optimizer,
+        "lr": run.lr,
+        "seed": run.seed,
+        "phase": run.phase,
+        "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
+        "delta": plan.delta,
+        "sampling": plan.sampling,
+        "test_accuracy": last["accuracy"] if final else None,
+        "test_loss": last["loss"] if final else None,
+        "validation_accuracy": None if final else last["accuracy"],
+        "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, optim.AdamBC) else None,
+        "curve": result.curve,
+        "updates": result.updates,
+        "seconds": result.seconds,
+        "examples_per_second": result.examples_per_second,
+        "raw_nonfinite_examples": result.raw_nonfinite_examples,
+        "data": f"{data.name}: {len(data.train):,} training, {len(data.validation):,} validation, "
+        f"{len(data.test):,} test examples",
+    }
+
+
+def _make_model(spec: Spec, data: DataSet) -> nn.Module:
+    options = spec.model
+    if options.name == "cnn5":
+        return models.cnn5(in_channels=data.input_shape[0], num_classes=data.num_classes, activation=options.activation)
+    return models.mlp(
+        in_features=torch.Size(data.input_shape).numel(),
+        hidden=options.hidden,
+        num_classes=data.num_classes,
+        activation=options.activation,
+    )
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="none")
+
+
+def _measure(model: nn.Module, held_out: TensorDataset) -> dict[str, float]:
+    inputs, labels = held_out.tensors
+    logits = torch.cat([model(part) for part in inputs.split(1000)])
+    return {
+        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
+        "loss": F.cross_entropy(logits, labels).item(),
+    }
+
+
+def _best_lr(records: Sequence[Record], method: str) -> float:
+    """The learning rate of the best mean validation accuracy; the smaller of two equal ones."""
+    accuracies: dict[float, list[float]] = {}
+    for record in records:
+        if record["method"] == method and record["phase"] == "tuning":
+            accuracies.setdefault(record["lr"], []).append(record["validation_accuracy"])
+    return min(accuracies, key=lambda lr: (-sum(accuracies[lr]) / len(accuracies[lr]), lr))
+
+
+def _open_folder(spec: Spec, out: Path) -> list[Record]:
+    """Make the folder, or check that it holds runs of the same spec."""
+    out.mkdir(parents=True, exist_ok=True)
+    description = spec.model_dump_json(indent=1)
+    path = out / "spec.json"
+    if path.exists() and path.read_text() != description:
+        remedy = "give another --out, or --restart to move the old folder aside"
+        raise expected("experiments", f"{out}", "to hold runs of this spec", "another spec's", remedy)
+    path.write_text(description)
+    return _read(out)
+
+
+def _read(out: Path) -> list[Record]:
+    path = out / "runs.jsonl"
+    if not path.exists():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except json.JSONDecodeError as error:
+        remedy = "delete its damaged line; the run is then looked up in its folder again"
+        raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
+
+
+def _append(out: Path, record: Mapping[str, Any]) -> None:
+    with (out / "runs.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _find(records: Sequence[Record], run: Run) -> Record | None:
+    key = (run.method.name, run.lr, run.seed, run.phase)
+    same = (r for r in records if (r["method"], r["lr"], r["seed"], r["phase"]) == key)
+    return next(same, None)

@@ -1,0 +1,177 @@
+"""TOML -> a checked description of an experiment."""
+
+import difflib
+import inspect
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from privgrad import data, optim
+from privgrad.errors import PrivacyError, expected
+from privgrad.models import Activation
+from privgrad.plan import PrivacyPlan
+from privgrad.types import SamplingScheme
+
+OptimizerName = Literal["SGD", "Adam", "AdamBC", "NAdam", "RMSprop", "Adagrad"]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DataTable(_Table):
+    """Which data, and how much of its training part is held out for tuning."""
+
+    name: Literal["digits", "fashion-mnist"]
+    path: str | None = None
+    validation: int = Field(default=0, ge=0)
+
+
+class ModelTable(_Table):
+    """Which model."""
+
+    name: Literal["mlp", "cnn5"]
+    activation: Activation = "tanh"
+    hidden: int = Field(default=64, ge=1)
+
+
+class PrivacyTable(_Table):
+    """What decides privacy: no defaults, save for the way of sampling."""
+
+    target_epsilon: float
+    delta: float
+    max_grad_norm: float
+    num_examples: int
+    expected_batch_size: int
+    steps: int
+    sampling: SamplingScheme = "poisson"
+
+
+class MethodTable(_Table):
+    """One optimizer with its options; lr here, or in the grid of [tuning]."""
+
+    name: str = Field(min_length=1)
+    optimizer: OptimizerName
+    lr: float | None = Field(default=None, gt=0)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class TuningTable(_Table):
+    """The learning-rate grid that every method without its own lr is tuned on, by validation accuracy."""
+
+    lr: list[float] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+
+
+class RunTable(_Table):
+    """What decides speed and how much is shown; and the research seeds of a comparison."""
+
+    seeds: list[int] = Field(default=[0], min_length=1)
+    evaluations: int = Field(default=10, ge=1)
+    microbatch_size: int | None = Field(default=None, ge=1)
+
+
+class Spec(_Table):
+    """One experiment."""
+
+    title: str
+    data: DataTable
+    model: ModelTable
+    privacy: PrivacyTable
+    methods: list[MethodTable] = Field(min_length=1)
+    tuning: TuningTable | None = None
+    run: RunTable = RunTable()
+
+    def plan(self, seed: int | None) -> PrivacyPlan:
+        """The plan that every method of the experiment trains under."""
+        return PrivacyPlan.for_budget(**self.privacy.model_dump(), seed=seed)
+
+
+def load_spec(path: str | Path) -> Spec:
+    """Read and check a TOML file.
+
+    Raises:
+        PrivacyError: unreadable, an unknown option (named, with the nearest valid one), or a wrong value.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
+    except tomllib.TOMLDecodeError as error:
+        raise expected("load_spec", f"{path}", "to be TOML", error, "correct that place") from error
+    _require_known(raw, Spec, "")
+    try:
+        spec = Spec.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise expected(
+            "load_spec", place, f"to be right ({first['msg']})", repr(first["input"]), f"correct it in {path}"
+        ) from error
+    for method in spec.methods:
+        _require_method(method, spec)
+    names = [method.name for method in spec.methods]
+    if len(set(names)) < len(names):
+        raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
+    return spec
+
+
+def _require_known(raw: Mapping[str, Any], table: type[BaseModel], place: str) -> None:
+    for name, value in raw.items():
+        _require_option(name, list(table.model_fields), f"{place}{name}")
+        for inner in _tables_in(table.model_fields[name].annotation):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _require_known(item, inner, f"{place}{name}.")
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    candidates = (annotation, *get_args(annotation))
+    return [kind for kind in candidates if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+
+
+def _require_option(name: str, valid: list[str], place: str) -> None:
+    if name not in valid:
+        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+        remedy = f"did you mean {near[0]!r}? Valid are {', '.join(valid)}"
+        raise expected("load_spec", "options", "to be known", f"{place!r}", remedy)
+
+
+def _require_method(method: MethodTable, spec: Spec) -> None:
+    kind: type[optim.PrivateOptimizer] = getattr(optim, method.optimizer)
+    signatures = (inspect.signature(cls.__init__) for cls in kind.__mro__ if "__init__" in vars(cls))
+    parameters = next(s.parameters for s in signatures if "kwargs" not in s.parameters)
+    valid = [name for name in parameters if name not in ("self", "params", "lr")]
+    for name in method.options:
+        _require_option(name, valid, f"methods.{method.name}.options.{name}")
+    if method.lr is None and spec.tuning is None:
+        remedy = "give the method its lr, or a [tuning] table with a grid"
+        raise expected("load_spec", f"methods.{method.name}.lr", "to be given", "none", remedy)
+    if method.lr is None and spec.data.validation == 0:
+        remedy = "hold out validation examples: learning rates are not to be chosen on the test set"
+        raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
+
+
+def make_data(spec: Spec) -> data.DataSet:
+    """Load the data, and check it against the public count.
+
+    Raises:
+        PrivacyError: no source has it, or it does not hold num_examples training examples.
+    """
+    options: dict[str, Any] = {"validation": spec.data.validation}
+    if spec.data.path is not None:
+        if spec.data.name == "digits":
+            raise expected("load_spec", "data.path", "to be absent for digits", spec.data.path, "remove it")
+        options["path"] = spec.data.path
+    loaded = data.LOADERS[spec.data.name](**options)
+    if len(loaded.train) != spec.privacy.num_examples:
+        raise PrivacyError(
+            f"make_data: expected privacy.num_examples to be the size of the training set, got "
+            f"{spec.privacy.num_examples} where {loaded.name} has {len(loaded.train)} after "
+            f"{spec.data.validation} held out; correct it."
+        )
+    return loaded

@@ -1,0 +1,50 @@
+"""Small public fixtures: a plan, a model, data, a loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+
+
+def make_plan(**changed: Any) -> pg.PrivacyPlan:
+    numbers: dict[str, Any] = {
+        "sample_rate": 0.25,
+        "steps": 10,
+        "expected_batch_size": 8,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "num_examples": 32,
+    }
+    return pg.PrivacyPlan(**(numbers | changed))
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+
+
+def make_data(count: int = 32, dtype: torch.dtype = torch.float32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 5, generator=generator, dtype=dtype)
+    return TensorDataset(inputs, torch.randint(0, 3, (count,), generator=generator))
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels, reduction="none")
+
+
+def first_batch(plan: pg.PrivacyPlan, data: TensorDataset) -> pg.Batch:
+    """The first batch of the plan that holds an example."""
+    return next(batch for batch in plan.batches(data) if batch.size > 0)
+
+
+@pytest.fixture
+def plan() -> Callable[..., pg.PrivacyPlan]:
+    return make_plan

@@ -1,0 +1,208 @@
+"""Every optimizer x every check. Adding one is a row in OPTIMIZERS."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.types import NoisyGradient
+
+# ours, torch's own, options, torch's options where they differ
+OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "SGD": (pg.optim.SGD, torch.optim.SGD, {"lr": 0.1}, {}),
+    "SGD momentum": (pg.optim.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {}),
+    "Adam": (pg.optim.Adam, torch.optim.Adam, {"lr": 0.01}, {}),
+    "NAdam": (pg.optim.NAdam, torch.optim.NAdam, {"lr": 0.01}, {}),
+    "RMSprop": (pg.optim.RMSprop, torch.optim.RMSprop, {"lr": 0.01}, {}),
+    "Adagrad": (pg.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.01}, {}),
+    # torch adds eps outside the root, we floor inside it: with gradients far above both they agree.
+    "AdamBC": (pg.optim.AdamBC, torch.optim.Adam, {"lr": 0.01}, {"eps": 1e-12}),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def row(request: pytest.FixtureRequest) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    return OPTIMIZERS[request.param]
+
+
+def noisy(model: nn.Module, noise_std: Any = 0.1, seed: int = 0) -> NoisyGradient:
+    generator = torch.Generator().manual_seed(seed)
+    values = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
+    return NoisyGradient(values, noise_std)
+
+
+def parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_without_noise_and_clipping_equals_torchs_own(row: Any):
+    ours, theirs, options, torch_options = row
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=50, noise_multiplier=0.0, max_grad_norm=math.inf)
+    data = make_data(dtype=torch.float64)
+    private, ordinary = make_model(torch.float64), make_model(torch.float64)
+    oracle = pg.PrivateGradient(private, loss_fn, plan)
+    optimizer = ours(private.named_parameters(), **options)
+    reference = theirs(ordinary.parameters(), **(options | torch_options))
+    for batch in plan.batches(data):
+        optimizer.step(grad=oracle(batch))
+        reference.zero_grad()
+        loss_fn(ordinary, data.tensors).mean().backward()  # pyright: ignore[reportArgumentType]
+        reference.step()
+        for mine, theirs_p in zip(private.parameters(), ordinary.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs_p, rtol=0, atol=1e-7)
+    assert oracle.ledger.epsilon(delta=1e-5) == math.inf
+
+
+def test_refuses_anything_but_a_noisy_gradient(row: Any):
+    ours, _, options, _ = row
+    model = make_model()
+    optimizer, before = ours(model.named_parameters(), **options), parameters(model)
+    gradient = noisy(model)
+    with pytest.raises(pg.PrivacyError, match="NoisyGradient"):
+        optimizer.step(grad=gradient.values)
+    with pytest.raises(pg.PrivacyError, match="neither"):
+        optimizer.step()
+    with pytest.raises(pg.PrivacyError, match="both"):
+        optimizer.step(lambda: gradient, grad=gradient)
+    missing = NoisyGradient({k: v for k, v in gradient.values.items() if k != "0.bias"}, 0.1)
+    with pytest.raises(pg.PrivacyError, match="0.bias"):
+        optimizer.step(grad=missing)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+def test_refuses_parameters_without_names(row: Any):
+    ours, _, options, _ = row
+    with pytest.raises(pg.PrivacyError, match="named_parameters"):
+        ours(make_model().parameters(), **options)
+
+
+def test_unknown_options_are_refused(row: Any):
+    ours, _, options, _ = row
+    with pytest.raises(TypeError, match="momentun"):
+        ours(make_model().named_parameters(), momentun=0.9, **options)
+
+
+def test_leaves_no_gradient_behind_and_closure_equals_grad(row: Any):
+    ours, _, options, _ = row
+    one, two = make_model(), make_model()
+    first, second = ours(one.named_parameters(), **options), ours(two.named_parameters(), **options)
+    for seed in range(3):
+        gradient = noisy(one, seed=seed)
+        first.step(grad=gradient)
+        second.step(lambda gradient=gradient: gradient)
+        assert all(parameter.grad is None for parameter in one.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(parameters(one), parameters(two), strict=True))
+
+
+def test_frozen_parameters_stay(row: Any):
+    ours, _, options, _ = row
+    model = make_model()
+    model[0].requires_grad_(False)
+    before = parameters(model)
+    gradient = noisy(model)
+    trained = {name: gradient.values[name] for name in ("2.weight", "2.bias")}
+    ours(model.named_parameters(), **options).step(grad=NoisyGradient(trained, 0.1))
+    moved = [not torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True)]
+    assert moved == [False, False, True, True]
+
+
+def test_state_dict_round_trip_continues_identically(row: Any, tmp_path: Any):
+    ours, _, options, _ = row
+    model = make_model()
+    optimizer = ours(model.named_parameters(), **options)
+    for seed in range(3):
+        optimizer.step(grad=noisy(model, seed=seed))
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    other = copy.deepcopy(model)
+    restored = ours(other.named_parameters(), **options)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for seed in range(3, 6):
+        optimizer.step(grad=noisy(model, seed=seed))
+        restored.step(grad=noisy(other, seed=seed))
+    assert all(torch.equal(a, b) for a, b in zip(parameters(model), parameters(other), strict=True))
+
+
+def test_learning_rate_schedulers_and_groups_work(row: Any):
+    ours, _, options, _ = row
+    model = make_model()
+    groups = [
+        {"params": list(model[0].named_parameters(prefix="0"))},
+        {"params": list(model[2].named_parameters(prefix="2")), "lr": 0.0},
+    ]
+    before = parameters(model)
+    optimizer = ours(groups, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step(grad=noisy(model))
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(options["lr"] / 2)
+    assert optimizer.param_groups[0]["noise_std"] == 0.1
+    moved = [not torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True)]
+    assert moved == [True, True, False, False]
+
+
+def test_adambc_takes_noise_by_name_and_over_time():
+    model = make_model(torch.float64)
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01)
+    stds = [0.5, 0.1, 0.3]
+    for seed, std in enumerate(stds):
+        by_name: dict[str, Any] = {name: std for name, _ in model.named_parameters()}
+        by_name["0.bias"] = torch.full((4,), 2 * std, dtype=torch.float64)
+        optimizer.step(grad=noisy(model, by_name, seed=seed))
+    expected = 0.0
+    for std in stds:
+        expected = 0.999 * expected + 0.001 * std**2
+    assert optimizer.state[model[0].weight]["exp_avg_noise_var"] == pytest.approx(expected)
+    torch.testing.assert_close(
+        optimizer.state[model[0].bias]["exp_avg_noise_var"],
+        torch.full((4,), 4 * expected, dtype=torch.float64),
+    )
+
+
+def test_adambc_moves_a_bounded_number_of_learning_rates():
+    """Pure noise: with the default floor no coordinate flies off, whatever the noise's size."""
+    for noise_std in (1e-6, 1e-3, 1.0):
+        parameter = nn.Parameter(torch.zeros(50_000))
+        optimizer = pg.optim.AdamBC([("p", parameter)], lr=1.0)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(50):
+            before = parameter.detach().clone()
+            optimizer.step(grad=NoisyGradient({"p": noise_std * torch.randn(50_000, generator=generator)}, noise_std))
+            assert (parameter - before).abs().max() < 25
+        assert 0.5 < optimizer.fraction_floored() < 0.97
+
+
+def test_adambc_fraction_floored_counts_coordinates_on_the_floor():
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = pg.optim.AdamBC([("p", parameter)], lr=0.0, debias_floor=0.5)
+    assert math.isnan(optimizer.fraction_floored())
+    optimizer.step(grad=NoisyGradient({"p": torch.tensor([0.1, 1.0, 1.2, 3.0])}, noise_std=0.1))
+    assert optimizer.fraction_floored() == 0.25
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"debias_floor": 0.0}]
+)
+def test_adambc_refuses_numbers_out_of_range(options: dict[str, Any]):
+    with pytest.raises(pg.PrivacyError, match=next(iter(options))):
+        pg.optim.AdamBC(make_model().named_parameters(), **options)
+
+
+def test_debias_refuses_numbers_out_of_range():
+    v = torch.ones(3)
+    with pytest.raises(pg.PrivacyError, match="noise_std"):
+        pg.optim.debias(v, -0.1, floor=1e-8)
+    with pytest.raises(pg.PrivacyError, match="floor"):
+        pg.optim.debias(v, 0.1, floor=torch.tensor([1e-8, 0.0, 1.0]))
+
+
+def test_default_floor_reproduces_the_papers_tuned_ones():
+    # CIFAR-10: sigma C / B = 1/2048 with gamma' 1e-8; SNLI: .4 * .1 / 256 with 1e-9. SPEC 4.3.
+    assert pg.optim.default_floor(1 / 2048, 0.999) == pytest.approx(1e-8, rel=0.03)
+    assert pg.optim.default_floor(0.04 / 256, 0.999) == pytest.approx(1e-9, rel=0.03)
+    by_tensor = pg.optim.default_floor(torch.tensor([0.04 / 256, 0.0]), 0.999)
+    torch.testing.assert_close(by_tensor, torch.tensor([1.0035e-9, 1e-16]), rtol=1e-3, atol=0)
