@@ -140,7 +140,10 @@ class Ledger:
             os.fsync(self._descriptor)
         except OSError as error:
             # What may have been written in part must not look like a charge, nor spoil the next line.
-            os.ftruncate(self._descriptor, self._size)
+            try:
+                os.ftruncate(self._descriptor, self._size)
+            except OSError:
+                self.close()
             raise expected(
                 "Ledger.charge",
                 f"{self.path}",

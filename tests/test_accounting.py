@@ -1,0 +1,139 @@
+"""Golden values, and calibration that errs on the safe side."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import privgrad as pg
+from privgrad.accounting import Release, calibrate_noise_multiplier, epsilon, steps_for_budget
+
+# sample rate, sigma, steps, delta, RDP epsilon: SPEC's computed values (E1, 4.5.5, E4, E8, E3, 13.1, ENGINE).
+RDP_GOLDEN = [
+    (2048 / 50_000, 1.0, 552, 1e-5, 7.02),
+    (256 / 549_367, 0.4, 10_730, 1 / 2146, 6.99),
+    (256 / 549_367, 0.4, 10_730, 1e-5, 10.1),
+    (64 / 24_750, 1.0, 12_375, 1 / 24_750, 1.52),
+    (1.0, 10.0, 1795, 1e-5, 28.0),
+    (1.0, 5.0, 448, 1e-5, 28.0),
+    (8 / 1000, 0.7, 2250, 1e-3, 4.13),
+    (20 / 400, 0.3, 20, 1 / 400, 25.5),
+    (20 / 400, 0.3, 40, 1 / 400, 38.1),
+    (0.01, 1.0, 10_000, 1e-5, 6.713),
+]
+PLD_GOLDEN = [
+    (2048 / 50_000, 1.0, 552, 1e-5, 6.35),
+    (64 / 24_750, 1.0, 12_375, 1 / 24_750, 1.37),
+    (8 / 1000, 0.7, 2250, 1e-3, 3.42),
+    (20 / 400, 0.3, 20, 1 / 400, 19.1),
+    (0.01, 1.0, 10_000, 1e-5, 6.188),
+]
+
+
+def cost(q: float, sigma: float, steps: int, delta: float, accountant: str = "pld") -> float:
+    return epsilon([Release(sigma, q, count=steps)], delta=delta, accountant=accountant)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "golden"), RDP_GOLDEN)
+def test_rdp_golden_values(q: float, sigma: float, steps: int, delta: float, golden: float):
+    assert cost(q, sigma, steps, delta, "rdp") == pytest.approx(golden, rel=0.005)
+
+
+@pytest.mark.parametrize(("q", "sigma", "steps", "delta", "golden"), PLD_GOLDEN)
+def test_pld_golden_values(q: float, sigma: float, steps: int, delta: float, golden: float):
+    found = cost(q, sigma, steps, delta)
+    assert found == pytest.approx(golden, rel=0.005)
+    assert found <= cost(q, sigma, steps, delta, "rdp")
+
+
+def test_against_the_closed_form_of_the_gaussian_mechanism():
+    """One full-batch release: delta(eps) = Phi(1/(2s) - eps s) - e^eps Phi(-1/(2s) - eps s) (Balle, Wang 2018)."""
+    from scipy.stats import norm
+
+    for sigma in (0.5, 1.0, 4.0):
+        found = cost(1.0, sigma, 1, 1e-5)
+
+        def delta_of(eps: float, s: float = sigma) -> float:
+            return norm.cdf(0.5 / s - eps * s) - math.exp(eps) * norm.cdf(-0.5 / s - eps * s)
+
+        assert delta_of(found) <= 1e-5 * (1 + 1e-9)
+        assert delta_of(found * 0.995) > 1e-5
+
+
+BUDGETS = [
+    (3.0, 1e-5, 0.01, 1000),
+    (1e-3, 1e-5, 0.01, 100),
+    (0.5, 1e-5, 1.0, 1),
+    (100.0, 1e-5, 0.5, 10),
+    (1000.0, 1e-5, 1.0, 1),
+    (1.0, 1e-5, 1e-7, 10),
+    (3.0, 1e-5, 240 / 1197, 200),
+]
+
+
+@pytest.mark.parametrize(("target", "delta", "q", "steps"), BUDGETS)
+def test_calibration_ends_on_the_safe_side(target: float, delta: float, q: float, steps: int):
+    sigma = calibrate_noise_multiplier(target_epsilon=target, delta=delta, sample_rate=q, steps=steps)
+    assert cost(q, sigma, steps, delta) <= target
+    assert sigma < 0.02 or cost(q, sigma, steps, delta) >= 0.998 * target
+
+
+@given(st.floats(0.3, 20.0), st.floats(0.001, 1.0), st.integers(1, 300))
+@settings(deadline=None, max_examples=4, derandomize=True)
+def test_calibration_is_safe_anywhere(target: float, q: float, steps: int):
+    sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-6, sample_rate=q, steps=steps)
+    assert cost(q, sigma, steps, 1e-6) <= target
+
+
+def test_steps_for_budget_is_the_largest_that_fits():
+    steps = steps_for_budget(target_epsilon=2.0, delta=1e-5, sample_rate=0.02, noise_multiplier=1.2)
+    assert cost(0.02, 1.2, steps, 1e-5) <= 2.0 < cost(0.02, 1.2, steps + 1, 1e-5)
+    with pytest.raises(pg.PrivacyError, match="one step"):
+        steps_for_budget(target_epsilon=0.01, delta=1e-5, sample_rate=1.0, noise_multiplier=1.0)
+
+
+def test_epsilon_grows_with_steps_and_rate_and_falls_with_noise():
+    for accountant in ("pld", "rdp"):
+        by_steps = [cost(0.02, 1.0, steps, 1e-5, accountant) for steps in (1, 10, 100, 1000)]
+        by_rate = [cost(q, 1.0, 100, 1e-5, accountant) for q in (0.001, 0.01, 0.1, 1.0)]
+        by_noise = [cost(0.02, sigma, 100, 1e-5, accountant) for sigma in (4.0, 2.0, 1.0, 0.5)]
+        for row in (by_steps, by_rate, by_noise):
+            assert (np.diff(row) > 0).all()
+
+
+def test_no_release_costs_nothing_and_no_noise_costs_everything():
+    assert epsilon([], delta=1e-5) == 0.0
+    assert cost(0.1, 1.0, 0, 1e-5) == 0.0
+    assert cost(0.1, 0.0, 1, 1e-5) == math.inf
+
+
+def test_releases_compose_in_any_order():
+    a, b = Release(1.0, 0.01, count=100), Release(2.0, 0.1, count=50)
+    both = epsilon([a, b], delta=1e-5)
+    assert both == epsilon([b, a], delta=1e-5)
+    assert both == epsilon([a, Release(2.0, 0.1, count=20), Release(2.0, 0.1, count=30)], delta=1e-5)
+    assert both > max(epsilon([a], delta=1e-5), epsilon([b], delta=1e-5))
+
+
+def test_fixed_size_batches_are_not_covered():
+    fixed = [Release(1.0, 0.01, "fixed", 100)]
+    with pytest.raises(pg.SamplingError, match="not covered by the accountant"):
+        epsilon(fixed, delta=1e-5)
+    assert epsilon(fixed, delta=1e-5, assume_poisson=True) == cost(0.01, 1.0, 100, 1e-5)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -0.1, 2.0, math.nan])
+def test_delta_out_of_range_is_refused(delta: float):
+    with pytest.raises(pg.PrivacyError, match="delta"):
+        epsilon([], delta=delta)
+    with pytest.raises(pg.PrivacyError, match="delta"):
+        calibrate_noise_multiplier(target_epsilon=1.0, delta=delta, sample_rate=0.1, steps=1)
+
+
+def test_a_target_that_cannot_be_met_is_refused():
+    with pytest.raises(pg.PrivacyError, match="target_epsilon to be within reach"):
+        calibrate_noise_multiplier(target_epsilon=1e-12, delta=1e-12, sample_rate=1.0, steps=10**6)
+    with pytest.raises(pg.PrivacyError, match="accountant"):
+        cost(0.1, 1.0, 1, 1e-5, "prv")

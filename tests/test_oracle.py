@@ -1,0 +1,254 @@
+"""The privacy boundary: what it takes, what it charges, what it gives."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from torch import nn
+
+import privgrad as pg
+from privgrad.rng import RandomSource
+from privgrad.types import NoisyGradient
+
+
+def test_a_bare_tuple_is_refused():
+    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    with pytest.raises(pg.SamplingError, match=r"plan\.batches"):
+        oracle(make_data().tensors)  # pyright: ignore[reportArgumentType]
+    assert oracle.ledger.releases == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"sample_rate": 0.26}, {"expected_batch_size": 9}, {"sampling": "fixed"}],
+)
+def test_a_batch_of_another_plan_is_refused(other: dict[str, Any]):
+    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    with pytest.raises(pg.SamplingError, match="as the plan says"):
+        oracle(first_batch(make_plan(**other), make_data()))
+
+
+def test_a_batch_serves_once():
+    plan = make_plan()
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    batch = first_batch(plan, make_data())
+    oracle(batch)
+    with pytest.raises(pg.SamplingError, match="again"):
+        oracle(batch)
+    oracle(first_batch(plan, make_data()))  # a new draw of the same step
+    seeded = make_plan(seed=1)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, seeded)
+    oracle(first_batch(seeded, make_data()))
+    with pytest.raises(pg.SamplingError, match="again"):
+        oracle(first_batch(seeded, make_data()))  # the same draw, iterated anew
+
+
+def test_going_past_the_plans_steps_raises_before_release():
+    plan, more = make_plan(steps=3), make_plan(steps=5)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    for batch in list(more.batches(make_data()))[:3]:
+        oracle(batch)
+    with pytest.raises(pg.BudgetExceededError, match="3 steps"):
+        oracle(first_batch(more, make_data()))
+    assert oracle.ledger.releases == 3
+
+
+def test_divides_by_the_public_batch_size_whatever_was_drawn():
+    plan = make_plan(sample_rate=0.25, noise_multiplier=0.0, steps=30)
+    model = nn.Linear(1, 1, bias=False)
+    oracle = pg.PrivateGradient(model, lambda m, x: m(x)[:, 0] * 1e3, plan)
+    for batch in plan.batches([torch.ones(1)] * 32):
+        # Every example's gradient is clipped to 1, so the sum is the number drawn.
+        assert oracle(batch).values["weight"].item() == pytest.approx(batch.size / 8)
+
+
+def test_gradient_carries_its_noise_and_assigns_to_any_optimizer():
+    plan = make_plan(noise_multiplier=1.5, max_grad_norm=0.4)
+    model = make_model()
+    gradient = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
+    assert gradient.noise_std == pytest.approx(1.5 * 0.4 / 8)
+    gradient.assign(model)
+    before = model[0].weight.detach().clone()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model[0].weight.detach(), before - 0.1 * gradient.values["0.weight"])
+    with pytest.raises(pg.PrivacyError, match="none named"):
+        NoisyGradient({"elsewhere": torch.zeros(1)}, 0.1).assign(model)
+
+
+def test_frozen_parameters_get_no_gradient_and_no_noise():
+    model, plan = make_model(), make_plan()
+    model[0].requires_grad_(False)
+    gradient = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
+    assert list(gradient.values) == ["2.weight", "2.bias"]
+
+
+def test_half_precision_parameters_are_summed_and_noised_in_float32():
+    plan = make_plan()
+    model = make_model(torch.bfloat16)
+    gradient = pg.PrivateGradient(model, lambda m, b: loss_fn(m, (b[0].bfloat16(), b[1])).float(), plan)(
+        first_batch(plan, make_data())
+    )
+    assert all(value.dtype == torch.float32 for value in gradient.values.values())
+    pg.optim.AdamBC(model.named_parameters()).step(grad=gradient)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_non_finite_examples_are_counted_and_do_not_spoil_the_model():
+    inputs, labels = make_data().tensors
+    inputs[3], inputs[7] = math.nan, math.inf
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=2)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    for batch in plan.batches(torch.utils.data.TensorDataset(inputs, labels)):
+        assert all(value.isfinite().all() for value in oracle(batch).values.values())
+    assert oracle.raw_nonfinite_examples == 4
+
+
+def test_the_global_random_state_is_left_alone_and_does_not_matter():
+    plan, data = make_plan(seed=4), make_data()
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def release() -> NoisyGradient:
+        return pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, data))
+
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    one = release()
+    assert torch.equal(state, torch.get_rng_state())
+    torch.manual_seed(99)
+    two = release()
+    assert all(torch.equal(value, two.values[name]) for name, value in one.values.items())
+
+
+def test_without_a_seed_the_noise_cannot_be_repeated():
+    plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
+    torch.manual_seed(0)
+    one = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
+    torch.manual_seed(0)
+    two = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
+    assert not torch.equal(one.values["0.weight"], two.values["0.weight"])
+
+
+def test_a_seed_warns_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RandomSource, "_warned", False)
+    with pytest.warns(UserWarning, match="research only"):
+        RandomSource(0)
+    RandomSource(1)
+
+
+def test_noise_destroys_and_a_tiny_bound_freezes():
+    """Proof that the private path ran: with absurd noise nothing is learnt, with C near 0 nothing moves."""
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, noise_multiplier=0.0, max_grad_norm=1e-6)
+    model = make_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    oracle, optimizer = pg.PrivateGradient(model, loss_fn, plan), pg.optim.SGD(model.named_parameters(), lr=1.0)
+    for batch in plan.batches(make_data()):
+        optimizer.step(grad=oracle(batch))
+    moved = max((a - b).abs().max().item() for a, b in zip(before, model.parameters(), strict=True))
+    assert 0 < moved <= 1.1e-5
+    loud = make_plan(noise_multiplier=1000.0)
+    gradient = pg.PrivateGradient(model, loss_fn, loud)(first_batch(loud, make_data()))
+    assert gradient.values["0.weight"].std().item() == pytest.approx(1000 / 8, rel=0.5)
+
+
+def test_ledger_file_tells_each_release_and_its_epsilon(tmp_path: Path):
+    plan, path = make_plan(), tmp_path / "ledger.jsonl"
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    for count, batch in enumerate(plan.batches(make_data()), start=1):
+        oracle(batch)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(lines) == count + 1
+        assert lines[-1] == {"step": count - 1, "noise_multiplier": 1.0, "sample_rate": 0.25, "scheme": "poisson"}
+    assert lines[0]["plan"]["max_grad_norm"] == 1.0
+    assert lines[0]["plan"]["neighboring_relation"] == "add or remove one"
+    again = pg.Ledger(path, read_only=True)
+    assert again.epsilon(delta=1e-5) == oracle.ledger.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
+
+
+def test_a_ledger_has_one_writer(tmp_path: Path):
+    first = pg.Ledger(tmp_path / "ledger.jsonl")
+    with pytest.raises(pg.PrivacyError, match="one writer"):
+        pg.Ledger(tmp_path / "ledger.jsonl")
+    first.close()
+    pg.Ledger(tmp_path / "ledger.jsonl").close()
+
+
+@pytest.mark.parametrize(
+    "other", [{"noise_multiplier": 2.0}, {"sample_rate": 0.24}, {"num_examples": 33}, {"max_grad_norm": 2.0}]
+)
+def test_a_ledger_of_other_numbers_is_refused(tmp_path: Path, other: dict[str, Any]):
+    path = tmp_path / "ledger.jsonl"
+    ledger = pg.Ledger(path)
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=ledger)
+    ledger.close()
+    with pytest.raises(pg.PrivacyError, match=next(iter(other))):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(**other), ledger=path)
+
+
+def test_a_longer_run_on_an_old_ledger_composes(tmp_path: Path):
+    path, data = tmp_path / "ledger.jsonl", make_data()
+    for steps, start in ((3, 0), (5, 3)):
+        plan = make_plan(steps=steps)
+        ledger = pg.Ledger(path)
+        oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+        for batch in plan.batches(data, start=start):
+            oracle(batch)
+        ledger.close()
+    assert pg.Ledger(path, read_only=True).epsilon(delta=1e-5) == make_plan(steps=5).epsilon(delta=1e-5)
+
+
+def test_a_line_cut_off_is_dropped_and_damage_is_refused(tmp_path: Path):
+    path, plan = tmp_path / "ledger.jsonl", make_plan()
+    ledger = pg.Ledger(path)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    for batch in list(plan.batches(make_data()))[:3]:
+        oracle(batch)
+    ledger.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    assert pg.Ledger(path, read_only=True).releases == 2
+    ledger = pg.Ledger(path)
+    assert ledger.releases == 2
+    ledger.close()
+    for damage in (b"", b"not json\n", whole.replace(b"noise_multiplier", b"noise"), b'{"ledger_version": 9}\n'):
+        path.write_bytes(damage)
+        with pytest.raises(pg.PrivacyError, match="line"):
+            pg.Ledger(path, read_only=True)
+    with pytest.raises(pg.PrivacyError, match="readable"):
+        pg.Ledger(tmp_path / "absent", read_only=True)
+
+
+def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, plan = tmp_path / "ledger.jsonl", make_plan()
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    batches = plan.batches(make_data())
+    oracle(next(batches))
+    before, real = path.read_bytes(), os.write
+
+    def short_then_full(descriptor: int, data: bytes) -> int:
+        if len(data) > 10:
+            return real(descriptor, data[: len(data) - 5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", short_then_full)
+    with pytest.raises(pg.PrivacyError, match="No space left"):
+        oracle(next(batches))
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert oracle.ledger.releases == 1
+    oracle(next(batches))
+    assert pg.Ledger(path, read_only=True).releases == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_really_full_device_refuses_the_charge():
+    ledger = pg.Ledger()
+    ledger._descriptor = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(pg.PrivacyError, match="No space left"):
+        ledger.bind({"sample_rate": 1.0})
+    with pytest.raises(pg.PrivacyError, match="closed"):
+        ledger.bind({"sample_rate": 1.0})

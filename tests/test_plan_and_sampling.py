@@ -1,0 +1,132 @@
+"""The plan's numbers, and what batches hold."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_data, make_plan
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import privgrad as pg
+
+OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
+    ({"max_grad_norm": 0.0}, "max_grad_norm"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm"),
+    ({"max_grad_norm": math.inf}, "max_grad_norm"),
+    ({"max_grad_norm": math.nan}, "max_grad_norm"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier"),
+    ({"noise_multiplier": math.inf}, "noise_multiplier"),
+    ({"sample_rate": 0.0}, "sample_rate"),
+    ({"sample_rate": -0.5}, "sample_rate"),
+    ({"sample_rate": 1.5}, "sample_rate"),
+    ({"sample_rate": math.nan}, "sample_rate"),
+    ({"steps": 0}, "steps"),
+    ({"steps": 1.5}, "steps"),
+    ({"steps": True}, "steps"),
+    ({"expected_batch_size": 0}, "expected_batch_size"),
+    ({"expected_batch_size": 8.0}, "expected_batch_size"),
+    ({"expected_batch_size": 16}, r"sample_rate \* num_examples = 8"),
+    ({"num_examples": 0}, "num_examples"),
+    ({"delta": 0.0}, "delta"),
+    ({"delta": 1.0}, "delta"),
+    ({"sampling": "shuffled"}, "sampling"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), OUT_OF_RANGE)
+def test_numbers_out_of_range_are_refused_at_construction(changed: dict[str, Any], message: str):
+    with pytest.raises(pg.PrivacyError, match=message):
+        make_plan(**changed)
+
+
+@pytest.mark.parametrize("name", ["sample_rate", "steps", "expected_batch_size", "noise_multiplier", "max_grad_norm", "num_examples"])
+def test_what_decides_privacy_has_no_default(name: str):
+    numbers = {f.name: getattr(make_plan(), f.name) for f in dataclasses.fields(pg.PrivacyPlan)}
+    del numbers[name]
+    with pytest.raises(TypeError, match=name):
+        pg.PrivacyPlan(**numbers)
+
+
+def test_unknown_arguments_are_refused():
+    with pytest.raises(TypeError, match="max_grad_nrom"):
+        make_plan(max_grad_nrom=1.0)
+
+
+def test_a_large_delta_warns():
+    with pytest.warns(UserWarning, match="above 1 / num_examples"):
+        make_plan(delta=0.1)
+
+
+def test_a_plan_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_plan().noise_multiplier = 0.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_for_budget_meets_the_target_and_travels():
+    plan = pg.PrivacyPlan.for_budget(
+        target_epsilon=2.0, delta=1e-5, max_grad_norm=1.0, num_examples=1000, expected_batch_size=93, steps=30
+    )
+    assert plan.sample_rate == 93 / 1000
+    assert 1.99 < plan.epsilon() <= 2.0
+    assert plan.epsilon(steps=10) < plan.epsilon() <= plan.epsilon(accountant="rdp")
+    with pytest.raises(pg.PrivacyError, match="delta"):
+        make_plan().epsilon()
+    assert make_plan(noise_multiplier=0.0).epsilon(delta=1e-5) == math.inf
+
+
+def test_exactly_the_plans_steps_and_any_start():
+    plan = make_plan(steps=7, seed=1)
+    whole = list(plan.batches(make_data()))
+    assert [batch.sampling.step for batch in whole] == list(range(7))
+    tail = list(plan.batches(make_data(), start=5))
+    for one, other in zip(whole[5:], tail, strict=True):
+        assert one.sampling == other.sampling
+        assert torch.equal(one.examples[0], other.examples[0])
+
+
+class Dictionaries(Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"ids": torch.full((3,), index), "label": index}
+
+
+@pytest.mark.parametrize("rate", [0.25, 1e-9])
+def test_any_structure_of_examples_empty_batches_included(rate: float):
+    plan = make_plan(sample_rate=rate, expected_batch_size=max(1, round(32 * rate)))
+    for batch in plan.batches(Dictionaries()):
+        assert batch.examples["ids"].shape == (batch.size, 3)
+        assert batch.examples["ids"].dtype == torch.int64
+        assert torch.equal(batch.examples["ids"][:, 0], batch.examples["label"])
+        assert rate > 1e-3 or batch.size == 0
+    for batch in plan.batches(list(range(32)), collate=lambda items: torch.tensor(items)[:, None]):
+        assert batch.examples.shape == (batch.size, 1)
+
+
+def test_data_sets_that_cannot_be_sampled_are_refused():
+    class Stream(IterableDataset[int]):
+        def __iter__(self):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return iter(range(32))
+
+    plan = make_plan()
+    with pytest.raises(pg.SamplingError, match="length"):
+        plan.batches(Stream())
+    with pytest.raises(pg.SamplingError, match="none"):
+        plan.batches([])
+    with pytest.raises(pg.SamplingError, match="only 31"):
+        plan.batches(make_data(31))
+    assert sum(1 for _ in plan.batches(make_data(33))) == plan.steps
+
+
+def test_rates_that_do_not_divide_evenly_keep_their_steps_and_rate():
+    """Opacus loses a step, or one example of the batch, to int(1 / q) and int(n * B * (1 / n))."""
+    for count, size in [(1568, 32), (93, 1), (1000, 93)]:
+        rate = size / count
+        plan = make_plan(sample_rate=rate, expected_batch_size=size, num_examples=count, steps=5)
+        batches = list(plan.batches(TensorDataset(torch.zeros(count, 1))))
+        assert len(batches) == 5
+        assert all(b.sampling.sample_rate == plan.release.sample_rate == rate for b in batches)
+        assert all(b.sampling.expected_batch_size == size for b in batches)

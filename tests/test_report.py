@@ -1,0 +1,400 @@
+"""The report says what the records say: the numbers, the warnings, and nothing more."""
+
+import html
+import io
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from rich.console import Console
+
+from privgrad.errors import PrivacyError
+from privgrad.experiments.report import summarize, summary_table, write_report
+
+FIXED_WARNING = "it is NOT covered by the accountant"
+SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."
+PLAN = {
+    "sample_rate": 0.25,
+    "steps": 400,
+    "expected_batch_size": 256,
+    "noise_multiplier": 1.875,
+    "max_grad_norm": 0.5,
+    "num_examples": 1024,
+    "neighboring_relation": "add_or_remove_one",
+    "privacy_unit": "patient",
+    "sampling": "poisson",
+    "delta": 1e-5,
+    "target_epsilon": 3.0,
+    "seed": None,
+}
+
+
+def final(method: str = "DP-AdamBC", seed: int = 0, accuracy: float | None = 0.9, **changes: Any) -> dict[str, Any]:
+    curve = [
+        {"step": step, "epsilon": step / 100, "accuracy": (accuracy or 0.5) * step / 300, "loss": 1.0}
+        for step in (100, 200, 299)
+    ]
+    record = {
+        "method": method,
+        "optimizer": "AdamBC",
+        "lr": 0.01,
+        "seed": seed,
+        "phase": "final",
+        "epsilon": 2.99,
+        "delta": 1e-5,
+        "sampling": "poisson",
+        "test_accuracy": accuracy,
+        "test_loss": 0.3,
+        "validation_accuracy": None,
+        "fraction_floored": None,
+        "curve": curve,
+        "seconds": 3.2,
+        "examples_per_second": 12345.6,
+        "raw_nonfinite_examples": 0,
+    }
+    return record | changes
+
+
+def tuning(method: str = "DP-AdamBC", lr: float = 0.01, accuracy: float | None = 0.8, **changes: Any) -> dict[str, Any]:
+    return final(method, 0, None, phase="tuning", lr=lr, test_loss=None, validation_accuracy=accuracy, **changes)
+
+
+def write(tmp_path: Path, records: list[dict[str, Any]], **context: Any) -> str:
+    page = write_report(records, {"title": "A title", "plan": PLAN} | context, tmp_path / "report")
+    assert page == tmp_path / "report" / "index.html"
+    return page.read_text(encoding="utf-8")
+
+
+def words(page: str) -> str:
+    """What a reader sees: no tags, no styles, single spaces."""
+    body = re.sub(r"<style>.*?</style>", " ", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def cells(page: str) -> dict[str, list[str]]:
+    """The result table: method -> its cells."""
+    table = page.split('<table class="results">')[1].split("</table>")[0]
+    rows = [[words(cell) for cell in re.findall(r"<t[hd][^>]*>.*?</t[hd]>", row)] for row in table.split("<tr>")[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+class Attributes(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [(tag, name, value or "") for name, value in attrs]
+
+    def values(self, *names: str) -> list[str]:
+        return [value for _, name, value in self.found if name in names]
+
+
+def pixels(path: Path) -> Any:
+    image = pytest.importorskip("PIL.Image").open(path)
+    image.load()
+    return image
+
+
+def test_summarize_reduces_the_final_runs_by_hand() -> None:
+    accuracies = [0.90, 0.92, 0.97]
+    records = [tuning("B", 0.1), tuning("B", 0.01), final("A", 0, 0.5, lr=0.3)]
+    records += [
+        final("B", seed, accuracy, epsilon=2.9 + seed / 100, fraction_floored=0.3 * seed, test_loss=0.1 * seed)
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    b, a = summarize(records)
+    assert (b["method"], b["lr"], b["seeds"], b["sampling"]) == ("B", 0.01, 3, "poisson")
+    assert b["test_accuracy_mean"] == pytest.approx(0.93)
+    assert b["test_accuracy_std"] == pytest.approx(statistics.stdev(accuracies))
+    assert b["test_loss_mean"] == pytest.approx(0.1)
+    assert b["test_loss_std"] == pytest.approx(0.1)
+    assert b["epsilon"] == pytest.approx(2.92)
+    assert b["fraction_floored"] == pytest.approx(0.3)
+    assert b["seconds"] == pytest.approx(3.2)
+    assert (a["method"], a["seeds"], a["test_accuracy_std"], a["fraction_floored"]) == ("A", 1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("tried", "chosen", "edge"),
+    [
+        ([0.1, 0.01, 0.001], 0.01, False),
+        ([0.1, 0.01, 0.001], 0.1, True),
+        ([0.1, 0.01, 0.001], 0.001, True),
+        ([0.01, 0.01], 0.01, None),
+        ([], 0.01, None),
+    ],
+)
+def test_a_rate_at_the_edge_of_the_grid_is_marked(
+    tmp_path: Path, tried: list[float], chosen: float, edge: bool | None
+) -> None:
+    records = [tuning(lr=lr) for lr in tried] + [final(lr=chosen)]
+    assert summarize(records)[0]["lr_at_edge"] is edge
+    assert ("⚠ edge of grid" in words(write(tmp_path, records))) is bool(edge)
+    assert (tmp_path / "report" / "learning_rate.png").exists() is (len(set(tried)) > 1)
+
+
+def test_a_method_with_a_lost_number_gets_no_mean_and_no_epsilon() -> None:
+    lost = final("A", 1, None, epsilon=None)
+    row = summarize([final("A", 0, 0.99), lost])[0]
+    assert (row["test_accuracy_mean"], row["test_accuracy_std"], row["epsilon"]) == (None, None, None)
+
+
+def test_the_page_shows_the_numbers_of_summarize(tmp_path: Path) -> None:
+    records = [final("A", seed, 0.90 + seed / 100, fraction_floored=0.93) for seed in range(3)]
+    records += [final("B", seed, 0.70 + seed / 50, lr=1e-3) for seed in range(3)] + [tuning("C")]
+    table = cells(write(tmp_path, records))
+    for row in summarize(records)[:2]:
+        accuracy, loss, epsilon, lr, seeds, _, seconds = table[row["method"]]
+        assert accuracy == f"{100 * row['test_accuracy_mean']:.1f} % ± {100 * row['test_accuracy_std']:.1f}"
+        assert loss == f"{row['test_loss_mean']:.3f} ± {row['test_loss_std']:.3f}"
+        assert (float(epsilon), float(lr), int(seeds)) == (row["epsilon"], row["lr"], row["seeds"])
+        assert float(seconds) == pytest.approx(row["seconds"])
+    assert [table[name][5] for name in "AB"] == ["93 %", "–"]
+    assert table["C"] == ["–", "–", "–", "–", "0", "–", "–"]
+
+
+def test_the_terminal_table_has_every_method_and_reads_no_markup() -> None:
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(summary_table([final("[red]A[/red]", 0, 0.912), final("[red]A[/red]", 1, 0.912), final("B", 0, 0.5)]))
+    text = console.export_text()
+    assert "[red]A[/red]" in text
+    assert "91.2 % ± 0.0" in text
+    assert "50.0 %" in text
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "shown"), [(2.99, "2.99"), (2.991, "3.00"), (3, "3.00"), (0.00312, "0.0032"), (1e9, "over 1000000")]
+)
+def test_epsilon_is_never_rounded_down(tmp_path: Path, epsilon: float, shown: str) -> None:
+    page = write(tmp_path, [final(epsilon=epsilon)])
+    assert cells(page)["DP-AdamBC"][2] == shown
+    assert f"with ε at most {shown} and" in words(page)
+
+
+@pytest.mark.parametrize("epsilon", [None, float("inf"), float("nan")])
+def test_a_run_without_finite_epsilon_gets_no_guarantee(tmp_path: Path, epsilon: float | None) -> None:
+    text = words(write(tmp_path, [final("A"), final("B", epsilon=epsilon)]))
+    assert "No guarantee" in text
+    assert "satisfies" not in text
+    assert "not a comparison at equal privacy" in text
+    assert cells((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))["B"][2] == "not private"
+
+
+def headline(tmp_path: Path, records: list[dict[str, Any]]) -> str:
+    match = re.search(r'<p class="headline">(.*?)</p>', write(tmp_path, records), flags=re.DOTALL)
+    assert match
+    return html.unescape(match[1])
+
+
+def test_headline_names_a_winner_only_beyond_the_spread(tmp_path: Path) -> None:
+    narrow = [final("A", i, a) for i, a in enumerate((0.79, 0.80, 0.81))]
+    far = [final("B", i, a) for i, a in enumerate((0.89, 0.90, 0.91))]
+    near = [final("C", i, a) for i, a in enumerate((0.885, 0.895, 0.905))]
+    clear = headline(tmp_path, narrow + far)
+    assert clear.startswith("B has the best mean test accuracy, 90.0 % ± 1.0 over 3 seeds")
+    assert "10.0 points more than A, which is larger than the spread" in clear
+    assert "not a clear winner" not in clear
+    close = headline(tmp_path, narrow + near + far)
+    assert close.endswith("within one standard deviation of C, not a clear winner.")
+    assert "larger" not in close
+
+
+def test_headline_looks_at_the_wider_of_the_two_spreads(tmp_path: Path) -> None:
+    tight = [final("A", i, a) for i, a in enumerate((0.899, 0.900, 0.901))]
+    wide = [final("B", i, a) for i, a in enumerate((0.70, 0.85, 0.99))]
+    assert "not a clear winner" in headline(tmp_path, tight + wide)
+
+
+def test_headline_claims_nothing_from_one_seed(tmp_path: Path) -> None:
+    pair = [final("A", 0, 0.9), final("B", 0, 0.5)]
+    assert "with one seed, 40.0 points more than B may be chance" in headline(tmp_path, pair)
+    assert "no other method" in headline(tmp_path, pair[:1])
+    assert "none is best" in headline(tmp_path, [final("A", 0, None)])
+
+
+def test_unequal_budgets_are_said(tmp_path: Path) -> None:
+    said = "not a comparison at equal privacy"
+    assert said in words(write(tmp_path, [final("A"), final("B", epsilon=8.0)]))
+    assert said not in words(write(tmp_path, [final("A"), final("B", epsilon=2.991)]))
+
+
+def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> None:
+    page = write(tmp_path, [final()], total_epsilon={"value": 41.2, "runs": 42})
+    text = words(page).split("Privacy statement")[1].split("Settings")[0]
+    for fact in (
+        "ε at most 2.99 and δ = 1e-5",
+        "data sets that differ by adding or removing one patient",
+        "Privacy unit: one patient",
+        "Poisson: every patient enters each batch independently (probability: 0.25)",
+        "Clipping norm: 0.5",
+        "noise multiplier (noise over clipping norm): 1.875",
+        "expected batch size: 256; steps: 400",
+        "These 42 trainings used the same data: together they cost ε = 41.20 , tuning included",
+        "NOT PRIVATE Validation and test accuracies",
+    ):
+        assert fact in text
+
+
+@pytest.mark.parametrize(
+    ("relation", "said"),
+    [
+        ("add_or_remove_one", "the bound compares data sets that differ by adding or removing one patient."),
+        ("add or remove one", "the bound compares data sets that differ by adding or removing one patient."),
+        ("REPLACE_ONE", "the bound compares data sets of equal size that differ in one patient."),
+        ("of my own", "of my own."),
+        (None, "not recorded."),
+    ],
+)
+def test_the_neighbouring_relation_is_put_in_words(tmp_path: Path, relation: str | None, said: str) -> None:
+    text = words(write(tmp_path, [final()], plan=PLAN | {"neighboring_relation": relation}))
+    assert f"Neighbouring relation: {said} Privacy unit" in text
+
+
+@pytest.mark.parametrize("total", [None, {"value": None, "runs": None}, {"value": float("inf"), "runs": 2}])
+def test_a_missing_total_is_not_passed_over(tmp_path: Path, total: dict[str, Any] | None) -> None:
+    text = words(write(tmp_path, [tuning(), final()], total_epsilon=total))
+    assert "2 trainings used the same data" in text
+    assert ("was not computed" in text) is (total is None)
+    assert ("no finite ε" in text) is (total is not None)
+
+
+@pytest.mark.parametrize(
+    ("in_run", "in_plan", "warned"),
+    [("poisson", "poisson", False), ("fixed", "poisson", True), ("poisson", "fixed", True), ("fixed", None, True)],
+)
+def test_fixed_sampling_is_warned_of_exactly_when_used(
+    tmp_path: Path, in_run: str, in_plan: str | None, warned: bool
+) -> None:
+    page = write(tmp_path, [final("A", sampling=in_run)], plan=PLAN | {"sampling": in_plan})
+    text = words(page)
+    assert (FIXED_WARNING in text) is warned
+    assert ("⚠ not covered" in text) is warned
+    assert ("would satisfy" in text) is warned
+    assert ("enters each batch independently" in text) is not warned
+    assert page.count('class="warning"') == int(warned)
+
+
+def test_sampling_that_nobody_recorded_is_not_called_poisson(tmp_path: Path) -> None:
+    record = final()
+    del record["sampling"]
+    text = words(write(tmp_path, [record], plan={}))
+    assert "enters each batch independently" not in text
+    assert "not recorded; ε assumes Poisson sampling" in text
+    assert "enters each batch independently" in words(write(tmp_path, [record]))
+
+
+@pytest.mark.parametrize(("seed", "warned"), [(None, False), (0, True), (7, True)])
+def test_a_research_seed_is_warned_of_exactly_when_used(tmp_path: Path, seed: int | None, warned: bool) -> None:
+    page = write(tmp_path, [final(seed=3)], plan=PLAN | {"seed": seed})
+    assert (SEED_WARNING in words(page)) is warned
+    assert page.count('class="warning"') == int(warned)
+
+
+@pytest.mark.parametrize(("counts", "said"), [((0, 0), None), ((1, 0), "1 example"), ((1200, 34), "1,234 example")])
+def test_nonfinite_contributions_are_counted_over_all_runs(
+    tmp_path: Path, counts: tuple[int, int], said: str | None
+) -> None:
+    records = [tuning(raw_nonfinite_examples=counts[0]), final(raw_nonfinite_examples=counts[1])]
+    text = words(write(tmp_path, records))
+    assert ("non-finite" in text) is (said is not None)
+    assert said is None or f"NOT PRIVATE {said}" in text
+
+
+def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
+    page = write(tmp_path, [tuning(lr=0.1), tuning(), final()], command="privgrad compare a.toml")
+    attributes = Attributes(page)
+    assert "http://" not in page
+    assert "https://" not in page
+    links = attributes.values("src", "href", "srcset")
+    assert len(links) == 5
+    assert all(link.startswith("data:") for link in links)
+    assert not re.search(r"<script|@import|url\(|javascript:", page)
+
+
+def test_every_image_has_an_alternative_text_and_scrolling_boxes_take_the_keyboard(tmp_path: Path) -> None:
+    page = write(tmp_path, [tuning(lr=0.1), tuning(), final(accuracy=0.912)], command="privgrad compare a.toml")
+    attributes = Attributes(page)
+    texts = attributes.values("alt")
+    assert len(texts) == 2 == sum(name == "src" for _, name, _ in attributes.found)
+    assert "DP-AdamBC 91.2 %" in texts[0]
+    assert "DP-AdamBC 0.01" in texts[1]
+    assert attributes.values("tabindex") == ["0", "0"]
+    assert "@media print" in page
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\" onload='x' {{ 7*7 }} $\\frac{$"
+    page = write(
+        tmp_path,
+        [tuning(evil, 0.1, optimizer=evil), tuning(evil, 0.01), final(evil, optimizer=evil), final("_hidden", 0, 0.8)],
+        title=evil,
+        command=evil,
+        data=evil,
+        machine=evil,
+        versions={evil: evil},
+        plan=PLAN | {"neighboring_relation": evil, "privacy_unit": evil, evil: evil},
+    )
+    assert "<script" not in page
+    assert not Attributes(page).values("onload")
+    assert evil in words(page.replace("&lt;", "‹").replace("&gt;", "›")).replace("‹", "<").replace("›", ">")
+
+
+def test_the_plots_are_pictures_with_something_on_them(tmp_path: Path) -> None:
+    records = [tuning(name, lr) for name in "AB" for lr in (0.1, 0.01, 0.001)]
+    records += [final(name, seed, 0.9 + seed / 100) for name in "AB" for seed in range(3)]
+    write(tmp_path, records)
+    for name in ("accuracy.png", "learning_rate.png"):
+        image = pixels(tmp_path / "report" / name)
+        assert image.format == "PNG"
+        assert min(image.size) > 500
+        colors = image.convert("RGB").getcolors(maxcolors=1 << 24)
+        assert {(0, 0x72, 0xB2), (0xD5, 0x5E, 0)} <= {color for _, color in colors}
+
+
+def test_the_smallest_report_is_one_run_and_an_empty_context(tmp_path: Path) -> None:
+    record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
+    page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
+    assert "M reaches a test accuracy of 50.0 % over one seed;" in words(page)
+    assert "not recorded" in page
+    assert "None" not in page.split("</style>")[1]
+    assert sorted(path.name for path in (tmp_path / "deep" / "folder").iterdir()) == ["accuracy.png", "index.html"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [final(curve=[])],
+        [final(curve=[{"step": 1, "epsilon": 0.1, "accuracy": 0.5, "loss": 1.0}])],
+        [final(seed=0), final(seed=1, curve=[])],
+        [final(accuracy=None), final(seed=1, accuracy=float("nan"), test_loss=float("inf"))],
+        [tuning(lr=0.1, accuracy=None), tuning(lr=1.0, accuracy=float("nan")), final()],
+        [final(f"a rather long name of method number {i}", s, 0.5) for i in range(20) for s in range(2)],
+        [final("手法 😀", lr=0.1), final("手法 😀", 1, lr=0.2), final("", 0)],
+    ],
+)
+def test_odd_records_still_make_a_report(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    table = cells(write(tmp_path, records))
+    assert list(table) == list(dict.fromkeys(record["method"] for record in records))
+    assert pixels(tmp_path / "report" / "accuracy.png").size[0] > 500
+
+
+def test_a_second_report_leaves_no_plot_of_the_first(tmp_path: Path) -> None:
+    write(tmp_path, [tuning(lr=0.1), tuning(), final()])
+    write(tmp_path, [final()])
+    assert not (tmp_path / "report" / "learning_rate.png").exists()
+
+
+@pytest.mark.parametrize("records", [[], [tuning()]])
+def test_no_final_run_raises_and_writes_nothing(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    with pytest.raises(PrivacyError, match=r'^write_report: expected records to hold a run with phase "final", got'):
+        write_report(records, {}, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
