@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from torch import nn
 
 import privgrad as pg
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.rng import RandomSource
 from privgrad.types import NoisyGradient
 

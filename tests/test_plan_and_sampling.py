@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_data, make_plan
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import privgrad as pg
+from conftest import make_data, make_plan
 
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"max_grad_norm": 0.0}, "max_grad_norm"),
@@ -41,7 +41,9 @@ def test_numbers_out_of_range_are_refused_at_construction(changed: dict[str, Any
         make_plan(**changed)
 
 
-@pytest.mark.parametrize("name", ["sample_rate", "steps", "expected_batch_size", "noise_multiplier", "max_grad_norm", "num_examples"])
+@pytest.mark.parametrize(
+    "name", ["sample_rate", "steps", "expected_batch_size", "noise_multiplier", "max_grad_norm", "num_examples"]
+)
 def test_what_decides_privacy_has_no_default(name: str):
     numbers = {f.name: getattr(make_plan(), f.name) for f in dataclasses.fields(pg.PrivacyPlan)}
     del numbers[name]

@@ -6,11 +6,13 @@ from privgrad.gradient import clipping as clip
 from privgrad.ledger import Ledger
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.training import FitResult, fit
 from privgrad.types import Batch, NoisyGradient
 
 __all__ = [
     "Batch",
     "BudgetExceededError",
+    "FitResult",
     "Ledger",
     "NoisyGradient",
     "PrivacyError",
@@ -19,5 +21,6 @@ __all__ = [
     "SamplingError",
     "UnsupportedModuleError",
     "clip",
+    "fit",
     "optim",
 ]

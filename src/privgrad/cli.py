@@ -208,7 +208,7 @@ def _make(factory: str) -> nn.Module:
         made = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise expected("privgrad doctor", "factory", "to be importable", error, remedy) from error
-    model = made if isinstance(made, nn.Module) else made()
+    model = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(model, nn.Module):
         raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, remedy)
     return model

@@ -1,0 +1,230 @@
+"""The command line as a user meets it: real processes, real files."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privgrad.cli import main
+
+pytest.importorskip("sklearn")
+
+SPEC = """
+title = "test"
+[data]
+name = "digits"
+validation = 240
+[model]
+name = "mlp"
+hidden = 8
+[privacy]
+target_epsilon = 8.0
+delta = 1e-5
+max_grad_norm = 1.0
+num_examples = 1197
+expected_batch_size = 120
+steps = 6
+[[methods]]
+name = "DP-SGD"
+optimizer = "SGD"
+options = { momentum = 0.5 }
+[[methods]]
+name = "DP-AdamBC"
+optimizer = "AdamBC"
+[tuning]
+lr = [0.01, 0.1]
+seeds = [9]
+[run]
+seeds = [0, 1]
+evaluations = 2
+"""
+ONE = SPEC.replace('[[methods]]\nname = "DP-SGD"\noptimizer = "SGD"\noptions = { momentum = 0.5 }\n', "").replace(
+    'optimizer = "AdamBC"', 'optimizer = "AdamBC"\nlr = 0.01'
+)
+
+
+def privgrad(*arguments: Any, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the installed command in a process of its own."""
+    script = Path(sys.executable).with_name("privgrad")
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [str(script), *map(str, arguments)], capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+class Here:
+    """Run the same entry point in this process: importing torch anew for every line would take minutes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        self.monkeypatch, self.capsys, self.folder = monkeypatch, capsys, folder
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def __call__(self, *arguments: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
+        self.monkeypatch.setattr(sys, "argv", ["privgrad", *map(str, arguments)])
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = self.capsys.readouterr()
+        assert ended.value.code == code, shown.err + shown.out
+        return subprocess.CompletedProcess(sys.argv, code, shown.out, shown.err)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Here:
+    return Here(monkeypatch, capsys, tmp_path)
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_help_everywhere(here: Here, tmp_path: Path):
+    for command in ("train", "compare", "epsilon", "calibrate", "doctor"):
+        assert command in here("--help").stdout
+        assert "--json" in here(command, "--help").stdout
+
+
+def test_compare_tunes_reports_and_goes_on(tmp_path: Path):
+    (tmp_path / "s.toml").write_text(SPEC)
+    done = privgrad("compare", "s.toml", "--out", "out", folder=tmp_path)
+    assert "DP-SGD" in done.stdout
+    assert "DP-AdamBC" in done.stdout
+    assert "research only" in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()]
+    assert [record["phase"] for record in records] == ["tuning"] * 4 + ["final"] * 4
+    assert all(0 < record["epsilon"] <= 8.0 for record in records)
+    assert all((record["test_accuracy"] is None) == (record["phase"] == "tuning") for record in records)
+    best = {
+        name: max((r for r in records if r["method"] == name), key=lambda r: r["validation_accuracy"] or 0)["lr"]
+        for name in ("DP-SGD", "DP-AdamBC")
+    }
+    assert all(r["lr"] == best[r["method"]] for r in records if r["phase"] == "final")
+    page = (tmp_path / "out/index.html").read_text()
+    assert "DP-AdamBC" in page
+    assert (tmp_path / "out/accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+    # A run lost from the record is looked up again in its folder; the others are left alone.
+    lines = (tmp_path / "out/runs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out/runs.jsonl").write_text("".join(lines[:-1]))
+    again = last_json(privgrad("compare", "s.toml", "--out", "out", "--json", folder=tmp_path))
+    assert {row["method"] for row in again["methods"]} == {"DP-SGD", "DP-AdamBC"}
+    regained = json.loads((tmp_path / "out/runs.jsonl").read_text().splitlines()[-1])
+    assert regained["test_accuracy"] == records[-1]["test_accuracy"]
+
+    (tmp_path / "s.toml").write_text(SPEC.replace("steps = 6", "steps = 7"))
+    refused = privgrad("compare", "s.toml", "--out", "out", folder=tmp_path, code=2)
+    assert "--restart" in refused.stderr
+    moved = privgrad("compare", "s.toml", "--out", "out", "--restart", folder=tmp_path)
+    assert "out-1" in moved.stderr
+    assert (tmp_path / "out-1/runs.jsonl").exists()
+
+
+def test_train_epsilon_and_calibrate_agree(here: Here, tmp_path: Path):
+    (tmp_path / "one.toml").write_text(ONE)
+    done = here("train", "one.toml", "--json")
+    assert "research" not in done.stderr
+    (row,) = last_json(done)["methods"]
+    (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
+    told = last_json(here("epsilon", ledger, "--delta", "1e-5", "--json"))
+    assert told["releases"] == 6
+    assert told["epsilon_pld"] == row["epsilon"] <= 8.0
+    assert told["epsilon_pld"] <= told["epsilon_rdp"]
+    rate = 120 / 1197
+    numbers = ("--delta", "1e-5", "--sample-rate", rate, "--json")
+    found = last_json(here("calibrate", "--target-epsilon", 8, "--steps", 6, *numbers))
+    assert found["noise_multiplier"] == told["noise_multiplier"]
+    sigma = ("--noise-multiplier", found["noise_multiplier"])
+    assert last_json(here("calibrate", "--target-epsilon", 8, *sigma, *numbers))["steps"] == 6
+    by_numbers = last_json(here("epsilon", *sigma, "--steps", 6, *numbers))
+    assert by_numbers["epsilon_pld"] == told["epsilon_pld"]
+    assert "6" in here("epsilon", ledger, "--delta", "1e-5").stdout
+    assert "fixed research seed" not in (tmp_path / "runs/one/index.html").read_text()
+
+
+def test_fixed_batches_are_labelled_everywhere(here: Here, tmp_path: Path):
+    (tmp_path / "one.toml").write_text(ONE.replace("steps = 6", 'steps = 6\nsampling = "fixed"'))
+    here("train", "one.toml", "--seed", 3)
+    page = (tmp_path / "runs/one/index.html").read_text()
+    assert "not covered" in page.lower()
+    assert "fixed research seed" in page
+    (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
+    assert "no accountant covers" in here("epsilon", ledger, "--delta", "1e-5").stderr
+
+
+BAD_SPECS = {
+    "unknown option, nearest named": (
+        "expected_batch_size = 120",
+        "expected_batch_siz = 120",
+        "did you mean 'expected",
+    ),
+    "unknown table": ("[tuning]", "[tunning]", "did you mean 'tuning'"),
+    "unknown optimizer option": ("momentum = 0.5", "momentun = 0.5", "did you mean 'momentum'"),
+    "unknown optimizer": ('"AdamBC"', '"AdamCB"', "AdamBC"),
+    "no default for privacy": ("max_grad_norm = 1.0\n", "", "privacy.max_grad_norm"),
+    "wrong type": ("steps = 6", 'steps = "6"', "privacy.steps"),
+    "not TOML": ("[data]", "[data", "TOML"),
+    "negative C": ("max_grad_norm = 1.0", "max_grad_norm = -1.0", "max_grad_norm"),
+    "delta above 1": ("delta = 1e-5", "delta = 1.5", "delta"),
+    "wrong count": ("num_examples = 1197", "num_examples = 1437", "1197"),
+    "nothing to tune on": ("validation = 240", "validation = 0", "validation"),
+    "target out of reach": ("target_epsilon = 8.0", "target_epsilon = -1.0", "target_epsilon"),
+    "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPECS)
+def test_bad_specs_end_in_one_line_and_train_nothing(here: Here, tmp_path: Path, name: str):
+    old, new, message = BAD_SPECS[name]
+    assert old in SPEC
+    (tmp_path / "s.toml").write_text(SPEC.replace(old, new))
+    done = here("compare", "s.toml", "--out", "out", code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+def test_train_takes_one_method(here: Here, tmp_path: Path):
+    (tmp_path / "s.toml").write_text(SPEC)
+    assert "privgrad compare" in here("train", "s.toml", code=2).stderr
+    assert "readable" in here("train", "absent.toml", code=2).stderr
+
+
+def test_bad_numbers_end_in_one_line(here: Here, tmp_path: Path):
+    for arguments in (
+        ("epsilon", "--delta", "2", "--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1),
+        ("epsilon", "--delta", "1e-5", "--noise-multiplier", 1),
+        ("epsilon", "absent.jsonl", "--delta", "1e-5"),
+        ("calibrate", "--target-epsilon", 1, "--delta", "1e-5", "--sample-rate", 0.1),
+        ("calibrate", "--target-epsilon", 1, "--delta", "1e-5", "--sample-rate", 1.1, "--steps", 1),
+    ):
+        assert here(*arguments, code=2).stderr.startswith("error:")
+
+
+def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
+    (tmp_path / "zoo.py").write_text(
+        "from torch import nn\n"
+        "def ill():\n"
+        "    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2)), nn.LazyLinear(3))\n"
+        "def well():\n"
+        "    return nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2))\n"
+        "word = 3\n"
+    )
+    shown = here("doctor", "zoo:ill", code=1).stdout
+    assert "1.0" in shown
+    assert "GroupNorm" in shown
+    told = last_json(here("doctor", "zoo:ill", "--json", code=1))
+    assert [problem["path"] for problem in told["problems"]] == ["1.0", "2"]
+    assert "Nothing" in here("doctor", "zoo:well").stdout
+    assert last_json(here("doctor", "zoo:well", "--json")) == {"problems": []}
+    for wrong in ("zoo", "zoo:absent", "absent:ill", "zoo:word"):
+        assert "factory" in here("doctor", wrong, code=2).stderr

@@ -1,0 +1,81 @@
+"""What the documents say is run, or looked up."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model
+from privgrad.experiments.spec import Spec, load_spec
+
+ROOT = Path(__file__).parent.parent
+
+
+def code_blocks(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("sklearn")
+    (block,) = code_blocks("README.md")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert 2.9 < float(capsys.readouterr().out) <= 3.0
+    inputs, labels = names["data"].test.tensors
+    assert (names["model"](inputs).argmax(1) == labels).float().mean() > 0.8
+
+
+def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    loop, fit = code_blocks("docs/guide.md")
+    names: dict[str, Any] = {
+        "pg": pg,
+        "model": make_model(),
+        "loss_fn": loss_fn,
+        "train_set": make_data(200),
+        "test_set": make_data(),
+        "accuracy": lambda model, data: 0.5,
+    }
+    small = {"60_000": "200", "1024": "20", "2_000": "10"}
+    for old, new in small.items():
+        assert old in loop
+        loop = loop.replace(old, new)
+    exec(loop, names)
+    exec(fit.replace('folder="runs/mine"', 'folder="runs/mine", progress=False'), names)
+    assert names["result"].curve[-1]["step"] == 10
+    assert (tmp_path / "runs/mine/ledger.jsonl").exists()
+
+
+def test_every_pitfall_row_names_tests_that_exist():
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    rows = [line for line in (ROOT / "docs/pitfalls.md").read_text().splitlines() if re.match(r"\| \d", line)]
+    assert len(rows) >= 20
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, row
+        assert all(f"def {name}(" in sources for name in named), row
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_examples_are_valid(path: Path):
+    assert load_spec(path).title
+
+
+def test_the_guide_lists_every_option_of_a_spec():
+    guide = (ROOT / "docs/guide.md").read_text()
+    for table in Spec.model_fields.values():
+        inner = table.annotation
+        for name in getattr(inner, "model_fields", {}):
+            assert f"`{name}`" in guide, name
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/guide.md", "docs/promise.md", "docs/pitfalls.md", "CONTRIBUTING.md"]
+)
+def test_links_lead_somewhere(document: str):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
+        assert ((ROOT / document).parent / target).exists(), target

@@ -1,0 +1,64 @@
+"""The public names and the command line's options, frozen: a change here is a change for users."""
+
+import inspect
+
+import typer
+
+import privgrad as pg
+from privgrad.cli import app
+
+NAMES = {
+    "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
+    "SamplingError UnsupportedModuleError clip fit optim",
+    "optim": "SGD Adagrad Adam AdamBC NAdam PrivateOptimizer RMSprop debias default_floor",
+}
+SIGNATURES = {
+    pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
+    "target_epsilon sampling seed",
+    pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps sampling seed",
+    pg.PrivacyPlan.batches: "self dataset start collate",
+    pg.PrivacyPlan.epsilon: "self delta steps accountant",
+    pg.PrivateGradient: "model loss_fn plan clip microbatch_size ledger",
+    pg.NoisyGradient: "values noise_std",
+    pg.NoisyGradient.assign: "self model",
+    pg.Ledger: "path read_only",
+    pg.Ledger.epsilon: "self delta accountant assume_poisson",
+    pg.optim.AdamBC: "params lr betas debias_floor",
+    pg.optim.PrivateOptimizer.step: "self closure grad",
+    pg.optim.debias: "exp_avg_sq_hat noise_std floor",
+    pg.clip.Flat: "",
+    pg.clip.PerLayer: "shares",
+    pg.clip.Automatic: "gamma",
+    pg.fit: "model loss_fn optimizer plan train_set clip microbatch_size collate evaluate evaluations folder "
+    "checkpoint_seconds progress",
+}
+OPTIONS = {
+    "train": "spec --out --seed --restart --json",
+    "compare": "spec --out --restart --json",
+    "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
+    "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
+    "doctor": "factory --json",
+}
+
+
+def test_public_names():
+    assert sorted(pg.__all__) == sorted(NAMES["privgrad"].split())
+    assert sorted(pg.optim.__all__) == sorted(NAMES["optim"].split())
+    for module in (pg, pg.optim):
+        assert all(getattr(module, name).__doc__ for name in module.__all__)
+
+
+def test_signatures():
+    found = {thing: " ".join(inspect.signature(thing).parameters) for thing in SIGNATURES}
+    assert found == SIGNATURES
+
+
+def test_command_line_options():
+    command = typer.main.get_command(app)
+    found = {
+        name: " ".join(option.opts[0] for option in sub.params if option.name != "help")
+        for name, sub in command.commands.items()  # pyright: ignore[reportAttributeAccessIssue]
+    }
+    assert {name: sorted(line.split()) for name, line in found.items()} == {
+        name: sorted(line.split()) for name, line in OPTIONS.items()
+    }

@@ -1,0 +1,296 @@
+"""fit(): checkpoint, resume, and a process killed at any moment."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.training import FitResult
+
+STEPS = 60
+
+
+def accuracy(model: nn.Module) -> dict[str, float]:
+    assert not model.training
+    inputs, labels = make_data(32).tensors
+    return {"accuracy": (model(inputs).argmax(1) == labels).float().mean().item()}
+
+
+def run(
+    folder: Path | None, *, seed: int | None = 5, steps: int = STEPS, **options: Any
+) -> tuple[nn.Module, FitResult]:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
+    model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    plan = make_plan(steps=steps, seed=seed, delta=1e-5)
+    numbers: dict[str, Any] = {"progress": False, "evaluate": accuracy, "evaluations": 3, "checkpoint_seconds": 0.05}
+    result = pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=folder, **(numbers | options))
+    return model, result
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_fit_trains_evaluates_and_accounts():
+    model, result = run(None)
+    assert result.updates == STEPS
+    assert [row["step"] for row in result.curve] == [20, 40, 60]
+    assert result.curve[-1]["epsilon"] == result.ledger.epsilon(delta=1e-5)
+    assert model.training
+    assert result.examples_per_second > 0
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path):
+    model, first = run(tmp_path)
+    again, second = run(tmp_path)
+    assert equal(model, again)
+    assert second.curve == first.curve
+    assert second.ledger.releases == STEPS
+
+
+def train_noting_releases(folder: Path, released: Path) -> None:
+    """In a child: train slowly, and write down every gradient that leaves the oracle, as it leaves."""
+    descriptor = os.open(released, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    original = pg.PrivateGradient.__call__
+
+    def noted(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
+        gradient = original(self, batch)
+        os.write(descriptor, f"{batch.sampling.step}\n".encode())
+        time.sleep(0.01)
+        return gradient
+
+    pg.PrivateGradient.__call__ = noted  # pyright: ignore[reportAttributeAccessIssue]
+    run(folder)
+
+
+def test_killed_twenty_times_at_random_and_resumed(tmp_path: Path):
+    """SIGKILL at random points: every release was charged, and the end equals an uninterrupted run's."""
+    whole, _ = run(tmp_path / "whole")
+    folder, released = tmp_path / "killed", tmp_path / "released"
+    ledger_file = folder / "ledger.jsonl"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
+    waits, kills, attempts = random.Random(0), 0, 0
+    while kills < 20:
+        attempts += 1
+        assert attempts < 60
+        process = context.Process(target=train_noting_releases, args=(folder, released))
+        process.start()
+        noted = released.stat().st_size if released.exists() else 0
+        deadline = time.monotonic() + 60
+        # Once it has begun to release, kill it a random moment later.
+        while process.is_alive() and (released.stat().st_size if released.exists() else 0) <= noted:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(waits.uniform(0, 0.1))
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join()
+        steps = [int(line) for line in released.read_text().split()]
+        ledger = pg.Ledger(ledger_file, read_only=True)
+        # A step recomputed from the same seed is the same release: distinct steps are what was paid for.
+        assert ledger.releases >= len(set(steps))
+        assert ledger.epsilon(delta=1e-5) >= make_plan().epsilon(delta=1e-5, steps=len(set(steps)))
+        if process.exitcode == 0:
+            break
+    resumed, result = run(folder)
+    assert kills == 20, f"only {kills} kills before the end: the run is too short"
+    assert equal(whole, resumed)
+    assert result.ledger.releases == STEPS
+    assert len(set(int(line) for line in released.read_text().split())) <= STEPS
+
+
+class Stop(BaseException):
+    """Ends a run as abruptly as an exception can."""
+
+
+def stop_after(step: int) -> Any:
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        raise Stop
+
+    return {"evaluate": evaluate, "evaluations": round(STEPS / step), "checkpoint_seconds": 1e9}
+
+
+def test_without_a_seed_lost_steps_stay_spent(tmp_path: Path):
+    """What was released and not saved cannot be drawn again: the run ends with as many updates fewer."""
+    with pytest.raises(Stop):
+        run(tmp_path, seed=None, **stop_after(20))
+    assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 20
+    _, result = run(tmp_path, seed=None)
+    assert result.ledger.releases == STEPS
+    assert result.updates == STEPS - 20
+
+
+def test_a_seeded_rerun_that_differs_is_charged_and_stopped(tmp_path: Path):
+    """Same seed, other data: the noise would cancel between the two releases. It counts as a release of its own."""
+    with pytest.raises(Stop):
+        run(tmp_path, **stop_after(20))
+    model = make_model()
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
+    ledger = pg.Ledger(tmp_path / "ledger.jsonl")
+    oracle = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+    with pytest.raises(pg.BudgetExceededError):
+        for batch in plan.batches(make_data(40)):
+            optimizer.step(grad=oracle(batch))
+    assert ledger.releases == STEPS
+
+
+def test_interrupt_saves_and_resumes(tmp_path: Path):
+    whole, _ = run(None)
+
+    def interrupt(model: nn.Module) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, evaluate=interrupt, checkpoint_seconds=1e9)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["oracle"] == {"step": 20}
+    resumed, _ = run(tmp_path)
+    assert equal(whole, resumed)
+
+
+def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    original = pg.optim.AdamBC.step
+
+    def half(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state and next(iter(self.state.values()))["step"] == 10:
+            self.param_groups[0]["params"][0].data.add_(1.0)
+            raise KeyboardInterrupt
+        original(self, *args, **kwargs)
+
+    whole, _ = run(None)
+    monkeypatch.setattr(pg.optim.AdamBC, "step", half)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, checkpoint_seconds=1e9)
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["oracle"] == {"step": 0}
+    resumed, result = run(tmp_path)
+    assert equal(whole, resumed)
+    assert result.ledger.releases == STEPS
+
+
+def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
+    run(tmp_path)
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert set(state) == {"version", "seed", "model", "optimizer", "oracle", "curve", "updates", "seconds"}
+    assert set(state["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_noise_var"}
+    assert state["oracle"] == {"step": STEPS}
+
+
+def test_state_and_checkpoint_depend_on_the_released_gradients_only(tmp_path: Path):
+    """Two data sets with equal clipped sums (all gradients zero) leave the same bytes behind."""
+    states: list[Any] = []
+    for shift in (0.0, 1.0):
+        model = make_model()
+        plan = make_plan(seed=1)
+        inputs, labels = make_data().tensors
+        data = torch.utils.data.TensorDataset(inputs + shift, labels)
+        optimizer = pg.optim.AdamBC(model.named_parameters())
+        folder = tmp_path / str(shift)
+        pg.fit(model, lambda m, b: 0.0 * loss_fn(m, b), optimizer, plan, data, folder=folder, progress=False)
+        state = torch.load(folder / "checkpoint.pt", weights_only=True)
+        del state["seconds"]
+        states.append(json.dumps(state, default=lambda t: t.tolist()))
+    assert states[0] == states[1]
+
+
+def damage_checkpoint(folder: Path, how: str) -> None:
+    path = folder / "checkpoint.pt"
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "other bytes":
+        path.write_bytes(b"hello" * 100)
+    elif how == "absent":
+        path.unlink()
+    else:
+        state = torch.load(path, weights_only=True)
+        if how == "partial":
+            del state["optimizer"]
+        elif how == "other model":
+            state["model"] = nn.Linear(5, 3).state_dict()
+        elif how == "other version":
+            state["version"] = 99
+        elif how == "other seed":
+            state["seed"] = 6
+        elif how == "ahead of its ledger":
+            state["oracle"]["step"] = STEPS + 1
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["truncated", "empty", "other bytes", "absent", "partial", "other model", "other version", "other seed"]
+    + ["ahead of its ledger"],
+)
+def test_damaged_checkpoints_are_refused_and_charge_nothing(tmp_path: Path, how: str):
+    run(tmp_path)
+    damage_checkpoint(tmp_path, how)
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt"):
+        run(tmp_path, steps=STEPS + 10)
+    assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == STEPS
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path: Path):
+    class Harm:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "harm",))
+
+    run(tmp_path)
+    torch.save({"version": 1, "model": Harm()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(pg.PrivacyError, match="checkpoint"):
+        run(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_other_numbers_on_resume_are_refused(tmp_path: Path):
+    run(tmp_path)
+    model = make_model()
+    optimizer = pg.optim.AdamBC(model.named_parameters())
+    with pytest.raises(pg.PrivacyError, match="noise_multiplier"):
+        pg.fit(model, loss_fn, optimizer, make_plan(noise_multiplier=0.5), make_data(), folder=tmp_path)
+    run(tmp_path)  # the refusal left no lock behind
+
+
+def test_a_longer_run_composes(tmp_path: Path):
+    run(tmp_path)
+    longer, result = run(tmp_path, steps=STEPS + 30)
+    whole, _ = run(None, steps=STEPS + 30)
+    assert result.ledger.releases == STEPS + 30
+    assert equal(longer, whole)
+    assert math.isclose(result.ledger.epsilon(delta=1e-5), make_plan(steps=STEPS + 30).epsilon(delta=1e-5))
+
+
+def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
+    with pytest.raises(pg.SamplingError, match="only 31"):
+        model = make_model()
+        pg.fit(
+            model, loss_fn, pg.optim.SGD(model.named_parameters(), lr=1.0), make_plan(), make_data(31), folder=tmp_path
+        )
+    pg.Ledger(tmp_path / "ledger.jsonl").close()
+
+
+def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFixture[str]):
+    run(None)
+    assert capfd.readouterr().out == ""
+    run(None, progress=True)
+    shown = capfd.readouterr().out
+    assert "60/60" in shown
+    assert "examples/s" in shown
+    assert "epsilon" in shown
