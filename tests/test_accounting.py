@@ -56,7 +56,7 @@ def test_against_the_closed_form_of_the_gaussian_mechanism():
         found = cost(1.0, sigma, 1, 1e-5)
 
         def delta_of(eps: float, s: float = sigma) -> float:
-            return norm.cdf(0.5 / s - eps * s) - math.exp(eps) * norm.cdf(-0.5 / s - eps * s)
+            return float(norm.cdf(0.5 / s - eps * s) - math.exp(eps) * norm.cdf(-0.5 / s - eps * s))
 
         assert delta_of(found) <= 1e-5 * (1 + 1e-9)
         assert delta_of(found * 0.995) > 1e-5

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from privgrad import data
 from privgrad.cli import main
 
 pytest.importorskip("sklearn")
@@ -159,6 +160,19 @@ def test_fixed_batches_are_labelled_everywhere(here: Here, tmp_path: Path):
     assert "fixed research seed" in page
     (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
     assert "no accountant covers" in here("epsilon", ledger, "--delta", "1e-5").stderr
+
+
+def test_raw_counts_are_told_and_not_saved(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def spoilt(*, validation: int = 0) -> data.DataSet:
+        loaded = data.digits(validation=validation)
+        loaded.train.tensors[0][:] = float("nan")
+        return loaded
+
+    monkeypatch.setitem(data.LOADERS, "digits", spoilt)
+    (tmp_path / "one.toml").write_text(ONE)
+    with pytest.warns(UserWarning, match="NOT PRIVATE: .* not finite"):
+        here("train", "one.toml")
+    assert "raw_" not in (tmp_path / "runs/one/runs.jsonl").read_text()
 
 
 BAD_SPECS = {

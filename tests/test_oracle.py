@@ -73,9 +73,10 @@ def test_gradient_carries_its_noise_and_assigns_to_any_optimizer():
     gradient = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
     assert gradient.noise_std == pytest.approx(1.5 * 0.4 / 8)
     gradient.assign(model)
-    before = model[0].weight.detach().clone()
+    weight = dict(model.named_parameters())["0.weight"]
+    before = weight.detach().clone()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.testing.assert_close(model[0].weight.detach(), before - 0.1 * gradient.values["0.weight"])
+    torch.testing.assert_close(weight.detach(), before - 0.1 * gradient.values["0.weight"])
     with pytest.raises(pg.PrivacyError, match="none named"):
         NoisyGradient({"elsewhere": torch.zeros(1)}, 0.1).assign(model)
 
@@ -158,6 +159,7 @@ def test_noise_destroys_and_a_tiny_bound_freezes():
 def test_ledger_file_tells_each_release_and_its_epsilon(tmp_path: Path):
     plan, path = make_plan(), tmp_path / "ledger.jsonl"
     oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    lines: list[Any] = []
     for count, batch in enumerate(plan.batches(make_data()), start=1):
         oracle(batch)
         lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -111,7 +111,7 @@ def test_killed_twenty_times_at_random_and_resumed(tmp_path: Path):
     assert kills == 20, f"only {kills} kills before the end: the run is too short"
     assert equal(whole, resumed)
     assert result.ledger.releases == STEPS
-    assert len(set(int(line) for line in released.read_text().split())) <= STEPS
+    assert len({int(line) for line in released.read_text().split()}) <= STEPS
 
 
 class Stop(BaseException):
@@ -144,9 +144,13 @@ def test_a_seeded_rerun_that_differs_is_charged_and_stopped(tmp_path: Path):
     plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
     ledger = pg.Ledger(tmp_path / "ledger.jsonl")
     oracle = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
-    with pytest.raises(pg.BudgetExceededError):
+
+    def rerun() -> None:
         for batch in plan.batches(make_data(40)):
             optimizer.step(grad=oracle(batch))
+
+    with pytest.raises(pg.BudgetExceededError):
+        rerun()
     assert ledger.releases == STEPS
 
 
@@ -236,8 +240,17 @@ def damage_checkpoint(folder: Path, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["truncated", "empty", "other bytes", "absent", "partial", "other model", "other version", "other seed"]
-    + ["ahead of its ledger"],
+    [
+        "truncated",
+        "empty",
+        "other bytes",
+        "absent",
+        "partial",
+        "other model",
+        "other version",
+        "other seed",
+        "ahead of its ledger",
+    ],
 )
 def test_damaged_checkpoints_are_refused_and_charge_nothing(tmp_path: Path, how: str):
     run(tmp_path)
@@ -278,11 +291,10 @@ def test_a_longer_run_composes(tmp_path: Path):
 
 
 def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
+    model = make_model()
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
     with pytest.raises(pg.SamplingError, match="only 31"):
-        model = make_model()
-        pg.fit(
-            model, loss_fn, pg.optim.SGD(model.named_parameters(), lr=1.0), make_plan(), make_data(31), folder=tmp_path
-        )
+        pg.fit(model, loss_fn, optimizer, make_plan(), make_data(31), folder=tmp_path)
     pg.Ledger(tmp_path / "ledger.jsonl").close()
 
 

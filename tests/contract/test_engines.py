@@ -118,7 +118,7 @@ def test_a_forward_that_writes_to_a_buffer_is_refused():
     oracle = pg.PrivateGradient(model, loss_fn, plan)
     with pytest.raises(pg.UnsupportedModuleError, match="buffers"):
         oracle(first_batch(plan, make_data()))
-    assert model.seen.item() == 0
+    assert dict(model.named_buffers())["seen"].item() == 0
     assert oracle.ledger.releases == 0
 
 

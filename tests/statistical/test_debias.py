@@ -96,6 +96,7 @@ def test_step_of_a_coordinate_without_signal():
     """DP-Adam moves it by 0.229 lr (SPEC 4.4); with every coordinate floored AdamBC is momentum SGD."""
     parameter = nn.Parameter(torch.zeros(20_000, dtype=torch.float64))
     optimizer = pg.optim.Adam([("p", parameter)], lr=1.0)
+    before = parameter.detach().clone()
     for gradient in gradients(torch.zeros(20_000, dtype=torch.float64), 0.1, 400):
         before = parameter.detach().clone()
         optimizer.step(grad=gradient)

@@ -31,13 +31,13 @@ def is_poisson(table: np.ndarray, rate: float) -> bool:
     def spread(counts: np.ndarray, trials: int) -> bool:
         statistic = ((counts - trials * rate) ** 2).sum() / (trials * rate * (1 - rate))
         low, high = stats.chi2.ppf([5e-6, 1 - 5e-6], len(counts))
-        return low < statistic < high
+        return bool(low < statistic < high)
 
     apart = all(
         abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / a.size**0.5
         for a, b in ((table[1:], table[:-1]), (table[:, 1:], table[:, :-1]))
     )
-    return total and spread(table.sum(1), examples) and spread(table.sum(0), steps) and apart
+    return bool(total) and spread(table.sum(1), examples) and spread(table.sum(0), steps) and apart
 
 
 def drawn(**changed: object) -> np.ndarray:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -144,6 +145,12 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         folder=out / "runs" / run.name,
         progress=progress,
     )
+    if result.raw_nonfinite_examples:
+        # Told, not saved: it was counted before the noise.
+        warnings.warn(
+            f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
+            stacklevel=2,
+        )
     return _record(run, plan, data, result, optimizer)
 
 
@@ -168,7 +175,6 @@ def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optim
         "updates": result.updates,
         "seconds": result.seconds,
         "examples_per_second": result.examples_per_second,
-        "raw_nonfinite_examples": result.raw_nonfinite_examples,
         "data": f"{data.name}: {len(data.train):,} training, {len(data.validation):,} validation, "
         f"{len(data.test):,} test examples",
     }
