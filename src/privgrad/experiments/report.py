@@ -96,16 +96,17 @@ def summary_table(records: Iterable[Record]) -> Table:
     Privacy:
         NOT private for the held-out examples that accuracy and loss were measured on.
     """
-    table = Table(caption="± one standard deviation over seeds. Accuracy: NOT PRIVATE for the test examples.")
-    table.add_column("method", overflow="fold")
-    for name in ("accuracy", "loss", "epsilon", "lr", "seeds", "on floor", "seconds"):
+    table = Table(caption="± one standard deviation over seeds. Measured on test examples, without privacy for those.")
+    # Not wrapped: on a narrow terminal the name would be the first column to vanish.
+    table.add_column("method", no_wrap=True)
+    for name in ("accuracy", "loss", "ε", "lr", "seeds", "floored"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in map(_row_texts, summarize(records)):
         epsilon = row["epsilon"] + (" ⚠ not covered" if row["uncovered"] else "")
         lr = row["lr"] + (" ⚠ edge" if row["lr_at_edge"] else "")
         cells = (row["method"], row["accuracy"], row["loss"], epsilon, lr, row["seeds"], row["floored"])
         # Text, not str: a method's name must not be read as markup.
-        table.add_row(*map(Text, (*cells, row["seconds"])))
+        table.add_row(*map(Text, cells))
     return table
 
 
