@@ -16,6 +16,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
+from privgrad.errors import expected
+
 _CHUNK = 1 << 20  # normals drawn at a time: bounds the float64 scratch to some tens of MB
 
 
@@ -49,12 +51,19 @@ class RandomSource:
 class Stream:
     """Draws by step from one key. Stateless: the same step gives the same draws.
 
+    So that no second holder repeats them, a stream can be neither copied nor pickled, nor used in a forked process.
+
     Args:
         key: 32 secret bytes.
     """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
+        self._process = os.getpid()
+
+    def __reduce__(self) -> str:
+        remedy = "construct a new PrivateGradient: two copies would draw the same noise"
+        raise expected("Stream", "a random stream", "to have one holder", "a request to copy it", remedy)
 
     @property
     def public_id(self) -> str:
@@ -89,6 +98,9 @@ class Stream:
 
     def _words(self, step: int, offset: int, count: int) -> np.ndarray:
         """Key-stream words [offset, offset + count) of a step; offset must be even (a block has two words)."""
+        if os.getpid() != self._process:
+            remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
+            raise expected("Stream", "a random stream", "to stay in its process", "use in a fork", remedy)
         nonce = step.to_bytes(8, "big") + (offset // 2).to_bytes(8, "big")
         encryptor = Cipher(algorithms.AES(self._key), modes.CTR(nonce)).encryptor()
         return np.frombuffer(encryptor.update(bytes(8 * count)), dtype=np.uint64)

@@ -1,5 +1,9 @@
 """The noise that is really there, measured; and wrong twins that the same measurement must reject."""
 
+import copy
+import os
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -72,6 +76,25 @@ def test_steps_streams_and_sources_are_independent():
     ]
     correlations = torch.corrcoef(torch.stack(draws)) - torch.eye(len(draws))
     assert correlations.abs().max() < 5 / 50_000**0.5
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_stream_has_one_holder():
+    """A copy, a pickle or a fork would draw the same noise for another sum."""
+    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(pg.PrivacyError, match="same noise"):
+            duplicate(oracle._noise_stream)
+    with pytest.raises(pg.PrivacyError, match="same noise"):
+        copy.deepcopy(oracle)
+    child = os.fork()
+    if child == 0:
+        try:
+            oracle._noise_stream.normal(0, 2)
+        except pg.PrivacyError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_chunks_of_a_long_draw_do_not_repeat():
