@@ -164,7 +164,8 @@ def test_ledger_file_tells_each_release_and_its_epsilon(tmp_path: Path):
         oracle(batch)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(lines) == count + 1
-        assert lines[-1] == {"step": count - 1, "noise_multiplier": 1.0, "sample_rate": 0.25, "scheme": "poisson"}
+        sigma_and_rate = {"noise_multiplier": 1.0, "sample_rate": 0.25, "scheme": "poisson"}
+        assert lines[-1] == {"draw": batch.sampling.draw, **sigma_and_rate}
     assert lines[0]["plan"]["max_grad_norm"] == 1.0
     assert lines[0]["plan"]["neighboring_relation"] == "add or remove one"
     again = pg.Ledger(path, read_only=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad import training
 from privgrad.training import FitResult
 
 STEPS = 60
@@ -118,47 +119,96 @@ class Stop(BaseException):
     """Ends a run as abruptly as an exception can."""
 
 
-def stop_after(step: int) -> Any:
-    def evaluate(model: nn.Module) -> dict[str, float]:
-        raise Stop
+def stop_after(count: int, monkeypatch: pytest.MonkeyPatch, folder: Path, **options: Any) -> None:
+    """Run for that many releases and end as a killed process does: without a last checkpoint."""
+    with monkeypatch.context() as patched:
+        original, calls = pg.PrivateGradient.__call__, iter(range(count))
 
-    return {"evaluate": evaluate, "evaluations": round(STEPS / step), "checkpoint_seconds": 1e9}
+        def limited(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
+            if next(calls, None) is None:
+                patched.setattr(training._Run, "save", lambda *_, **__: None)
+                raise Stop
+            return original(self, batch)
+
+        patched.setattr(pg.PrivateGradient, "__call__", limited)
+        with pytest.raises(Stop):
+            run(folder, checkpoint_seconds=1e9, **options)
 
 
-def test_without_a_seed_lost_steps_stay_spent(tmp_path: Path):
+def test_without_a_seed_lost_steps_stay_spent_and_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What was released and not saved cannot be drawn again: the run ends with as many updates fewer."""
-    with pytest.raises(Stop):
-        run(tmp_path, seed=None, **stop_after(20))
+    stop_after(20, monkeypatch, tmp_path, seed=None)
     assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 20
-    _, result = run(tmp_path, seed=None)
+    with pytest.warns(UserWarning, match="20 charged steps .* 40 updates of 60"):
+        _, result = run(tmp_path, seed=None)
     assert result.ledger.releases == STEPS
     assert result.updates == STEPS - 20
 
 
-def test_a_seeded_rerun_that_differs_is_charged_and_stopped(tmp_path: Path):
-    """Same seed, other data: the noise would cancel between the two releases. It counts as a release of its own."""
-    with pytest.raises(Stop):
-        run(tmp_path, **stop_after(20))
+def test_a_run_that_lost_every_step_does_not_pass_for_a_trained_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stop_after(20, monkeypatch, tmp_path, seed=None)
+    with pytest.raises(pg.BudgetExceededError, match="none of their results saved"):
+        run(tmp_path, seed=None, steps=20)
+
+
+def test_an_exception_loses_nothing(tmp_path: Path):
+    def broken(model: nn.Module) -> dict[str, float]:
+        if model[0].weight[0, 0] != 0.1:  # pyright: ignore
+            raise ZeroDivisionError
+        return {"accuracy": 0.0}
+
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, seed=None, evaluate=broken, evaluations=1, checkpoint_seconds=1e9)
+    _, result = run(tmp_path, seed=None, evaluations=1)
+    assert result.updates == STEPS
+    assert [row["step"] for row in result.curve] == [STEPS]  # the evaluation that failed is made up
+
+
+def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match="numbers by name"):
+        run(tmp_path / "a", evaluate=lambda model: 0.5)
     model = make_model()
-    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    with pytest.raises(pg.PrivacyError, match=r"optimizer.*grad\.assign"):
+        pg.fit(model, loss_fn, torch.optim.Adam(model.parameters()), make_plan(), make_data())  # pyright: ignore[reportArgumentType]
+    assert pg.Ledger(tmp_path / "a/ledger.jsonl", read_only=True).releases == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"lr": 0.5}, "options"), ({"kind": pg.optim.SGD, "lr": 0.05}, "AdamBC"), ({"clip": pg.clip.Automatic()}, "clip")],
+)
+def test_another_runs_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str):
+    run(tmp_path)
+    kind, clip = options.pop("kind", pg.optim.AdamBC), options.pop("clip", None)
+    model = make_model()
+    optimizer = kind(model.named_parameters(), **({"lr": 0.05} | options))
+    plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
+    with pytest.raises(pg.PrivacyError, match=message):
+        pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=tmp_path, clip=clip)
+
+
+def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Same seed, other data: the noise would cancel between the two releases."""
+    stop_after(20, monkeypatch, tmp_path)
+    model = make_model()
+
     plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
     ledger = pg.Ledger(tmp_path / "ledger.jsonl")
     oracle = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
-
-    def rerun() -> None:
-        for batch in plan.batches(make_data(40)):
-            optimizer.step(grad=oracle(batch))
-
-    with pytest.raises(pg.BudgetExceededError):
-        rerun()
-    assert ledger.releases == STEPS
+    with pytest.raises(pg.SamplingError, match="again"):
+        oracle(next(plan.batches(make_data(40))))
+    assert ledger.releases == 20
 
 
 def test_interrupt_saves_and_resumes(tmp_path: Path):
     whole, _ = run(None)
 
+    calls = iter(range(1))
+
     def interrupt(model: nn.Module) -> dict[str, float]:
-        raise KeyboardInterrupt
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return {"accuracy": 0.0}
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, evaluate=interrupt, checkpoint_seconds=1e9)
@@ -190,7 +240,7 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
 def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
     run(tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert set(state) == {"version", "seed", "model", "optimizer", "oracle", "curve", "updates", "seconds"}
+    assert set(state) == {"version", "seed", "settings", "model", "optimizer", "oracle", "curve", "updates", "seconds"}
     assert set(state["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_noise_var"}
     assert state["oracle"] == {"step": STEPS}
 
@@ -304,5 +354,5 @@ def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFix
     run(None, progress=True)
     shown = capfd.readouterr().out
     assert "60/60" in shown
-    assert "examples/s" in shown
+    assert "/s" in shown
     assert "epsilon" in shown

@@ -132,6 +132,8 @@ def _compose(
                 event = dp_accounting.PoissonSampledDpEvent(sample_rate, event)
             accountant.compose(event, count)
         return max(0.0, float(accountant.get_epsilon(delta)))
+    except (OverflowError, FloatingPointError):
+        return math.inf  # too little noise, or too much, for the accountant's arithmetic: no bound
     finally:
         logger.removeFilter(_is_worth_telling)
 
@@ -187,7 +189,12 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
     def excess(log_sigma: float) -> float:
         return math.log(max(cost(math.exp(log_sigma)), 1e-12)) - aim
 
-    ends = math.log(unsafe), math.log(safe * (1 + _TOLERANCE))
+    above = safe
+    while excess(math.log(above)) > 0:
+        above *= 1 + _TOLERANCE
+        if above > 2 * safe:  # the accountant's grid is coarser than the tolerance, and safe is checked
+            return safe
+    ends = math.log(unsafe), math.log(above)
     log_found = cast(float, optimize.brentq(excess, *ends, xtol=_TOLERANCE / 4))
     found = math.exp(log_found)
     while cost(found) > target_epsilon:

@@ -4,7 +4,7 @@ Every message reads `<function>: expected <name> <condition>, got <value>; <what
 """
 
 import math
-from numbers import Integral
+from numbers import Integral, Real
 
 
 class PrivacyError(ValueError):
@@ -37,19 +37,19 @@ def expected(
 
 def require_positive(function: str, name: str, value: float, remedy: str) -> None:
     """Raise PrivacyError unless value is a positive finite number."""
-    if not (math.isfinite(value) and value > 0):
+    if not (isinstance(value, Real) and math.isfinite(value) and value > 0):
         raise expected(function, name, "to be a positive finite number", value, remedy)
 
 
 def require_nonnegative(function: str, name: str, value: float, remedy: str) -> None:
     """Raise PrivacyError unless value is a finite number >= 0."""
-    if not (math.isfinite(value) and value >= 0):
+    if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
         raise expected(function, name, "to be a finite number >= 0", value, remedy)
 
 
 def require_rate(function: str, value: float) -> None:
     """Raise PrivacyError unless value is a probability in (0, 1]."""
-    if not 0 < value <= 1:
+    if not (isinstance(value, Real) and 0 < value <= 1):
         raise expected(
             function,
             "sample_rate",
@@ -61,7 +61,7 @@ def require_rate(function: str, value: float) -> None:
 
 def require_delta(function: str, value: float) -> None:
     """Raise PrivacyError unless value is in (0, 1)."""
-    if not 0 < value < 1:
+    if not (isinstance(value, Real) and 0 < value < 1):
         raise expected(function, "delta", "in (0, 1)", value, "1e-5, and at most 1 / num_examples, is usual")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from privgrad.accounting import Accountant, Release, epsilon
-from privgrad.errors import BudgetExceededError, PrivacyError, expected
+from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, expected
 
 _VERSION = 1
 
@@ -35,11 +35,16 @@ class Ledger:
         self.plan_facts: dict[str, Any] = {}
         self._read_only = read_only
         self._counts: dict[Release, int] = {}
-        self._digests: dict[int, str] = {}
+        self._draws: dict[str, str | None] = {}
         self._descriptor: int | None = None
         self._size = 0
         if self.path is not None:
             self._open(self.path)
+
+    @property
+    def charged(self) -> list[Release]:
+        """What has been charged, as accounting.epsilon takes it."""
+        return [Release(r.noise_multiplier, r.sample_rate, r.scheme, count) for r, count in self._counts.items()]
 
     @property
     def releases(self) -> int:
@@ -48,8 +53,7 @@ class Ledger:
 
     def epsilon(self, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
         """Epsilon of everything charged so far; see accounting.epsilon."""
-        charged = [Release(r.noise_multiplier, r.sample_rate, r.scheme, count) for r, count in self._counts.items()]
-        return epsilon(charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
+        return epsilon(self.charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
 
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
         """Write the plan's public numbers to a new ledger; require that an old one holds the same.
@@ -71,24 +75,20 @@ class Ledger:
                 "keep the plan, or start a new ledger and add the two epsilons up",
             )
 
-    def charge(self, release: Release, *, step: int, limit: int, digest: str | None = None) -> None:
-        """Record one release, durably, before it leaves.
+    def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
+        """Raise what `charge` would raise, before the work is done.
 
         Args:
-            release: its noise multiplier, rate and scheme; count must be 1.
-            step: its index in the run.
-            limit: number of releases the plan pays for.
-            digest: hash of the released values, known only under a research seed. A step that is already charged
-                with the same digest is the very same release, recomputed after a resume: it costs nothing again.
-        Raises:
-            BudgetExceededError: the limit has been reached; nothing was charged.
-            PrivacyError: the line could not be written; nothing was charged, and nothing may be released.
-        Privacy:
-            When this returns, the charge is on disk (fsync), or in memory if the ledger has no path.
+            draw: as in charge.
+            limit: as in charge.
+            repeatable: whether a draw that is already charged may be recomputed, as under a research seed.
         """
-        if digest is not None and self._digests.get(step) == digest:
-            return
-        if self.releases >= limit:
+        if draw in self._draws:
+            if not repeatable:
+                remedy = "draw a new one: the accounting counts each draw once"
+                got = f"draw {draw} again"
+                raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
+        elif self.releases >= limit:
             raise expected(
                 "Ledger.charge",
                 "releases",
@@ -97,16 +97,39 @@ class Ledger:
                 "stop here, or make a plan with more steps and pay for it",
                 BudgetExceededError,
             )
+
+    def charge(self, release: Release, *, draw: str, limit: int, digest: str | None = None) -> None:
+        """Record one release, durably, before it leaves.
+
+        Args:
+            release: one release under the plan that the ledger is bound to.
+            draw: name of the random draw that chose its examples; a draw is charged for once, and serves once.
+            limit: number of releases the plan pays for.
+            digest: hash of the released values, given only under a research seed. A draw that is already charged
+                with the same digest is the very same release, recomputed after a resume: it costs nothing again.
+        Raises:
+            BudgetExceededError: the limit has been reached.
+            SamplingError: the draw has served another release.
+            PrivacyError: not a release of this ledger's plan, or the line could not be written.
+            In every case nothing was charged, and nothing may be released.
+        Privacy:
+            When this returns, the charge is on disk (fsync), or in memory if the ledger has no path.
+        """
+        if digest is not None and self._draws.get(draw) == digest:
+            return
+        self.admit(draw, limit=limit, repeatable=False)
         line: dict[str, Any] = {
-            "step": step,
+            "draw": draw,
             "noise_multiplier": release.noise_multiplier,
             "sample_rate": release.sample_rate,
             "scheme": release.scheme,
         }
         if digest is not None:
             line["digest"] = digest
+        if self._checked(line) != release:
+            raise expected("Ledger.charge", "release", "to count once", release, "charge each release by itself")
         self._append(line)
-        self._count(line)
+        self._count(release, line)
 
     def close(self) -> None:
         """Release the file and its lock. The ledger still answers, but takes no more charges."""
@@ -115,11 +138,17 @@ class Ledger:
         self._descriptor = None
         self._read_only = True
 
-    def _count(self, line: Mapping[str, Any]) -> None:
+    def _checked(self, line: Mapping[str, Any]) -> Release:
+        """The release that a line tells of, which must be one of the plan's."""
+        plan = self.plan_facts
         release = Release(line["noise_multiplier"], line["sample_rate"], line["scheme"])
+        if release != Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"]):
+            raise expected("Ledger", "each release", "to be of the ledger's plan", release, "restore the file")
+        return release
+
+    def _count(self, release: Release, line: Mapping[str, Any]) -> None:
         self._counts[release] = self._counts.get(release, 0) + 1
-        if "digest" in line:
-            self._digests[line["step"]] = line["digest"]
+        self._draws[line["draw"]] = line.get("digest")
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._read_only:
@@ -167,16 +196,24 @@ class Ledger:
                     "path",
                     "to have one writer",
                     f"{path}, in use",
-                    "let the other process end first",
+                    "close() it there first",
                 ) from error
         try:
             self._read(path)
         except BaseException:
             self.close()
             raise
-        # A last line without its end was cut off while being written: its gradient never left the oracle.
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, self._size)
+            self._end_last_line(self._descriptor)
+            directory = os.open(path.parent, os.O_RDONLY)
+            os.fsync(directory)  # a new file's name is durable only with its folder
+            os.close(directory)
+
+    def _end_last_line(self, descriptor: int) -> None:
+        """Remove a last line that was cut off, end one that only lacks its end."""
+        os.ftruncate(descriptor, self._size)
+        if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
+            self._size += os.write(descriptor, b"\n")
 
     def _read(self, path: Path) -> None:
         def damaged(number: int, why: str) -> PrivacyError:
@@ -188,9 +225,11 @@ class Ledger:
             data = path.read_bytes()
         except OSError as error:
             raise expected("Ledger", "path", "to be a readable file", path, "give a ledger's path") from error
-        complete = data[: data.rfind(b"\n") + 1]
-        self._size = len(complete)
-        for number, raw in enumerate(complete.splitlines(), start=1):
+        lines = data.splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n") and not _is_json(lines[-1]):
+            lines.pop()  # cut off while being written, so its gradient never left the oracle
+        self._size = sum(map(len, lines))
+        for number, raw in enumerate(lines, start=1):
             try:
                 line = json.loads(raw)
                 if number == 1:
@@ -198,10 +237,16 @@ class Ledger:
                         raise damaged(1, f"version {line['ledger_version']}, not {_VERSION}")
                     self.plan_facts = dict(line["plan"])
                 else:
-                    self._count(line)
+                    self._count(self._checked(line), line)
             except (ValueError, KeyError, TypeError) as error:
-                if isinstance(error, PrivacyError):
-                    raise
                 raise damaged(number, raw[:60].decode(errors="replace")) from error
         if not self.plan_facts and self._read_only:
             raise damaged(1, "an empty file")
+
+
+def _is_json(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True

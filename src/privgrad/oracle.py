@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 
@@ -16,7 +17,7 @@ from privgrad.ledger import Ledger
 from privgrad.noise import add_noise
 from privgrad.plan import PrivacyPlan
 from privgrad.rng import RandomSource
-from privgrad.types import Batch, NoisyGradient, map_examples
+from privgrad.types import Batch, NoisyGradient, count_examples, map_examples
 
 
 class PrivateGradient:
@@ -59,11 +60,9 @@ class PrivateGradient:
         self._microbatch_size = microbatch_size
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
         self._ledger.bind(plan.public_facts)
-        source = RandomSource(plan.seed)
-        self._noise_stream = source.stream("noise")
-        self._dropout_stream = source.stream("dropout")
+        self._lock = threading.Lock()
+        self._make_streams()
         self._step = 0
-        self._used: set[tuple[str, int]] = set()
         self._checked: frozenset[str] = frozenset()
         self.raw_nonfinite_examples = 0
 
@@ -92,19 +91,33 @@ class PrivateGradient:
         Privacy:
             One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
         """
-        self._require_fresh(batch)
-        require_supported(self._model)
-        parameters = trainable(self._model)
-        if batch.size > 0 and self._checked != frozenset(parameters):
-            check_loss(self._model, self._loss_fn, batch.examples)
-            self._checked = frozenset(parameters)
+        with self._lock:
+            self._require_drawn_as_planned(batch)
+            draw, seeded = batch.sampling.draw, self._plan.seed is not None
+            self._ledger.admit(draw, limit=self._plan.steps, repeatable=seeded)
+            require_supported(self._model)
+            parameters = trainable(self._model)
+            if batch.size > 0 and self._checked != frozenset(parameters):
+                check_loss(self._model, self._loss_fn, batch.examples)
+                self._checked = frozenset(parameters)
+            gradient, nonfinite = self._noisy(batch, parameters)
+            # Only a research seed can draw the same noise again, so only then can a release be known as the same.
+            digest = _digest(gradient.values) if seeded else None
+            try:
+                self._ledger.charge(self._plan.release, draw=draw, limit=self._plan.steps, digest=digest)
+            except BaseException:
+                # What was not charged may still be seen in a traceback: without a seed its noise is not drawn again.
+                self._make_streams()
+                raise
+            self._step += 1
+            self.raw_nonfinite_examples += nonfinite
+            return gradient
+
+    def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, int]:
         with torch.random.fork_rng():
             torch.manual_seed(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1))
             clipped, nonfinite = clipped_sum(
-                self._chunks(batch),
-                like=parameters,
-                clip=self._clip,
-                max_grad_norm=self._plan.max_grad_norm,
+                self._chunks(batch), like=parameters, clip=self._clip, max_grad_norm=self._plan.max_grad_norm
             )
         gradient = add_noise(
             clipped,
@@ -113,37 +126,36 @@ class PrivateGradient:
             stream=self._noise_stream,
             step=self._step,
         )
-        # Only a research seed can draw the same noise again, so only then can a release be recognized as the same.
-        digest = None if self._plan.seed is None else _digest(gradient.values)
-        self._ledger.charge(self._plan.release, step=self._step, limit=self._plan.steps, digest=digest)
-        self._used.add((batch.sampling.stream, batch.sampling.step))
-        self._step += 1
-        self.raw_nonfinite_examples += nonfinite
-        return gradient
+        return gradient, nonfinite
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint needs: the index of the next release. No key, and nothing computed before the noise."""
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats."""
+        """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
         require_integer("PrivateGradient.load_state_dict", "step", state["step"], 0)
         self._step = state["step"]
+        self._make_streams()
 
-    def _require_fresh(self, batch: object) -> None:
+    def _make_streams(self) -> None:
+        source = RandomSource(self._plan.seed)
+        self._noise_stream = source.stream("noise")
+        self._dropout_stream = source.stream("dropout")
+
+    def _require_drawn_as_planned(self, batch: object) -> None:
         def refusal(condition: str, got: object, remedy: str) -> Exception:
             return expected("PrivateGradient", "batch", condition, got, remedy, SamplingError)
 
         if not isinstance(batch, Batch):
             remedy = "pass what `plan.batches(dataset)` yields: it knows how it was drawn"
             raise refusal("to be a Batch", type(batch).__name__, remedy)
-        drawn = batch.sampling
-        planned = (self._plan.sampling, self._plan.sample_rate, self._plan.expected_batch_size)
-        if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size) != planned:
+        plan, drawn = self._plan, batch.sampling
+        planned = (plan.sampling, plan.sample_rate, plan.expected_batch_size, plan.seed)
+        if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed) != planned:
             raise refusal("to be drawn as the plan says", drawn, "take the batch from the same plan")
-        if (drawn.stream, drawn.step) in self._used:
-            got = f"the batch of step {drawn.step} again"
-            raise refusal("to be used once", got, "draw a new one: the accounting counts each draw once")
+        if count_examples(batch.examples) != batch.size:
+            raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 
     def _chunks(self, batch: Batch) -> Iterator[Mapping[str, Tensor]]:
         size = self._microbatch_size or max(batch.size, 1)

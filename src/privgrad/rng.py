@@ -32,6 +32,7 @@ class RandomSource:
     _warned = False
 
     def __init__(self, seed: int | None = None) -> None:
+        self.seed = seed
         if seed is None:
             self._root = os.urandom(32)
             return

@@ -4,11 +4,13 @@ The rate that draws the batch is the field that the accountant is charged with.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     Dataset,
     TensorDataset,
@@ -17,7 +19,7 @@ from torch.utils.data import (
 
 from privgrad.errors import SamplingError, expected
 from privgrad.rng import RandomSource, Stream
-from privgrad.types import Batch, Sampling, SamplingScheme, map_examples
+from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_examples
 
 Collate = Callable[[list[Any]], Any]
 
@@ -48,11 +50,13 @@ def batches(
         steps: T.
         start: first step, for a resumed run.
         source: where the draws come from.
-        collate: turns a non-empty list of examples into the batch's examples; default_collate if None.
+        collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row is to
+            depend on its own example only: pad to a public length, not to the batch's longest.
     Returns:
         An iterator of Batch; examples have leading dimension `size`, 0 included.
     Raises:
-        SamplingError: no length or no examples, or fewer examples than num_examples. Raised by the call itself.
+        SamplingError: no length or no examples, or fewer examples than num_examples (raised by the call itself); a
+            collate whose rows are not one an example, or depend on their companions (raised by the iterator).
     Privacy:
         Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream.
         "fixed" is covered by no accountant here.
@@ -68,7 +72,7 @@ def batches(
         remedy = "correct num_examples, the public count that rate and batch size rest on"
         got = f"only {len(data)}"
         raise expected(function, "dataset", f"to hold {num_examples} examples", got, remedy, SamplingError)
-    take = _taker(data, collate)
+    take = _taker(dataset, collate)
     stream = source.stream("sampling")
 
     def draws() -> Iterator[Batch]:
@@ -77,7 +81,7 @@ def batches(
                 chosen = _poisson(stream, step, sample_rate, len(data))
             else:
                 chosen = _fixed(stream, step, expected_batch_size, len(data))
-            sampling = Sampling(scheme, sample_rate, expected_batch_size, step, stream.public_id)
+            sampling = Sampling(scheme, sample_rate, expected_batch_size, step, stream.public_id, source.seed)
             yield Batch(take(chosen), len(chosen), sampling)
 
     return draws()
@@ -99,17 +103,40 @@ def _fixed(stream: Stream, step: int, size: int, count: int) -> Tensor:
     return torch.from_numpy(order[position * size : (position + 1) * size])
 
 
-def _taker(data: Sequence[Any], collate: Collate | None) -> Callable[[Tensor], Any]:
+def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Callable[[Tensor], Any]:
     """A function from indices to collated examples that also serves an empty selection."""
-    if isinstance(data, TensorDataset) and collate is None:
-        tensors = data.tensors
+    # Not for subclasses: theirs may be an indexing that hides or changes columns.
+    if type(dataset) is TensorDataset and collate is None:
+        tensors = dataset.tensors
         return lambda chosen: tuple(tensor[chosen] for tensor in tensors)
+    data = cast(Sequence[Any], dataset)
     collate_list = cast(Collate, default_collate) if collate is None else collate
 
     def take(chosen: Tensor) -> Any:
         if len(chosen) == 0:
             # One example lends the structure, dtypes and shapes; none of its content is kept.
             return map_examples(lambda leaf: leaf[:0], collate_list([data[0]]))
-        return collate_list([data[int(index)] for index in chosen])
+        items = [data[int(index)] for index in chosen]
+        examples = collate_list(items)
+        if collate is not None:
+            _require_rows(collate, items, examples)
+        return examples
 
     return take
+
+
+def _require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
+    """One row an example, and the first rows as if their examples had been collated alone."""
+    remedy = "treat each example by itself: pad to a public length, not to the longest of the batch"
+
+    def refusal(condition: str, got: str) -> SamplingError:
+        return SamplingError(f"plan.batches: expected collate {condition}, got {got}; {remedy}.")
+
+    if count_examples(examples) != len(items):
+        raise refusal("to give one row an example", "another number of rows")
+    for index, item in enumerate(items[:2]):
+        together, _ = tree_flatten(map_examples(itemgetter(index), examples))
+        alone, _ = tree_flatten(map_examples(itemgetter(0), collate([item])))
+        same = len(together) == len(alone) and all(map(torch.equal, together, alone))
+        if not same:
+            raise refusal("to give rows that depend on their own example only", "rows that change with the others")

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from rich.progress import (
 from torch import nn
 from torch.utils.data import Dataset
 
-from privgrad.errors import expected, require_integer
+from privgrad.errors import BudgetExceededError, expected, require_integer
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.engines import LossFunction
@@ -84,43 +85,53 @@ def fit(
         train_set: the private examples; see plan.batches.
         clip, microbatch_size: as in PrivateGradient.
         collate: as in plan.batches.
-        evaluate: model -> numbers by name, called in evaluation mode. Give it public or held-out data: what it
-            returns is published as it is.
+        evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
+            public or held-out data: what it returns is published as it is.
         evaluations: how many times to evaluate, evenly spread, the last after the last step.
         folder: where ledger.jsonl and checkpoint.pt live; None keeps nothing.
-        checkpoint_seconds: at most this much training is lost by a killed process. What was released and lost stays
-            charged; the run then ends with fewer updates. Under a research seed lost steps are computed again,
-            identically, and cost nothing again.
+        checkpoint_seconds: at most this much training is lost by a killed process (an exception loses none). What was
+            released and lost stays charged; the run then ends with fewer updates, and says so. Under a research seed
+            lost steps are computed again, identically, and cost nothing again.
         progress: show a progress bar on the terminal.
     Returns:
         FitResult.
     Raises:
         PrivacyError: bad input, or a folder whose files are damaged or belong to another run.
+        BudgetExceededError: every step is spent, and nothing that came of them was saved.
     Privacy:
         As PrivateGradient; the checkpoint holds the model, the optimizer and the curve: post-processing, no keys.
     """
     require_integer("fit", "evaluations", evaluations, 0)
+    if not isinstance(optimizer, PrivateOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
+        raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
     ledger, checkpoint = Ledger(), None
     if folder is not None:
         ledger, checkpoint = Ledger(Path(folder) / "ledger.jsonl"), Path(folder) / "checkpoint.pt"
     try:
         oracle = PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size, ledger=ledger)
-        run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint)
+        settings = {"clip": repr(clip), "optimizer": type(optimizer).__name__, "options": repr(optimizer.defaults)}
+        run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint, settings)
+        if evaluate is not None:
+            _evaluate(model, evaluate, plan, 0)
         start = run.resume()
         batches = plan.batches(train_set, start=start, collate=collate)
-        evaluate_at = (
-            {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)} if evaluate else set[int]()
-        )
+        evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)}
+
+        def evaluate_if_due(step: int) -> None:
+            missing = all(row["step"] != step for row in run.result.curve)
+            if evaluate is not None and step in evaluate_at and missing:
+                run.result.curve.append(_evaluate(model, evaluate, plan, step))
+
         try:
             with _progress_bar(plan, start, shown=progress) as advance:
+                evaluate_if_due(start)  # an evaluation that an interruption cut short
                 for batch in batches:
                     run.update(batch)
-                    step = batch.sampling.step + 1
-                    if evaluate is not None and step in evaluate_at:
-                        run.result.curve.append(_evaluate(model, evaluate, plan, step))
+                    evaluate_if_due(batch.sampling.step + 1)
                     advance(run.result)
                     run.save(at_least_after=checkpoint_seconds)
-        except KeyboardInterrupt:
+        except BaseException:
             if run.is_consistent:
                 run.save()
             raise
@@ -139,6 +150,7 @@ class _Run:
     oracle: PrivateGradient
     result: FitResult
     checkpoint: Path | None
+    settings: dict[str, str]
     saved_at: float = 0.0
     start: int = 0
     made: int = 0
@@ -157,11 +169,26 @@ class _Run:
                 "restore it, or train in a new folder and add the two epsilons up",
             )
         if plan.seed is None:
-            # Steps that were released and then lost are spent: go on after them.
-            self.oracle.load_state_dict({"step": ledger.releases})
+            self._go_on_after_lost_steps()
         self.start = self.oracle.state_dict()["step"]
         self.save()
         return self.start
+
+    def _go_on_after_lost_steps(self) -> None:
+        """Steps that were released and then lost are spent; without a seed they cannot be drawn again."""
+        spent, plan = self.result.ledger.releases, self.oracle.plan
+        lost = spent - self.oracle.state_dict()["step"]
+        if spent >= plan.steps and self.result.updates == 0:
+            got = f"{spent} charged and none of their results saved"
+            remedy = "train in a new folder and add the two epsilons up"
+            raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
+        if lost > 0:
+            warnings.warn(
+                f"{lost} charged steps had no checkpoint, and stay spent: this run ends with "
+                f"{self.result.updates + max(0, plan.steps - spent)} updates of {plan.steps}",
+                stacklevel=4,
+            )
+        self.oracle.load_state_dict({"step": spent})
 
     def update(self, batch: Batch) -> None:
         """One private step."""
@@ -171,8 +198,13 @@ class _Run:
         result = self.result
         result.updates += 1
         result.seconds += time.perf_counter() - began
-        result.examples_per_second = result.updates * self.oracle.plan.expected_batch_size / result.seconds
         result.raw_nonfinite_examples = self.oracle.raw_nonfinite_examples
+        self._measure_speed()
+
+    def _measure_speed(self) -> None:
+        if self.result.seconds > 0:
+            examples = self.result.updates * self.oracle.plan.expected_batch_size
+            self.result.examples_per_second = examples / self.result.seconds
 
     @property
     def is_consistent(self) -> bool:
@@ -186,6 +218,7 @@ class _Run:
         state = {
             "version": _CHECKPOINT_VERSION,
             "seed": self.oracle.plan.seed,
+            "settings": self.settings,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "oracle": self.oracle.state_dict(),
@@ -209,6 +242,10 @@ class _Run:
                 raise ValueError(f"version {state['version']}")
             if state["seed"] != self.oracle.plan.seed:
                 raise ValueError(f"seed {state['seed']}, not the plan's {self.oracle.plan.seed}")
+            if state["settings"] != self.settings:
+                changed = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
+                was = ", ".join(f"{name} {state['settings'].get(name)}" for name in changed)
+                raise ValueError(f"another run's: {was}")
             if state["oracle"]["step"] > self.result.ledger.releases:
                 raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
             self.model.load_state_dict(state["model"])
@@ -217,19 +254,23 @@ class _Run:
             self.result.curve = list(state["curve"])
             self.result.updates = int(state["updates"])
             self.result.seconds = float(state["seconds"])
+            self._measure_speed()
         except Exception as error:  # a damaged file fails in as many ways as there are bytes
             raise expected(
                 "fit",
                 f"{path}",
                 "to be a complete checkpoint of this run",
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
             ) from error
 
 
 def _evaluate(model: nn.Module, evaluate: Evaluate, plan: PrivacyPlan, step: int) -> dict[str, Any]:
     with evaluating(model), torch.no_grad():
-        measured = dict(evaluate(model))
+        measured = evaluate(model)
+    if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        got = type(measured).__name__
+        raise expected("fit", "evaluate", "to return numbers by name", got, 'return {"accuracy": ...}, say')
     epsilon = None if plan.delta is None else plan.epsilon(steps=step)
     return {"step": step, "epsilon": epsilon, **measured}
 
@@ -241,15 +282,17 @@ def _progress_bar(plan: PrivacyPlan, start: int, *, shown: bool) -> Generator[Ca
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[rate]:,.0f} examples/s"),
+        TextColumn("{task.fields[rate]:,.0f}/s"),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, disable=not shown) as bar:
         task = bar.add_task("training", total=plan.steps, completed=start, rate=0.0, note="")
 
         def advance(result: FitResult) -> None:
-            numbers: dict[str, Any] = result.curve[-1] if result.curve else {}
-            note = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items() if value is not None)
+            # The last evaluation: epsilon and the first of its numbers, to fit on one line.
+            last: dict[str, Any] = result.curve[-1] if result.curve else {}
+            shown = [(name, value) for name, value in last.items() if name != "step" and value is not None][:2]
+            note = " ".join(f"{name} {value:.3g}" for name, value in shown)
             bar.update(task, advance=1, rate=result.examples_per_second, note=note)
 
         yield advance

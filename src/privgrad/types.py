@@ -24,6 +24,7 @@ class Sampling:
         step: index of the batch in its stream, from 0.
         stream: public name of the random stream that drew the batch. Two batches with the same (stream, step)
             hold the same draw.
+        seed: the research seed that the stream derives from, or None for the operating system's entropy.
     """
 
     scheme: SamplingScheme
@@ -31,6 +32,12 @@ class Sampling:
     expected_batch_size: int
     step: int
     stream: str
+    seed: int | None = None
+
+    @property
+    def draw(self) -> str:
+        """Name of this draw: equal for equal (stream, step)."""
+        return f"{self.stream}:{self.step}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,9 @@ def count_examples(examples: Any) -> int:
     sizes: set[int] = set()
 
     def note(leaf: Tensor) -> Tensor:
+        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "turn it into a tensor in the data set or in collate"
+            raise expected("Batch", "examples", "to be tensors", type(leaf).__name__, remedy)
         sizes.add(leaf.shape[0])
         return leaf
 

@@ -1,6 +1,6 @@
 """What stands between a model and private training: found before anything is charged."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.parameter import is_lazy
 
 from privgrad.errors import UnsupportedModuleError, expected
-from privgrad.gradient.engines import BoundLoss, LossFunction, require_losses, trainable
+from privgrad.gradient.engines import BoundLoss, LossFunction, preserved, require_losses, trainable
 from privgrad.types import count_examples, map_examples
 
 _PROBED = 4  # examples that the loss is tried on
@@ -58,6 +58,10 @@ def find_problems(model: nn.Module) -> list[Problem]:
         if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
             what = "has parameters without a shape yet"
             problems.append(Problem(path, kind, what, "run one public example through the model first"))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and not parameter.is_floating_point():
+                what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
+                problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
     if not trainable(model):
         what = "has no trainable parameter"
         problems.append(Problem("", type(model).__name__, what, "set requires_grad_(True) on what to train"))
@@ -86,16 +90,16 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     Raises:
         PrivacyError: what is wrong, and what to do.
     Privacy:
-        Releases nothing but success or an error, as any exception raised on private data does. The model's
-        buffers and the global random state are left as they were.
+        Releases nothing but success or an error, as any exception raised on private data does. The loss is tried on
+        copies of parameters and buffers, and what it leaves on the modules is undone.
     """
     size = min(count_examples(examples), _PROBED)
     few = map_examples(lambda leaf: leaf[:size], examples)
-    losses = _losses(model, loss_fn, few)
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
+    losses = _losses(model, loss_fn, few, parameters)
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without no_grad or detach"
         raise expected("loss_fn", "losses", "to have a gradient", "none", remedy)
-    parameters = trainable(model)
     grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     # torch types the result as if allow_unused did not exist.
     unused = [
@@ -132,11 +136,15 @@ def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, losses: Te
         raise expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
 
 
-def _losses(model: nn.Module, loss_fn: LossFunction, examples: Any) -> Tensor:
-    buffers = {f"model.{name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng():
+def _losses(
+    model: nn.Module, loss_fn: LossFunction, examples: Any, parameters: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = {f"model.{name}": tensor for name, tensor in {**copies, **(parameters or {})}.items()}
+    with torch.random.fork_rng(), preserved(model):
         torch.manual_seed(0)
-        losses = functional_call(BoundLoss(model, loss_fn), buffers, (examples,))
+        losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))
     return require_losses(losses, count_examples(examples))
 
 

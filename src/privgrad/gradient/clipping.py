@@ -4,6 +4,7 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -15,7 +16,10 @@ from privgrad.types import ClippedSum
 
 
 class Clipping(Protocol):
-    """A rule from per-example norms to factors that bound each example's contribution by max_grad_norm."""
+    """A rule from per-example norms to factors that bound each example's contribution by max_grad_norm.
+
+    clipped_sum checks what a rule returns, for every example: a rule that breaks the bound is refused, not believed.
+    """
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         """Factor by parameter name, each of shape (B,).
@@ -50,7 +54,7 @@ class Automatic:
     """Normalize instead of clip: g_i * C / (||g_i|| + gamma).
 
     Args:
-        gamma: > 0, in gradient units; keeps small gradients small.
+        gamma: at least 1e-8, in gradient units; keeps small gradients small.
     Privacy:
         Each example's contribution has norm below C.
     Reference:
@@ -61,6 +65,8 @@ class Automatic:
 
     def __post_init__(self) -> None:
         require_positive("Automatic", "gamma", self.gamma, "0.01 is the paper's")
+        if self.gamma < 1e-8:
+            raise expected("Automatic", "gamma", "to be at least 1e-8", self.gamma, "0.01 is the paper's")
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
         norm_B = _joint_norm(norms.values())
@@ -133,7 +139,8 @@ def clipped_sum(
 ) -> tuple[ClippedSum, int]:
     """Clip every example's gradient and add them up.
 
-    Computes: sum over i of factor_i * g_i, in float32 or wider; an example with any non-finite norm counts as 0.
+    Computes: sum over i of factor_i * g_i, in float32 or wider, autocast or not; an example whose norm is not finite,
+    or above 1e30, counts as 0.
 
     Args:
         chunks: grads_BP by parameter name, for one part of the batch after the other; may be empty.
@@ -151,18 +158,49 @@ def clipped_sum(
         for name, p in like.items()
     }
     nonfinite = 0
-    for chunk in chunks:
-        grads = {name: grad_BP.flatten(1).to(total[name].dtype) for name, grad_BP in chunk.items()}
-        norms: dict[str, Tensor] = {name: torch.linalg.vector_norm(grad_BP, dim=1) for name, grad_BP in grads.items()}
-        finite_B = torch.isfinite(_joint_norm(norms.values()))
-        if not bool(finite_B.all()):
-            nonfinite += int((~finite_B).sum())
-            # Zero times NaN is NaN: the example itself is replaced, not only its factor.
-            grads = {name: torch.where(finite_B[:, None], grad_BP, 0.0) for name, grad_BP in grads.items()}
-            norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
-        for name, factor_B in clip.factors(norms, max_grad_norm).items():
-            total[name] += (factor_B.to(grads[name].dtype) @ grads[name]).view(total[name].shape)
+    devices = {value.device.type for value in total.values()}
+    with ExitStack() as stack:
+        for device in devices:
+            # Half-precision products under an ambient autocast would break the bound by a factor, not by rounding.
+            stack.enter_context(torch.autocast(device, enabled=False))
+        for chunk in chunks:
+            nonfinite += _add_clipped(total, chunk, clip, max_grad_norm)
     return ClippedSum(total, sensitivity=max_grad_norm), nonfinite
+
+
+def _add_clipped(total: dict[str, Tensor], chunk: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float) -> int:
+    """Add one chunk's clipped gradients to the total; return how many examples were not finite."""
+    grads = {name: grad_BP.flatten(1).to(total[name].dtype) for name, grad_BP in chunk.items()}
+    # In float64: squares of float32 gradients neither overflow, nor vanish, nor lose the bound over many parameters.
+    norms: dict[str, Tensor] = {
+        name: torch.linalg.vector_norm(grad_BP, dim=1, dtype=torch.float64) for name, grad_BP in grads.items()
+    }
+    # NaN compares false. Above 1e30 a float32 factor would be too coarse to hold the bound.
+    finite_B = _joint_norm(norms.values()) <= 1e30
+    if not bool(finite_B.all()):
+        # Zero times NaN is NaN: the example itself is replaced, not only its factor.
+        grads = {name: torch.where(finite_B[:, None], grad_BP, 0.0) for name, grad_BP in grads.items()}
+        norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
+    factors = clip.factors(norms, max_grad_norm)
+    if factors.keys() != norms.keys():
+        got, remedy = f"{sorted(factors)} for {sorted(norms)}", "correct the rule: nothing was released"
+        raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
+    factors = {name: factor_B.to(grads[name].dtype) for name, factor_B in factors.items()}
+    _require_bound(factors, norms, clip, max_grad_norm)
+    for name, factor_B in factors.items():
+        total[name] += (factor_B @ grads[name]).view(total[name].shape)
+    return int((~finite_B).sum())
+
+
+def _require_bound(
+    factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float
+) -> None:
+    """Every contribution is within C, by the factors themselves and not by the rule's word."""
+    contribution_B = _joint_norm(factors[name] * norm_B for name, norm_B in norms.items())
+    finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in factors.values())
+    if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
+        remedy = "correct the rule: nothing was released"
+        raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", "more", remedy)
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:

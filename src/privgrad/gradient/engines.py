@@ -4,7 +4,10 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
 import warnings
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from operator import itemgetter
 from typing import Any, cast
 
@@ -16,6 +19,9 @@ from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.types import count_examples, map_examples
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+_ABSENT = object()
 
 
 class BoundLoss(nn.Module):
@@ -44,6 +50,56 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+@contextmanager
+def preserved(model: nn.Module) -> Generator[None]:
+    """Undo what a forward pass leaves on the modules: attributes set anew, lists and dicts refilled. Warns of it.
+
+    Privacy:
+        What private examples leave behind is private, and would let one example touch another's gradient, or end in
+        a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures) is out of reach.
+    """
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
+    before = [(path, module, dict(vars(module)), _copied_containers(vars(module))) for path, module in modules]
+    try:
+        yield
+    finally:
+        changed: list[str] = []
+        for path, module, attributes, contents in before:
+            now = vars(module)
+            for name in attributes.keys() | now.keys():
+                if name not in attributes:
+                    del now[name]
+                elif now.get(name, _ABSENT) is not attributes[name]:
+                    now[name] = attributes[name]
+                elif name not in contents or _identical(now[name], contents[name]):
+                    continue
+                else:
+                    now[name] = contents[name]
+                if not name.startswith("_"):  # torch's own bookkeeping, such as a GRU's list of its weights
+                    changed.append(f"{path}.{name}" if path else name)
+        if changed:
+            warnings.warn(
+                f"the forward pass changed {', '.join(sorted(changed)[:5])} of the model; what private examples leave "
+                "there is private, so it was undone",
+                stacklevel=3,
+            )
+
+
+def _copied_containers(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
+
+
+def _identical(one: Any, other: Any) -> bool:
+    """Whether two lists, dicts or sets hold the very same things in the same places."""
+
+    def things(container: Any) -> list[tuple[Any, int]]:
+        named = hasattr(container, "items")
+        pairs = cast("Iterable[tuple[Any, Any]]", container.items() if named else enumerate(container))
+        return [(key, id(value)) for key, value in pairs]
+
+    return things(one) == things(other)
+
+
 def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any) -> dict[str, Tensor]:
     """Gradient of each example's own loss: the reference engine.
 
@@ -51,7 +107,7 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
     examples, or one by one where the model has an operation that vmap cannot batch.
 
     Args:
-        model: any module. Its parameters and buffers are read, never written.
+        model: any module. Its parameters and buffers are read, never written; see `preserved` for the rest.
         loss_fn: (model, examples) -> losses, shape (B,).
         examples: tensor or tuple, list or dict of tensors with leading dimension B >= 1.
     Returns:
@@ -60,39 +116,58 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
         PrivacyError: loss_fn does not return one loss per example.
         UnsupportedModuleError: the forward pass writes to a buffer, or torch.func cannot differentiate it.
     Privacy:
-        NOT private. Row i depends on example i and the model alone: each example is isolated, dropout included.
+        NOT private. Row i depends on example i and the model alone: each example is isolated, dropout included,
+        unless model or loss_fn keep state outside the modules.
     """
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
+    rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
+    rest |= {name: tensor.detach() for name, tensor in model.named_buffers()}
     bound = BoundLoss(model, loss_fn)
+    try:
+        with preserved(model):
+            batched = vmap(_gradient_of_one(bound, rest), in_dims=(None, 0), randomness="different")
+            return batched(parameters, examples)
+    except RuntimeError:
+        pass  # an operation that vmap has no rule for; what it says may hold the batch's size, which is private
+    rows = [
+        _single(bound, parameters, rest, map_examples(itemgetter(index), examples))
+        for index in range(count_examples(examples))
+    ]
+    warnings.warn(
+        "vmap cannot batch this model; its examples are taken one by one, which is slow",
+        stacklevel=2,
+    )
+    return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+
+
+def _gradient_of_one(
+    bound: BoundLoss, rest: dict[str, Tensor]
+) -> Callable[[dict[str, Tensor], Any], dict[str, Tensor]]:
+    """(parameters, example) -> gradient; `rest` is captured, so that torch.func refuses writes to it."""
 
     def loss_of_one(parameters: dict[str, Tensor], example: Any) -> Tensor:
-        state = {f"model.{name}": tensor for name, tensor in parameters.items()}
+        state = {f"model.{name}": tensor for name, tensor in (rest | parameters).items()}
         single = map_examples(lambda leaf: leaf.unsqueeze(0), example)
         return require_losses(functional_call(bound, state, (single,)), 1)[0]
 
-    gradient_of_one = cast(Callable[..., dict[str, Tensor]], grad(loss_of_one))
-    try:
-        return vmap(gradient_of_one, in_dims=(None, 0), randomness="different")(parameters, examples)
-    except RuntimeError as error:
-        rows = _one_by_one(gradient_of_one, parameters, examples)
-        warnings.warn(
-            f"vmap cannot batch this model ({str(error).splitlines()[0][:120]}); its examples are taken one by "
-            "one, which is slow and gives the same gradients",
-            stacklevel=2,
-        )
-        return rows
+    return cast("Callable[[dict[str, Tensor], Any], dict[str, Tensor]]", grad(loss_of_one))
 
 
-def _one_by_one(
-    gradient_of_one: Callable[..., dict[str, Tensor]], parameters: dict[str, Tensor], examples: Any
+def _single(
+    bound: BoundLoss, parameters: dict[str, Tensor], rest: dict[str, Tensor], example: Any
 ) -> dict[str, Tensor]:
+    """One example's gradient, from copies: what the forward pass writes past torch.func goes with them."""
+
+    def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+
     try:
-        rows = [
-            gradient_of_one(parameters, map_examples(itemgetter(index), examples))
-            for index in range(count_examples(examples))
-        ]
+        with preserved(bound.model):
+            return _gradient_of_one(bound, copies(rest))(copies(parameters), example)
     except RuntimeError as error:
-        remedy = "keep buffers as they are in training, for what is written there is private, or replace the module"
+        remedy = (
+            "do not write to buffers in training, for what is written there is private; pad sequences, do not pack "
+            "them; or replace the module"
+        )
         got, kind = str(error).splitlines()[0], UnsupportedModuleError
         raise expected("PrivateGradient", "model", "to work under torch.func", got, remedy, kind) from error
-    return {name: torch.stack([row[name] for row in rows]) for name in parameters}

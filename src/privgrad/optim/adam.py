@@ -45,8 +45,8 @@ class AdamBC(PrivateOptimizer):
         debias_floor: float | None = None,
     ) -> None:
         require_nonnegative("AdamBC", "lr", lr, "1e-3 is usual")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise expected("AdamBC", "betas", "to be in [0, 1)", betas, "(0.9, 0.999) is usual")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise expected("AdamBC", "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
         if debias_floor is not None:
             require_positive("AdamBC", "debias_floor", debias_floor, "use None for the floor on the noise's scale")
         super().__init__(params, defaults={"lr": lr, "betas": betas, "debias_floor": debias_floor})
