@@ -33,7 +33,7 @@ class PrivacyPlan:
         expected_batch_size: B >= 1, the public divisor of the clipped sum: sample_rate * num_examples, rounded.
         noise_multiplier: sigma >= 0, noise standard deviation over sensitivity. 0 adds no noise and reports
             epsilon = inf.
-        max_grad_norm: C > 0, the bound on one example's gradient. Infinite only with noise_multiplier 0.
+        max_grad_norm: C >= 1e-10, the bound on one example's gradient. Infinite only with noise_multiplier 0.
         num_examples: n >= 1, the public size of the data set.
         delta: in (0, 1), or None if it is only given when epsilon is asked for.
         target_epsilon: what the noise was calibrated for, or None.
@@ -69,6 +69,9 @@ class PrivacyPlan:
         require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
         if not (self.noise_multiplier == 0 and self.max_grad_norm == math.inf):
             require_positive(function, "max_grad_norm", self.max_grad_norm, "give the clip norm C")
+        if self.max_grad_norm < 1e-10:
+            remedy = "rescale the loss: squares of such gradients vanish in float32, and with them the bound"
+            raise expected(function, "max_grad_norm", "to be at least 1e-10", self.max_grad_norm, remedy)
         if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
             raise expected(
                 function,

@@ -143,3 +143,49 @@ def test_neighbouring_data_sets_stay_within_the_sensitivity_through_the_oracle(c
     moved = [(whole - mean([i for i in range(12) if i != left])).norm().item() for left in range(12)]
     assert max(moved) <= 0.3 / 11 * (1 + 1e-9)
     assert max(moved) > 0.5 * 0.3 / 11
+
+
+def test_a_gradient_of_many_small_entries_is_still_bounded():
+    """One long float32 sum of squares would lose the small ones beside the large one."""
+    gradient = torch.full((1, 20_000_000), 2e-4)
+    gradient[0, 0] = 1.0
+    total, _ = clipped_sum([{"p": gradient}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=0.5)
+    assert total.values["p"].double().norm().item() == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("entry", [1e-19, 1e16])
+def test_tiny_and_huge_gradients_are_bounded(entry: float):
+    gradient = torch.full((1, 3000), entry)
+    total, nonfinite = clipped_sum([{"p": gradient}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=1e-10)
+    assert nonfinite == 0
+    assert total.values["p"].double().norm().item() <= 1e-10 * (1 + 1e-6)
+
+
+def test_a_rule_that_breaks_the_bound_is_refused_and_not_believed():
+    class Naive:
+        """Each parameter to C by itself: sqrt(2) C in all."""
+
+        def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
+            return {name: (max_grad_norm / norm).clamp(max=1.0) for name, norm in norms.items()}
+
+    class Forgetful:
+        def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
+            return {"b": pg.clip.Flat().factors(norms, max_grad_norm)["b"]}
+
+    class Infinite:
+        def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
+            return {name: torch.full_like(norm, math.inf) for name, norm in norms.items()}
+
+    for clip, message in ((Naive(), "bound"), (Forgetful(), "every parameter"), (Infinite(), "bound")):
+        with pytest.raises(pg.PrivacyError, match=message):
+            summed([[100.0] * 7], clip)
+
+
+def test_autocast_does_not_reach_the_sum():
+    """In bfloat16 one example more could move a sum of hundreds by many times C."""
+    rows = [{"p": torch.ones(count, 1)} for count in (300, 301)]
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = [
+            clipped_sum([row], like={"p": torch.zeros(1)}, clip=pg.clip.Flat(), max_grad_norm=1.0)[0] for row in rows
+        ]
+    assert (sums[1].values["p"] - sums[0].values["p"]).item() == pytest.approx(1.0)

@@ -83,6 +83,7 @@ def _summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
         "fraction_floored": _mean(_numbers(finals, "fraction_floored")),
         "seconds": _mean(_numbers(finals, "seconds")),
+        "updates": _mean(_numbers(finals, "updates")),
     }
 
 
@@ -115,7 +116,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
 
     Args:
         records: one mapping a training run; at least one with phase "final".
-        context: title, command, data, plan, total_epsilon, machine, versions; each may be missing.
+        context: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
         folder: where to write; made if it does not exist. Earlier reports in it are replaced.
     Returns:
         Path of index.html, which holds its plots and needs no other file.
@@ -149,6 +150,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         rows=[_row_texts(row) for row in rows],
         images={name: [base64.b64encode(png).decode() for png in pair] for name, pair in pngs.items()},
         privacy=_privacy(records, rows),
+        lost=[r for r in _phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): record.get("optimizer") for record in records},
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
