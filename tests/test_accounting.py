@@ -132,6 +132,13 @@ def test_delta_out_of_range_is_refused(delta: float):
         calibrate_noise_multiplier(target_epsilon=1.0, delta=delta, sample_rate=0.1, steps=1)
 
 
+def test_extreme_noise_is_infinite_or_nothing_but_no_traceback():
+    assert cost(0.1, 1e-6, 10, 1e-5) > 1e9
+    assert cost(0.1, 1e160, 10, 1e-5) >= 0.0
+    sigma = calibrate_noise_multiplier(target_epsilon=1e-4, delta=1e-12, sample_rate=1.0, steps=2000)
+    assert cost(1.0, sigma, 2000, 1e-12) <= 1e-4
+
+
 def test_a_target_that_cannot_be_met_is_refused():
     with pytest.raises(pg.PrivacyError, match="target_epsilon to be within reach"):
         calibrate_noise_multiplier(target_epsilon=1e-12, delta=1e-12, sample_rate=1.0, steps=10**6)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -170,8 +171,9 @@ def test_raw_counts_are_told_and_not_saved(here: Here, tmp_path: Path, monkeypat
 
     monkeypatch.setitem(data.LOADERS, "digits", spoilt)
     (tmp_path / "one.toml").write_text(ONE)
-    with pytest.warns(UserWarning, match="NOT PRIVATE: .* not finite"):
-        here("train", "one.toml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert "gradients were not finite" in here("train", "one.toml").stderr
     assert "raw_" not in (tmp_path / "runs/one/runs.jsonl").read_text()
 
 
@@ -192,6 +194,8 @@ BAD_SPECS = {
     "wrong count": ("num_examples = 1197", "num_examples = 1437", "1197"),
     "nothing to tune on": ("validation = 240", "validation = 0", "validation"),
     "target out of reach": ("target_epsilon = 8.0", "target_epsilon = -1.0", "target_epsilon"),
+    "options that do not fit": ("options = { momentum = 0.5 }", "options = { nesterov = true }", "to suit SGD"),
+    "missing value": ("delta = 1e-5\n", "", "got nothing"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),
 }
 
@@ -204,7 +208,38 @@ def test_bad_specs_end_in_one_line_and_train_nothing(here: Here, tmp_path: Path,
     done = here("compare", "s.toml", "--out", "out", code=2)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert not list(tmp_path.rglob("ledger.jsonl"))
+    assert not (tmp_path / "out").exists()  # the corrected file may use the same folder
+
+
+def test_what_users_wrote_is_not_read_as_markup(here: Here, tmp_path: Path):
+    assert "[/a].toml" in here("train", "[/a].toml", code=2).stderr
+    (tmp_path / "s.toml").write_text(
+        ONE.replace("lr = 0.01", "").replace("[tuning]\nlr = [0.01, 0.1]\nseeds = [9]", "")
+    )
+    assert "[tuning]" in here("train", "s.toml", code=2).stderr
+
+
+def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
+    (tmp_path / "one.toml").write_text(ONE)
+    here("train", "one.toml", "--seed", 3)
+    assert "--out" in here("train", "one.toml", code=2).stderr
+
+
+def test_a_stopped_training_saves_and_says_how_to_go_on(tmp_path: Path):
+    """SIGTERM to a real process; the next run makes the rest of the updates."""
+    (tmp_path / "one.toml").write_text(ONE.replace("steps = 6", "steps = 3000"))
+    script = Path(sys.executable).with_name("privgrad")
+    process = subprocess.Popen([str(script), "train", "one.toml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final-seedNone/ledger.jsonl"
+    deadline = time.monotonic() + 120
+    while not ledger.exists() or len(ledger.read_bytes()) < 2000:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert "go on" in process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    done = last_json(privgrad("train", "one.toml", "--json", folder=tmp_path))
+    assert done["methods"][0]["updates"] >= 2999  # a signal between charge and return loses one
 
 
 def test_train_takes_one_method(here: Here, tmp_path: Path):
@@ -232,6 +267,8 @@ def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
         "def well():\n"
         "    return nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2))\n"
         "word = 3\n"
+        "def needy(width):\n"
+        "    return nn.Linear(width, width)\n"
     )
     shown = here("doctor", "zoo:ill", code=1).stdout
     assert "1.0" in shown
@@ -240,5 +277,5 @@ def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
     assert [problem["path"] for problem in told["problems"]] == ["1.0", "2"]
     assert "Nothing" in here("doctor", "zoo:well").stdout
     assert last_json(here("doctor", "zoo:well", "--json")) == {"problems": []}
-    for wrong in ("zoo", "zoo:absent", "absent:ill", "zoo:word"):
+    for wrong in ("zoo", "zoo:absent", "absent:ill", "zoo:word", "zoo:needy"):
         assert "factory" in here("doctor", wrong, code=2).stderr

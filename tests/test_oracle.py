@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ def test_a_bare_tuple_is_refused():
 
 @pytest.mark.parametrize(
     "other",
-    [{"sample_rate": 0.26}, {"expected_batch_size": 9}, {"sampling": "fixed"}],
+    [{"sample_rate": 0.26}, {"expected_batch_size": 9}, {"sampling": "fixed"}, {"seed": 7}],
 )
 def test_a_batch_of_another_plan_is_refused(other: dict[str, Any]):
     oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
@@ -46,6 +48,53 @@ def test_a_batch_serves_once():
     oracle(first_batch(seeded, make_data()))
     with pytest.raises(pg.SamplingError, match="again"):
         oracle(first_batch(seeded, make_data()))  # the same draw, iterated anew
+
+
+def test_one_draw_serves_one_release_of_all_oracles_on_a_ledger():
+    plan, ledger = make_plan(), pg.Ledger()
+    batch = first_batch(plan, make_data())
+    pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)(batch)
+    with pytest.raises(pg.SamplingError, match="again"):
+        pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)(batch)
+    assert ledger.releases == 1
+
+
+def test_rolling_an_oracle_back_does_not_repeat_its_noise():
+    plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    state = oracle.state_dict()
+    one = oracle(first_batch(plan, make_data()))
+    oracle.load_state_dict(state)
+    two = oracle(first_batch(plan, make_data()))
+    assert not torch.equal(one.values["0.weight"], two.values["0.weight"])
+
+
+def test_threads_get_noise_of_their_own():
+    plan, model = make_plan(sample_rate=1.0, expected_batch_size=32, steps=40), make_model()
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    with ThreadPoolExecutor(4) as pool:
+        gradients = list(pool.map(oracle, plan.batches(make_data())))
+    assert len({tuple(gradient.values["2.bias"].tolist()) for gradient in gradients}) == 40
+    assert oracle.ledger.releases == 40
+
+
+def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch):
+    plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    seen: list[Any] = []
+
+    def full(release: Any, **_: Any) -> None:
+        left = sys._getframe(1).f_locals
+        seen.append(left["gradient"])
+        assert "clipped" not in left
+        raise pg.PrivacyError("full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(oracle.ledger, "charge", full)
+        with pytest.raises(pg.PrivacyError, match="full"):
+            oracle(first_batch(plan, make_data()))
+    later = oracle(first_batch(plan, make_data()))
+    assert not torch.equal(seen[0].values["0.weight"], later.values["0.weight"])
 
 
 def test_going_past_the_plans_steps_raises_before_release():
@@ -212,12 +261,26 @@ def test_a_line_cut_off_is_dropped_and_damage_is_refused(tmp_path: Path):
         oracle(batch)
     ledger.close()
     whole = path.read_bytes()
+    path.write_bytes(whole[:-1])  # an editor that drops the last newline drops no charge
+    ledger = pg.Ledger(path)
+    assert ledger.releases == 3
+    ledger.close()
+    assert path.read_bytes() == whole
     path.write_bytes(whole[:-7])
     assert pg.Ledger(path, read_only=True).releases == 2
     ledger = pg.Ledger(path)
     assert ledger.releases == 2
     ledger.close()
-    for damage in (b"", b"not json\n", whole.replace(b"noise_multiplier", b"noise"), b'{"ledger_version": 9}\n'):
+    told = b'"noise_multiplier": 1.0, "sample_rate": 0.25, "scheme"'  # of a release, not of the plan
+    assert told in whole
+    louder = whole.replace(told, told.replace(b"1.0", b"9.0"))
+    for damage in (
+        b"",
+        b"not json\n",
+        whole.replace(b"noise_multiplier", b"noise"),
+        b'{"ledger_version": 9}\n',
+        louder,
+    ):
         path.write_bytes(damage)
         with pytest.raises(pg.PrivacyError, match="line"):
             pg.Ledger(path, read_only=True)

@@ -15,6 +15,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"max_grad_norm": 0.0}, "max_grad_norm"),
     ({"max_grad_norm": -1.0}, "max_grad_norm"),
     ({"max_grad_norm": math.inf}, "max_grad_norm"),
+    ({"max_grad_norm": 1e-12}, "at least 1e-10"),
+    ({"noise_multiplier": torch.tensor(1.0)}, "noise_multiplier"),
     ({"max_grad_norm": math.nan}, "max_grad_norm"),
     ({"noise_multiplier": -1.0}, "noise_multiplier"),
     ({"noise_multiplier": math.inf}, "noise_multiplier"),
@@ -106,6 +108,34 @@ def test_any_structure_of_examples_empty_batches_included(rate: float):
         assert rate > 1e-3 or batch.size == 0
     for batch in plan.batches(list(range(32)), collate=lambda items: torch.tensor(items)[:, None]):
         assert batch.examples.shape == (batch.size, 1)
+
+
+def test_collating_an_example_may_not_depend_on_its_companions():
+    texts = [torch.ones(1 + index % 3) for index in range(32)]
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=1)
+
+    def to_longest(items: list[Any]) -> Any:
+        return torch.nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+    def to_three(items: list[Any]) -> Any:
+        return torch.stack([torch.nn.functional.pad(item, (0, 3 - len(item))) for item in items])
+
+    with pytest.raises(pg.SamplingError, match="pad to a public length"):
+        list(plan.batches(texts, collate=to_longest))
+    with pytest.raises(pg.SamplingError, match="one row an example"):
+        list(plan.batches(texts, collate=lambda items: torch.cat([to_three(items)] * 2)))
+    (batch,) = plan.batches(texts, collate=to_three)
+    assert batch.examples.shape == (32, 3)
+
+
+def test_a_tensor_data_set_that_hides_a_column_is_asked_for_its_items():
+    class Redacted(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[:1]
+
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=1)
+    (batch,) = plan.batches(Redacted(*make_data().tensors))
+    assert len(batch.examples) == 1
 
 
 def test_data_sets_that_cannot_be_sampled_are_refused():

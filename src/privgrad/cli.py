@@ -4,9 +4,11 @@ import importlib
 import json
 import math
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -14,6 +16,7 @@ from typing import Annotated, Any, get_args
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from privgrad import accounting
@@ -60,16 +63,18 @@ def train(
 ) -> None:
     """Train one method privately, with ledger, checkpoints and a report. Run again to go on after a stop."""
     loaded, folder = _prepare(spec, out, restart)
-    records = runs.train(loaded, folder, seed=seed, progress=not as_json)
-    _report(loaded, records, folder, seed=seed, as_json=as_json)
+    with _stoppable():
+        records = runs.train(loaded, folder, seed=seed, progress=not as_json)
+    _report(loaded, records, folder, as_json=as_json)
 
 
 @app.command()
 def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_json: AsJson = False) -> None:
     """Train several methods under one budget, tuned on one grid, over several seeds. Run again to go on."""
     loaded, folder = _prepare(spec, out, restart)
-    records = runs.compare(loaded, folder, progress=not as_json)
-    _report(loaded, records, folder, seed=loaded.run.seeds[0], as_json=as_json)
+    with _stoppable():
+        records = runs.compare(loaded, folder, progress=not as_json)
+    _report(loaded, records, folder, as_json=as_json)
 
 
 @app.command()
@@ -87,15 +92,19 @@ def epsilon(
         record = Ledger(ledger, read_only=True)
         covered = record.plan_facts["sampling"] == "poisson"
         answer |= {"releases": record.releases, "covered_by_accountant": covered, **record.plan_facts}
+        if delta > 1 / record.plan_facts["num_examples"]:
+            _tell("note", "yellow", "delta is above 1 / num_examples: publishing one whole record would pass")
         answer |= _epsilons(lambda kind: record.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
     elif ledger is None and noise_multiplier is not None and sample_rate is not None and steps is not None:
         answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
         answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
     else:
         remedy = "give a ledger, or --noise-multiplier, --sample-rate and --steps"
-        raise expected("privgrad epsilon", "a ledger or the numbers", "to be given", "something else", remedy)
+        raise expected(
+            "privgrad epsilon", "a ledger or the numbers", "to be given", "both, or neither in whole", remedy
+        )
     if answer.get("covered_by_accountant") is False:
-        _err.print("[bold]Fixed-size batches: epsilon is computed as if they were Poisson; no accountant covers it.[/]")
+        _tell("note", "yellow", "fixed-size batches: epsilon is as if they were Poisson; no accountant covers it")
     _show(answer, as_json)
 
 
@@ -137,7 +146,9 @@ def doctor(
     elif not problems:
         _out.print("Nothing in the structure of this model blocks private training.")
     else:
-        table = Table("module", "is", "problem", "remedy", title=f"{len(problems)} in the way of private training")
+        table = Table(title=f"{len(problems)} in the way of private training")
+        for name in ("module", "is", "problem", "remedy"):
+            table.add_column(name, overflow="fold")
         for problem in problems:
             table.add_row(problem.path or "(the model)", problem.module, problem.what, problem.remedy)
         _out.print(table)
@@ -150,12 +161,34 @@ def main() -> None:
     try:
         app()
     except PrivacyError as error:
-        _err.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        _tell("error", "red", error)
         sys.exit(2)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    _err.print(f"[yellow]note:[/] {message}", highlight=False, soft_wrap=True)
+    _tell("note", "yellow", message)
+
+
+def _tell(kind: str, color: str, message: object) -> None:
+    """One line on stderr. Text, not markup: messages quote what users wrote."""
+    _err.print(Text.assemble((f"{kind}: ", color), str(message)), soft_wrap=True)
+
+
+@contextmanager
+def _stoppable() -> Generator[None]:
+    """SIGINT and SIGTERM end a training in order: fit saves what it has, and the user learns how to go on."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        _tell("stopped", "yellow", "run the same command again, without --restart, to go on")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
@@ -166,12 +199,12 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
     return loaded, folder
 
 
-def _report(spec: Spec, records: list[runs.Record], folder: Path, *, seed: int | None, as_json: bool) -> None:
+def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bool) -> None:
     # matplotlib is an extra, and slow to import: only what draws pays for it.
     from privgrad.experiments.report import summarize, summary_table, write_report
 
     command = "privgrad " + " ".join(sys.argv[1:])
-    index = write_report(records, runs.context(spec, records, command=command, seed=seed), folder)
+    index = write_report(records, runs.context(spec, records, folder, command=command), folder)
     if as_json:
         print(json.dumps({"report": str(index), "methods": summarize(records)}))  # noqa: T201
         return
@@ -208,7 +241,11 @@ def _make(factory: str) -> nn.Module:
         made = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise expected("privgrad doctor", "factory", "to be importable", error, remedy) from error
-    model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    try:
+        model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    except TypeError as error:
+        remedy = "give a function that needs no arguments"
+        raise expected("privgrad doctor", "factory", "to make a model", error, remedy) from error
     if not isinstance(model, nn.Module):
         raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, remedy)
     return model

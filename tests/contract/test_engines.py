@@ -132,6 +132,76 @@ def test_one_examples_gradient_does_not_move_when_another_changes():
         torch.testing.assert_close(before[name][0], after[name][0])
 
 
+class Observer(nn.Module):
+    """Keeps a running maximum in an attribute, and divides by it: one example would scale all later ones."""
+
+    def __init__(self, *, by_item: bool) -> None:
+        super().__init__()
+        self.inner, self.by_item = nn.Linear(5, 3), by_item
+        self.largest: Any = torch.tensor(1e-3)
+        self.history: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().abs().max()
+        self.largest = max(float(self.largest), now.item()) if self.by_item else torch.maximum(self.largest, now)
+        self.history.append(now)
+        return self.inner(x / self.largest)
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.filterwarnings("ignore:the forward pass changed")
+@pytest.mark.parametrize("by_item", [True, False])
+@pytest.mark.parametrize("chunk", [32, 1])
+def test_state_left_on_modules_ties_no_examples_and_leaves_nothing(by_item: bool, chunk: int):
+    model, (inputs, labels) = Observer(by_item=by_item), make_data().tensors
+    changed = inputs.clone()
+    changed[0] = 100.0
+    sums: list[Tensor] = []
+    for data in (inputs, changed):
+        parts = zip(data.split(chunk), labels.split(chunk), strict=True)
+        rows = [per_sample_gradients(model, loss_fn, part)["inner.weight"] for part in parts]
+        sums.append(torch.cat(rows)[1:].sum(0))
+    torch.testing.assert_close(sums[0], sums[1])
+    assert float(model.largest) == pytest.approx(1e-3)
+    assert model.history == []
+
+
+class Initialising(nn.Module):
+    """Centres its bias on the first batch it sees, as ActNorm does, and keeps an example in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.inner = nn.Linear(5, 3)
+        self.register_buffer("last", torch.zeros(5))
+        self.started = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.started:
+            self.bias.data.copy_(-x.detach().mean(0))
+            self.started = True
+        self.last = x.detach()[0]
+        return self.inner(x + self.bias)
+
+
+def test_what_a_first_forward_writes_does_not_stay():
+    model, plan = Initialising(), make_plan(sample_rate=1.0, expected_batch_size=32)
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    with pytest.warns(UserWarning, match="changed started"), pytest.raises(pg.PrivacyError, match="other examples"):
+        oracle(first_batch(plan, make_data()))
+    assert model.bias.abs().sum().item() == 0
+    assert dict(model.named_buffers())["last"].abs().sum().item() == 0
+    assert not model.started
+    assert oracle.ledger.releases == 0
+
+
+def test_parameters_without_a_real_type_are_refused():
+    model = make_model()
+    model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(pg.UnsupportedModuleError, match="complex64"):
+        pg.PrivateGradient(model, loss_fn, make_plan())
+
+
 MIXING_MODULES = {
     "batch norm": nn.BatchNorm1d(5),
     "batch norm without statistics, in eval": nn.BatchNorm1d(5, track_running_stats=False).eval(),

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad import models, optim
+from privgrad.accounting import epsilon
 from privgrad.data import DataSet
 from privgrad.errors import expected
 from privgrad.experiments.spec import MethodTable, Spec, make_data
+from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.training import FitResult, fit
 
@@ -60,9 +62,13 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         got = [method.name for method in spec.methods]
         raise expected("train", "methods", "to be one, with its lr", got, remedy)
     run = Run(spec.methods[0], spec.methods[0].lr, seed, "final")
-    done = _open_folder(spec, out)
-    if _find(done, run) is None:
-        _append(out, _train_one(spec, run, make_data(spec), out, progress=progress))
+    data = _open_folder(spec, out)
+    others = {record["seed"] for record in _read(out)} - {seed}
+    if others:
+        remedy = "give each its own --out: they are different experiments"
+        raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
+    if _find(_read(out), run) is None:
+        _append(out, _train_one(spec, run, data, out, progress=progress))
     return _read(out)
 
 
@@ -78,8 +84,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     Raises:
         PrivacyError: bad input.
     """
-    _open_folder(spec, out)
-    data = make_data(spec)
+    data = _open_folder(spec, out)
     grid, tuning_seeds = (spec.tuning.lr, spec.tuning.seeds) if spec.tuning else ([], [])
     tuned = [method for method in spec.methods if method.lr is None]
     tuning = [Run(method, lr, seed, "tuning") for method in tuned for lr in grid for seed in tuning_seeds]
@@ -100,17 +105,25 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     return _read(out)
 
 
-def context(spec: Spec, records: Sequence[Record], *, command: str, seed: int | None) -> dict[str, Any]:
-    """What a report says besides the records."""
-    plan = spec.plan(seed)
-    data = records[0]["data"]
-    total = plan.epsilon(steps=plan.steps * len(records))
+def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
+    """What a report says besides the records; the total is that of every ledger in the folder."""
+    plan = spec.plan(None)
+    seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
+    charged = [Ledger(path, read_only=True).charged for path in sorted(out.glob("runs/*/ledger.jsonl"))]
+    releases = [release for run in charged for release in run]
+    total = epsilon(releases, delta=spec.privacy.delta, assume_poisson=not plan.is_covered)
     return {
         "title": spec.title,
         "command": command,
-        "data": data,
-        "plan": asdict(plan) | {"neighboring_relation": plan.neighboring_relation, "privacy_unit": plan.privacy_unit},
-        "total_epsilon": {"value": total, "runs": len(records)},
+        "data": records[0]["data"],
+        "plan": asdict(plan)
+        | {
+            "seed": ", ".join(map(str, seeds)) or None,
+            "neighboring_relation": plan.neighboring_relation,
+            "privacy_unit": plan.privacy_unit,
+        },
+        "total_epsilon": {"value": total, "runs": len(charged)},
+        "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
@@ -129,8 +142,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if run.seed is not None:
         torch.manual_seed(run.seed)
     model = _make_model(spec, data)
-    kind: type[optim.PrivateOptimizer] = getattr(optim, run.method.optimizer)
-    optimizer = kind(model.named_parameters(), lr=run.lr, **run.method.options)
+    optimizer = run.method.make(model.named_parameters(), run.lr)
     plan = spec.plan(run.seed)
     measured_on = data.validation if run.phase == "tuning" else data.test
     result = fit(
@@ -215,16 +227,18 @@ def _best_lr(records: Sequence[Record], method: str) -> float:
     return min(accuracies, key=lambda lr: (-sum(accuracies[lr]) / len(accuracies[lr]), lr))
 
 
-def _open_folder(spec: Spec, out: Path) -> list[Record]:
-    """Make the folder, or check that it holds runs of the same spec."""
-    out.mkdir(parents=True, exist_ok=True)
+def _open_folder(spec: Spec, out: Path) -> DataSet:
+    """Check all that can be checked, then make the folder or see that it holds runs of the same spec."""
+    data = make_data(spec)
+    spec.plan(None)
     description = spec.model_dump_json(indent=1)
     path = out / "spec.json"
     if path.exists() and path.read_text() != description:
         remedy = "give another --out, or --restart to move the old folder aside"
         raise expected("experiments", f"{out}", "to hold runs of this spec", "another spec's", remedy)
+    out.mkdir(parents=True, exist_ok=True)
     path.write_text(description)
-    return _read(out)
+    return data
 
 
 def _read(out: Path) -> list[Record]:

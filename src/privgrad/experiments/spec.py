@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 
 from privgrad import data, optim
 from privgrad.errors import PrivacyError, expected
 from privgrad.models import Activation
+from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan
 from privgrad.types import SamplingScheme
 
@@ -57,6 +60,11 @@ class MethodTable(_Table):
     optimizer: OptimizerName
     lr: float | None = Field(default=None, gt=0)
     options: dict[str, Any] = Field(default_factory=dict)
+
+    def make(self, named_parameters: NamedParameters, lr: float) -> optim.PrivateOptimizer:
+        """The optimizer, over a model's parameters."""
+        kind: type[optim.PrivateOptimizer] = getattr(optim, self.optimizer)
+        return kind(named_parameters, lr=lr, **self.options)
 
 
 class TuningTable(_Table):
@@ -109,9 +117,8 @@ def load_spec(path: str | Path) -> Spec:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise expected(
-            "load_spec", place, f"to be right ({first['msg']})", repr(first["input"]), f"correct it in {path}"
-        ) from error
+        got = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
+        raise expected("load_spec", place, f"to be right ({first['msg']})", got, f"correct it in {path}") from error
     for method in spec.methods:
         _require_method(method, spec)
     names = [method.name for method in spec.methods]
@@ -148,6 +155,11 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     valid = [name for name in parameters if name not in ("self", "params", "lr")]
     for name in method.options:
         _require_option(name, valid, f"methods.{method.name}.options.{name}")
+    try:
+        method.make([("p", nn.Parameter(torch.zeros(1)))], 0.1)
+    except (TypeError, ValueError) as error:
+        place = f"methods.{method.name}.options"
+        raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
     if method.lr is None and spec.tuning is None:
         remedy = "give the method its lr, or a [tuning] table with a grid"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", "none", remedy)

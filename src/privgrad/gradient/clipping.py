@@ -197,7 +197,7 @@ def _norms(grad_BP: Tensor) -> Tensor:
     entries, by 2 % at 1e8 parameters, and a float64 copy of the gradients costs half of their computation.
     """
     whole = grad_BP.shape[1] // _BLOCK
-    blocks = grad_BP[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK))
+    blocks = grad_BP[:, : whole * _BLOCK].reshape(len(grad_BP), whole, _BLOCK)
     parts = [_vector_norm(blocks, 2), _vector_norm(grad_BP[:, whole * _BLOCK :], 1)[:, None]]
     return _vector_norm(torch.cat(parts, dim=1).double(), 1)
 
