@@ -100,10 +100,10 @@ class PrivateGradient:
             if batch.size > 0 and self._checked != frozenset(parameters):
                 check_loss(self._model, self._loss_fn, batch.examples)
                 self._checked = frozenset(parameters)
-            gradient, nonfinite = self._noisy(batch, parameters)
-            # Only a research seed can draw the same noise again, so only then can a release be known as the same.
-            digest = _digest(gradient.values) if seeded else None
             try:
+                gradient, nonfinite = self._noisy(batch, parameters)
+                # Only a research seed can draw the same noise again, so only then can a release be known as the same.
+                digest = _digest(gradient.values) if seeded else None
                 self._ledger.charge(self._plan.release, draw=draw, limit=self._plan.steps, digest=digest)
             except BaseException:
                 # What was not charged may still be seen in a traceback: without a seed its noise is not drawn again.
