@@ -238,10 +238,13 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
         "Clipping norm: 0.5",
         "noise multiplier (noise over clipping norm): 1.875",
         "expected batch size: 256; steps: 400",
-        "These 42 trainings used the same data: together they cost ε = 41.20 , tuning included",
+        "These 42 trainings used the same data: together they cost ε = 41.20 . This,",
         "NOT PRIVATE Validation and test accuracies",
     ):
         assert fact in text
+    tuned = [tuning(lr=0.01), tuning(lr=0.1), final()]
+    text = words(write(tmp_path, tuned, total_epsilon={"value": 41.2, "runs": 42}))
+    assert "These 42 trainings used the same data: together they cost ε = 41.20 , tuning included" in text
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,10 @@ class PrivateGradient:
         self._step = state["step"]
         self._make_streams()
 
+    def __reduce__(self) -> str:
+        """Refuse copies and pickles: two holders of the stream would draw the same noise."""
+        return self._noise_stream.__reduce__()
+
     def _make_streams(self) -> None:
         source = RandomSource(self._plan.seed)
         self._noise_stream = source.stream("noise")
