@@ -3,6 +3,7 @@
 from privgrad import optim
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
+from privgrad.gradient import precondition
 from privgrad.ledger import Ledger
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
@@ -23,4 +24,5 @@ __all__ = [
     "clip",
     "fit",
     "optim",
+    "precondition",
 ]

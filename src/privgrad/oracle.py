@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,17 @@ from torch import Tensor, nn
 from privgrad.errors import SamplingError, expected, require_integer
 from privgrad.gradient.checks import check_loss, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, clipped_sum
-from privgrad.gradient.engines import LossFunction, per_sample_gradients, trainable
+from privgrad.gradient.engines import LossFunction, Vmap, trainable
+from privgrad.gradient.factors import Factor
+from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.precondition import Preconditioner
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise
 from privgrad.plan import PrivacyPlan
 from privgrad.rng import RandomSource
 from privgrad.types import Batch, NoisyGradient, count_examples, map_examples
+
+_ENGINES = {"hooks": Hooks, "vmap": Vmap}
 
 
 class PrivateGradient:
@@ -27,7 +33,10 @@ class PrivateGradient:
         model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
+        precondition: divides each gradient by its scales before it is clipped (AdaDPS); None divides by nothing.
         clip: Flat(), PerLayer({...}) or Automatic().
+        engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
+            memory). Speed only: both give the same gradients.
         microbatch_size: examples whose gradients are in memory at once; None is the whole batch. Memory only.
         ledger: a Ledger, or the path of one; None keeps the record in memory.
     Raises:
@@ -46,14 +55,20 @@ class PrivateGradient:
         loss_fn: LossFunction,
         plan: PrivacyPlan,
         *,
+        precondition: Preconditioner | None = None,
         clip: Clipping | None = None,
+        engine: Literal["hooks", "vmap"] = "hooks",
         microbatch_size: int | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
     ) -> None:
         if microbatch_size is not None:
             require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
+        if engine not in _ENGINES:
+            raise expected("PrivateGradient", "engine", "to be 'hooks' or 'vmap'", repr(engine), "choose one")
         require_supported(model)
         self._model = model
+        self._engine = _ENGINES[engine](model, loss_fn)
+        self._inverse_scales = None if precondition is None else precondition.inverse_scales(trainable(model))
         self._loss_fn = loss_fn
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
@@ -117,7 +132,11 @@ class PrivateGradient:
         with torch.random.fork_rng():
             torch.manual_seed(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1))
             clipped, nonfinite = clipped_sum(
-                self._chunks(batch), like=parameters, clip=self._clip, max_grad_norm=self._plan.max_grad_norm
+                self._chunks(batch),
+                like=parameters,
+                clip=self._clip,
+                max_grad_norm=self._plan.max_grad_norm,
+                inverse_scales=self._inverse_scales,
             )
         gradient = add_noise(
             clipped,
@@ -161,11 +180,11 @@ class PrivateGradient:
         if count_examples(batch.examples) != batch.size:
             raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 
-    def _chunks(self, batch: Batch) -> Iterator[Mapping[str, Tensor]]:
+    def _chunks(self, batch: Batch) -> Iterator[Mapping[str, Factor]]:
         size = self._microbatch_size or max(batch.size, 1)
         for start in range(0, batch.size, size):
             part = map_examples(itemgetter(slice(start, start + size)), batch.examples)
-            yield per_sample_gradients(self._model, self._loss_fn, part)
+            yield self._engine(part)
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:

@@ -112,6 +112,15 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     _require_apart(model, loss_fn, few, losses.detach(), size)
 
 
+def gradients(model: nn.Module, loss_fn: LossFunction, examples: Any) -> dict[str, Tensor]:
+    """Gradient of the summed losses by parameter name, from copies; zero where the loss does not reach. NOT private."""
+    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
+    with torch.enable_grad():
+        total = _losses(model, loss_fn, examples, parameters).sum()
+    grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, grads, strict=True))
+
+
 def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, losses: Tensor, size: int) -> None:
     """The first example's loss must move neither with its companions' content nor with their number."""
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_positive
+from privgrad.gradient.factors import Factor
 from privgrad.types import ClippedSum
-
-_BLOCK = 1024
 
 
 class Clipping(Protocol):
@@ -133,73 +132,75 @@ class PerLayer:
 
 
 def clipped_sum(
-    chunks: Iterable[Mapping[str, Tensor]],
+    chunks: Iterable[Mapping[str, Factor]],
     *,
     like: Mapping[str, Tensor],
     clip: Clipping,
     max_grad_norm: float,
+    inverse_scales: Mapping[str, Tensor] | None = None,
 ) -> tuple[ClippedSum, int]:
     """Clip every example's gradient and add them up.
 
-    Computes: sum over i of factor_i * g_i, in float32 or wider, autocast or not; an example whose norm is not finite
-    counts as 0 (in float32 so does one with entries above 1e17, whose squares are infinite).
+    Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A; in float32 or wider, autocast or not. An
+    example whose norm is not finite counts as 0 (in float32 so does one with entries above 1e17, whose squares are
+    infinite).
 
     Args:
-        chunks: grads_BP by parameter name, for one part of the batch after the other; may be empty.
+        chunks: gradients by parameter name, for one part of the batch after the other; may be empty. A parameter
+            that is missing has gradient 0.
         like: the parameters: names, shapes, devices.
         clip: the rule.
         max_grad_norm: C > 0.
+        inverse_scales: 1 / A by parameter name, elementwise; missing names and None are 1. Public.
     Returns:
         The sum, with its sensitivity; and the number of non-finite examples, which is PRIVATE.
     Privacy:
         One example added or removed moves the sum by at most C in L2 norm (up to rounding), however the batch is
         chunked: each contribution is bounded by itself, before it meets another.
     """
-    total = {
-        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-        for name, p in like.items()
-    }
+    total: dict[str, Tensor] = {}
     nonfinite = 0
-    devices = {value.device.type for value in total.values()}
+    devices = {value.device.type for value in like.values()}
     with ExitStack() as stack:
         for device in devices:
             # Half-precision products under an ambient autocast would break the bound by a factor, not by rounding.
             stack.enter_context(torch.autocast(device, enabled=False))
         for chunk in chunks:
-            nonfinite += _add_clipped(total, chunk, clip, max_grad_norm)
-    return ClippedSum(total, sensitivity=max_grad_norm), nonfinite
+            nonfinite += _add_clipped(total, chunk, clip, max_grad_norm, inverse_scales or {})
+    for name, parameter in like.items():
+        if name not in total:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            total[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    return ClippedSum({name: total[name] for name in like}, sensitivity=max_grad_norm), nonfinite
 
 
-def _add_clipped(total: dict[str, Tensor], chunk: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float) -> int:
+def _add_clipped(
+    total: dict[str, Tensor],
+    chunk: Mapping[str, Factor],
+    clip: Clipping,
+    max_grad_norm: float,
+    inverse_scales: Mapping[str, Tensor],
+) -> int:
     """Add one chunk's clipped gradients to the total; return how many examples were not finite."""
-    grads = {name: grad_BP.flatten(1).to(total[name].dtype) for name, grad_BP in chunk.items()}
-    norms = {name: _norms(grad_BP) for name, grad_BP in grads.items()}
+    if not chunk:
+        return 0
+    norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
     finite_B = torch.isfinite(_joint_norm(norms.values()))
     if not bool(finite_B.all()):
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
-        grads = {name: torch.where(finite_B[:, None], grad_BP, 0.0) for name, grad_BP in grads.items()}
+        chunk = {name: factor.keep(finite_B) for name, factor in chunk.items()}
         norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
     factors = clip.factors(norms, max_grad_norm)
     if factors.keys() != norms.keys():
         got, remedy = f"{sorted(factors)} for {sorted(norms)}", "correct the rule: nothing was released"
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
-    factors = {name: factor_B.to(grads[name].dtype) for name, factor_B in factors.items()}
     _require_bound(factors, norms, clip, max_grad_norm)
     for name, factor_B in factors.items():
-        total[name] += (factor_B @ grads[name]).view(total[name].shape)
+        clipped = chunk[name].weighted_sum(factor_B)
+        if name in inverse_scales:
+            clipped.mul_(inverse_scales[name])
+        total[name] = total[name].add_(clipped) if name in total else clipped
     return int((~finite_B).sum())
-
-
-def _norms(grad_BP: Tensor) -> Tensor:
-    """Norm of each row, shape (B,), float64.
-
-    Short float32 sums, joined in float64: one long float32 sum understates the norm of a gradient with many small
-    entries, by 2 % at 1e8 parameters, and a float64 copy of the gradients costs half of their computation.
-    """
-    whole = grad_BP.shape[1] // _BLOCK
-    blocks = grad_BP[:, : whole * _BLOCK].reshape(len(grad_BP), whole, _BLOCK)
-    parts = [_vector_norm(blocks, 2), _vector_norm(grad_BP[:, whole * _BLOCK :], 1)[:, None]]
-    return _vector_norm(torch.cat(parts, dim=1).double(), 1)
 
 
 def _require_bound(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.factors import Dense, Factor
 from privgrad.types import count_examples, map_examples
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -98,6 +99,18 @@ def _identical(one: Any, other: Any) -> bool:
         return [(key, id(value)) for key, value in pairs]
 
     return things(one) == things(other)
+
+
+class Vmap:
+    """The reference engine: any module, one gradient an example in memory. See `per_sample_gradients`."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+
+    def __call__(self, examples: Any) -> dict[str, Factor]:
+        rows = per_sample_gradients(self._model, self._loss_fn, examples)
+        return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
 
 def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any) -> dict[str, Tensor]:

@@ -1,0 +1,251 @@
+"""One small rule a layer type: its forward pass, and the per-example gradient of each parameter.
+
+Shape suffixes: B examples, T places of an example, I inputs, O outputs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from privgrad.gradient.factors import Convolution, Dense, Factor, Outer, Rows, pad, wide
+
+
+class Rule(ABC):
+    """How one layer type computes, and what its parameters' gradients are made of.
+
+    Parameters are given as tensors, for the layer's own may be computed from others (a parametrization).
+
+    Attributes:
+        parameters: names of the layer's parameters that the rule knows.
+    """
+
+    parameters: tuple[str, ...] = ("weight", "bias")
+
+    @abstractmethod
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """What layer(x) returns, with these parameters. Examples are in dimension 0 of both."""
+
+    @abstractmethod
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        """The gradients of the named parameter.
+
+        Args:
+            layer: the module.
+            name: of the parameter.
+            parameters: all of the layer's, by name.
+            x: input, shape (B, ...).
+            grad: gradient of each example's loss with respect to the output, shape (B, ...).
+        """
+
+    def supports(self, layer: Any) -> bool:
+        """Whether the rule holds for this layer's options; if not, the layer is taken by vmap."""
+        return True
+
+
+_RULES: dict[type[nn.Module] | str, Rule] = {}
+RuleType = TypeVar("RuleType", bound=type[Rule])
+
+
+def register_rule(*layers: type[nn.Module] | str) -> Callable[[RuleType], RuleType]:
+    """Class decorator: a Rule for layers of exactly these types (or, unimported, of these qualified names).
+
+    Example:
+        @register_rule(MyLinear)
+        class MyLinearRule(Rule): ...
+
+    Privacy:
+        A wrong rule breaks the guarantee. The first batch checks it against gradients of single examples.
+    """
+
+    def register(rule: RuleType) -> RuleType:
+        _RULES.update(dict.fromkeys(layers, rule()))
+        return rule
+
+    return register
+
+
+def find_rule(layer: nn.Module) -> Rule | None:
+    """The rule for this layer, or None: subclasses and replaced forwards may compute anything."""
+    kind = parametrize.type_before_parametrizations(layer)
+    rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if rule is None or "forward" in vars(layer) or not rule.supports(layer):
+        return None
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    return rule if own <= set(rule.parameters) else None
+
+
+@register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+class _Linear(Rule):
+    def forward(self, layer: nn.Linear, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.linear(x, parameters["weight"], parameters.get("bias"))
+
+    def factor(self, layer: nn.Linear, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        grad_BTO = _places(grad)
+        return Dense(wide(grad_BTO).sum(1)) if name == "bias" else Outer(_places(x), grad_BTO)
+
+
+@register_rule("transformers.pytorch_utils.Conv1D")
+class _TransposedLinear(_Linear):
+    """Hugging Face's Conv1D: a Linear whose weight has shape (I, O)."""
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.linear(x, parameters["weight"].T, parameters["bias"])
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        return super().factor(layer, name, parameters, x, grad) if name == "bias" else Outer(_places(grad), _places(x))
+
+
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class _Convolution(Rule):
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return layer._conv_forward(x, parameters["weight"], parameters.get("bias"))
+
+    def supports(self, layer: Any) -> bool:
+        return hasattr(layer, "_reversed_padding_repeated_twice")
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        if name == "bias":
+            return Dense(wide(grad).flatten(2).sum(2))
+        padded = pad(x, layer._reversed_padding_repeated_twice, layer.padding_mode)
+        return Convolution(
+            padded,
+            grad,
+            kernel=layer.kernel_size,
+            stride=layer.stride,
+            dilation=layer.dilation,
+            groups=layer.groups,
+        )
+
+
+@register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class _TransposedConvolution(Rule):
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        convolve = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[len(layer.kernel_size)]
+        options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
+        return cast(Tensor, convolve(x, parameters["weight"], parameters.get("bias"), *options))
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        if name == "bias":
+            return Dense(wide(grad).flatten(2).sum(2))
+        # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
+        padded = F.pad(grad, [amount for size in reversed(layer.padding) for amount in (size, size)])
+        return Convolution(
+            padded, x, kernel=layer.kernel_size, stride=layer.stride, dilation=layer.dilation, groups=layer.groups
+        )
+
+
+@register_rule(nn.Embedding)
+class _Embedding(Rule):
+    parameters = ("weight",)
+
+    def supports(self, layer: nn.Embedding) -> bool:
+        return layer.max_norm is None and not layer.scale_grad_by_freq
+
+    def forward(self, layer: nn.Embedding, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.embedding(x, parameters["weight"], layer.padding_idx)
+
+    def factor(
+        self, layer: nn.Embedding, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
+    ) -> Factor:
+        ids_BT, grad_BTD = x.reshape(len(x), -1), grad.reshape(len(grad), -1, layer.embedding_dim)
+        return Rows(ids_BT, _without_padding(layer, ids_BT, grad_BTD), layer.num_embeddings)
+
+
+@register_rule(nn.EmbeddingBag)
+class _EmbeddingBag(Rule):
+    """Bags of fixed length: input (B, T), output (B, D)."""
+
+    parameters = ("weight",)
+
+    def supports(self, layer: nn.EmbeddingBag) -> bool:
+        return layer.max_norm is None and not layer.scale_grad_by_freq and layer.mode in ("sum", "mean")
+
+    def forward(self, layer: nn.EmbeddingBag, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.embedding_bag(x, parameters["weight"], mode=layer.mode, padding_idx=layer.padding_idx)
+
+    def factor(
+        self, layer: nn.EmbeddingBag, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
+    ) -> Factor:
+        if layer.mode == "mean":
+            counted = x != layer.padding_idx if layer.padding_idx is not None else torch.ones_like(x, dtype=torch.bool)
+            grad = wide(grad) / counted.sum(1, keepdim=True).clamp(min=1)
+        grad_BTD = grad[:, None].expand(-1, x.shape[1], -1)
+        return Rows(x, _without_padding(layer, x, grad_BTD), layer.num_embeddings)
+
+
+class _Normalization(Rule):
+    """out = weight * normalized(x) + bias, elementwise."""
+
+    def normalized(self, layer: Any, x: Tensor) -> Tensor:
+        return self.forward(layer, {}, x)
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        grad = wide(grad)
+        if name == "weight":
+            with torch.no_grad():
+                grad = grad * self.normalized(layer, wide(x.detach()))
+        return Dense(self.over_places(layer, grad))
+
+    def over_places(self, layer: Any, grad: Tensor) -> Tensor:
+        """Sum over everything but examples and channels: shape (B, C)."""
+        return grad.flatten(2).sum(2) if grad.dim() > 2 else grad
+
+
+@register_rule(nn.LayerNorm)
+class _LayerNorm(_Normalization):
+    def forward(self, layer: nn.LayerNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        shape = list(layer.normalized_shape)
+        return F.layer_norm(x, shape, parameters.get("weight"), parameters.get("bias"), layer.eps)
+
+    def over_places(self, layer: Any, grad: Tensor) -> Tensor:
+        shape = tuple(layer.normalized_shape)
+        return grad.reshape(len(grad), -1, *shape).sum(1)
+
+
+@register_rule(nn.RMSNorm)
+class _RMSNorm(_LayerNorm):
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.rms_norm(x, list(layer.normalized_shape), parameters.get("weight"), layer.eps)
+
+
+@register_rule(nn.GroupNorm)
+class _GroupNorm(_Normalization):
+    def forward(self, layer: nn.GroupNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.group_norm(x, layer.num_groups, parameters.get("weight"), parameters.get("bias"), layer.eps)
+
+
+@register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class _InstanceNorm(_Normalization):
+    def supports(self, layer: Any) -> bool:
+        return not layer.track_running_stats
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.instance_norm(x, weight=parameters.get("weight"), bias=parameters.get("bias"), eps=layer.eps)
+
+
+@register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class _FrozenBatchNorm(_Normalization):
+    """In evaluation mode only: the statistics are constants."""
+
+    def supports(self, layer: Any) -> bool:
+        return not layer.training and layer.running_mean is not None
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        mean, var = layer.running_mean, layer.running_var
+        return F.batch_norm(x, mean, var, parameters.get("weight"), parameters.get("bias"), False, 0.0, layer.eps)
+
+
+def _places(x: Tensor) -> Tensor:
+    """(B, ..., width) -> (B, T, width)."""
+    return x.reshape(len(x), x[:1, ..., 0].numel(), x.shape[-1]) if len(x) else x.reshape(0, 1, x.shape[-1])
+
+
+def _without_padding(layer: nn.Embedding | nn.EmbeddingBag, ids_BT: Tensor, grad_BTD: Tensor) -> Tensor:
+    if layer.padding_idx is None:
+        return grad_BTD
+    return grad_BTD * (ids_BT != layer.padding_idx)[:, :, None]
