@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test slow lint clean
+.PHONY: help demo test slow bench lint clean
 
 help:
 	@echo "make demo   install into .venv, train on real data, write report/index.html"
 	@echo "make test   install into .venv, run the tests"
 	@echo "make slow   the tests that take minutes"
+	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
 	@echo "make lint   format, style, types, layers"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -26,6 +27,9 @@ test: .venv/installed
 
 slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.run --all --out results/bench/$$(date +%F).jsonl
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -1,0 +1,144 @@
+"""Seconds of steps taken in turn, and the peak memory of one step in a process of its own."""
+
+import ctypes
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.methods import OURS, Setup, SkipError, Step, ordinary
+from benchmarks.peers import PEERS
+
+METHODS: dict[str, Callable[[Setup], Step]] = {"ordinary": ordinary, **OURS, **PEERS}
+SLOW = 5.0  # seconds above which a step is repeated three times only
+
+
+def build(setup: Setup, method: str) -> Step:
+    """The method's step, taken twice.
+
+    Raises:
+        SkipError: the method cannot take this workload.
+    """
+    warnings.simplefilter("ignore")
+    try:
+        step = METHODS[method](setup)
+        for _ in range(2):
+            step()
+    except SkipError:
+        raise
+    except Exception as error:  # a peer may fail in any way; the table says how
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        raise SkipError(f"{type(error).__name__}: {first_line[:200]}") from error
+    setup.synchronize()
+    return step
+
+
+def seconds_in_turn(steps: Mapping[str, Step], setup: Setup, *, repetitions: int) -> dict[str, list[float]]:
+    """Time every method's step, one after the other, round after round.
+
+    Args:
+        steps: warm steps by method.
+        setup: what they were built from.
+        repetitions: rounds at least; more if the steps are short, fewer for a method that is slower than SLOW.
+    Returns:
+        Seconds of each step, by method.
+    """
+    seconds: dict[str, list[float]] = {method: [] for method in steps}
+    start = time.perf_counter()
+    while (rounds := len(seconds["ordinary"])) < repetitions or (
+        rounds < 5 * repetitions and time.perf_counter() - start < 5
+    ):
+        for method, step in steps.items():
+            if rounds >= 3 and median(seconds[method]) > SLOW:
+                continue
+            setup.synchronize()
+            before = time.perf_counter()
+            step()
+            setup.synchronize()
+            seconds[method].append(time.perf_counter() - before)
+    return seconds
+
+
+def peak_memory(setup: Setup, method: str, *, threads: int) -> dict[str, float]:
+    """Measure one step in a new process.
+
+    On CPU: resident memory, which the kernel counts. The process builds model, optimizer and data, takes a step,
+    gives back what the allocator holds without need, and starts the kernel's count of the peak anew; then takes the
+    second step. The allocator is told to give back every freed block above 128 KiB at once, so that the count is of
+    memory in use, not of the allocator's history.
+
+    Returns:
+        MiB: `peak` of the second step above the state between steps; `kept`, what the first step added to that state:
+        the optimizer's moments, buffers kept for the next step, and libraries loaded on the way.
+    Raises:
+        SkipError: the process failed.
+    """
+    environment = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": str(2**17),
+        "MALLOC_TRIM_THRESHOLD_": str(2**17),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [sys.executable, "-m", "benchmarks.measure", method, str(threads), json.dumps(asdict(setup))]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if child.returncode != 0:
+        last_line = (child.stderr.strip() or "no message").splitlines()[-1]
+        raise SkipError(f"memory: exit status {child.returncode}, {last_line[:200]}")
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def _measure_memory(setup: Setup, method: str) -> dict[str, float]:
+    _ = setup.batch
+    warnings.simplefilter("ignore")
+    step = METHODS[method](setup)
+    built = _memory(setup)
+    step()
+    warm = _memory(setup)
+    _start_peak(setup)
+    step()
+    return {"peak": (_peak(setup) - warm) / 2**20, "kept": (warm - built) / 2**20}
+
+
+def _memory(setup: Setup) -> int:
+    gc.collect()
+    if setup.device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS")
+
+
+def _start_peak(setup: Setup) -> None:
+    if setup.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(setup: Setup) -> int:
+    if setup.device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    """A field of the kernel's account of this process, in bytes."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+if __name__ == "__main__":
+    _, _method, _threads, _setup = sys.argv
+    torch.set_num_threads(int(_threads))
+    sys.stdout.write(json.dumps(_measure_memory(Setup(**json.loads(_setup)), _method)) + "\n")

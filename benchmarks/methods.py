@@ -1,0 +1,159 @@
+"""What is measured: an ordinary step, and privgrad's, each as a function that takes one step."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from benchmarks.workloads import WORKLOADS, Workload
+
+Step = Callable[[], object]
+MAX_GRAD_NORM = 1.0
+NOISE_MULTIPLIER = 1.0
+
+
+class SkipError(Exception):
+    """A method that cannot take this workload, and why."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One workload under one setting; what every method is built from.
+
+    Attributes:
+        name: key of WORKLOADS.
+        device: "cpu" or "cuda".
+        dtype: "float32", or "bf16" for a forward pass under autocast.
+        engine: privgrad's.
+        microbatch_size: privgrad's; None is the whole batch.
+        memory_limit: GiB that a method may spend on per-sample gradients.
+    """
+
+    name: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    engine: str = "hooks"
+    microbatch_size: int | None = None
+    memory_limit: float = 4.0
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.name]
+
+    @property
+    def batch_size(self) -> int:
+        return self.workload.batch_size
+
+    def model(self) -> nn.Module:
+        """A new model; the same parameters every time."""
+        torch.manual_seed(0)
+        return self.workload.model().to(self.device)
+
+    @cached_property
+    def batch(self) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        x, y = self.workload.data()
+        return x.to(self.device), y.to(self.device)
+
+    def losses(self, model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+        """One loss an example."""
+        x, y = batch
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bf16"):
+            return self.workload.criterion(model(x), y)
+
+    def require_room(self, model: nn.Module, examples: int | None = None) -> None:
+        """Skip what would hold the gradients of so many examples (default: all) at once, and has not the room."""
+        floats = sum(parameter.numel() for parameter in model.parameters()) * (examples or self.batch_size)
+        if floats * 4 / 2**30 > self.memory_limit:
+            raise SkipError(
+                f"per-sample gradients take {floats * 4 / 2**30:.1f} GiB, over the limit of {self.memory_limit:g}"
+            )
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def ordinary(setup: Setup) -> Step:
+    """Forward, backward, torch's default Adam."""
+    model, batch = setup.model(), setup.batch
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        setup.losses(model, batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()  # at the end, so that between steps no method holds a gradient
+
+    return step
+
+
+def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]]) -> Step:
+    """privgrad's PrivateGradient and AdamBC, through the public interface."""
+    model = setup.model()
+    arguments = variant(model)
+    if "engine" in inspect.signature(pg.PrivateGradient).parameters:
+        arguments["engine"] = setup.engine
+    elif setup.engine != "vmap":
+        raise SkipError(f"this privgrad has no engine {setup.engine!r}, only vmap")
+    if setup.engine == "vmap":
+        setup.require_room(model, setup.microbatch_size)
+    plan = pg.PrivacyPlan(
+        sample_rate=1.0,
+        steps=10**6,
+        expected_batch_size=setup.batch_size,
+        noise_multiplier=NOISE_MULTIPLIER,
+        max_grad_norm=MAX_GRAD_NORM,
+        num_examples=setup.batch_size,
+    )
+    private_grad = pg.PrivateGradient(model, setup.losses, plan, microbatch_size=setup.microbatch_size, **arguments)
+    optimizer = pg.optim.AdamBC(model.named_parameters())
+    batches = _same_batch(plan, setup)
+
+    def step() -> None:
+        optimizer.step(grad=private_grad(next(batches)))
+
+    return step
+
+
+def _same_batch(plan: pg.PrivacyPlan, setup: Setup) -> Iterator[pg.Batch]:
+    """The full batch again and again, each time as another draw, in the same memory."""
+    drawn = next(plan.batches(TensorDataset(*setup.batch)))
+    first = replace(drawn, examples=setup.batch)
+    return (replace(first, sampling=replace(first.sampling, step=step)) for step in count())
+
+
+def _preconditioned(model: nn.Module) -> dict[str, Any]:
+    precondition = _room("precondition")
+    generator = torch.Generator().manual_seed(2)
+    scales = {
+        name: (torch.rand(p.shape, generator=generator) + 0.5).to(p.device) for name, p in model.named_parameters()
+    }
+    return {"precondition": precondition.fixed(scales)}
+
+
+def _perturbed(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"perturb": getattr(_room("perturb"), name)(**arguments)}
+
+
+def _room(name: str) -> Any:
+    """A part of privgrad that this version may lack."""
+    room = getattr(pg, name, None)
+    if room is None:
+        raise SkipError(f"this privgrad has no privgrad.{name}")
+    return room
+
+
+OURS: dict[str, Callable[[Setup], Step]] = {
+    "plain": partial(private, variant=lambda model: {}),
+    "preconditioned": partial(private, variant=_preconditioned),
+    "bam": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02)),
+    "bam-exact": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02, exact=True)),
+    "sat": partial(private, variant=lambda model: _perturbed("SAT", radius=0.02)),
+}
