@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import clipped_sum
+from privgrad.gradient.factors import Dense
 
 CLIPPINGS: dict[str, Any] = {
     "flat": pg.clip.Flat(),
@@ -27,7 +28,9 @@ gradients = arrays("float64", (7,), elements=st.floats(-1e6, 1e6) | st.just(0.0)
 def summed(rows: list[Any], clip: Any, max_grad_norm: float = 1.5, chunk: int = 100) -> tuple[Tensor, int]:
     stacked = torch.tensor([list(row) for row in rows], dtype=torch.float64).reshape(-1, 7)
     parts = [
-        {"a.weight": part[:, :4].reshape(-1, 2, 2), "b": part[:, 4:]} for part in stacked.split(chunk) if len(part)
+        {"a.weight": Dense(part[:, :4].reshape(-1, 2, 2)), "b": Dense(part[:, 4:])}
+        for part in stacked.split(chunk)
+        if len(part)
     ]
     result, nonfinite = clipped_sum(parts, like=LIKE, clip=clip, max_grad_norm=max_grad_norm)
     assert result.sensitivity == max_grad_norm
@@ -149,14 +152,16 @@ def test_a_gradient_of_many_small_entries_is_still_bounded():
     """One long float32 sum of squares would lose the small ones beside the large one."""
     gradient = torch.full((1, 20_000_000), 2e-4)
     gradient[0, 0] = 1.0
-    total, _ = clipped_sum([{"p": gradient}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=0.5)
+    total, _ = clipped_sum([{"p": Dense(gradient)}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=0.5)
     assert total.values["p"].double().norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("entry", [1e-19, 1e16])
 def test_tiny_and_huge_gradients_are_bounded(entry: float):
     gradient = torch.full((1, 3000), entry)
-    total, nonfinite = clipped_sum([{"p": gradient}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=1e-10)
+    total, nonfinite = clipped_sum(
+        [{"p": Dense(gradient)}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=1e-10
+    )
     assert nonfinite == 0
     assert total.values["p"].double().norm().item() <= 1e-10 * (1 + 1e-6)
 
@@ -183,7 +188,7 @@ def test_a_rule_that_breaks_the_bound_is_refused_and_not_believed():
 
 def test_autocast_does_not_reach_the_sum():
     """In bfloat16 one example more could move a sum of hundreds by many times C."""
-    rows = [{"p": torch.ones(count, 1)} for count in (300, 301)]
+    rows = [{"p": Dense(torch.ones(count, 1))} for count in (300, 301)]
     with torch.autocast("cpu", torch.bfloat16):
         sums = [
             clipped_sum([row], like={"p": torch.zeros(1)}, clip=pg.clip.Flat(), max_grad_norm=1.0)[0] for row in rows

@@ -208,7 +208,7 @@ def _require_bound(
 ) -> None:
     """Every contribution is within C, by the factors themselves and not by the rule's word."""
     contribution_B = _joint_norm(factors[name] * norm_B for name, norm_B in norms.items())
-    finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in factors.values())
+    finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in factors.values())
     if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
         remedy = "correct the rule: nothing was released"
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", "more", remedy)

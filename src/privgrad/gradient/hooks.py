@@ -105,9 +105,10 @@ class Hooks:
                 for i in range(_PROBED)
             ]
         whole_B = torch.tensor([sum(float(g.double().square().sum()) for g in single.values()) for single in singles])
-        for name, factor in found.items():
+        for name in trainable(self._model):
             wanted = torch.stack([single[name] for single in singles]).flatten(1).double()
-            error_B = (factor.dense().flatten(1) - wanted).norm(dim=1)
+            got = found[name].dense().flatten(1) if name in found else torch.zeros_like(wanted)
+            error_B = (got - wanted).norm(dim=1)
             # Wide enough for bfloat16 and for a ReLU at its kink; a mix of examples is off by much more.
             if bool((error_B > 0.05 * wanted.norm(dim=1) + 0.005 * whole_B.sqrt().to(error_B)).any()):
                 self._layouts = None

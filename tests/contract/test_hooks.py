@@ -1,0 +1,309 @@
+"""The hooks engine on whole models: equal to single examples, bounded, and safe where it cannot be exact."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engines import MODELS, Tied
+from test_rules import assert_equal_to_loop, losses_of, one_by_one
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad.gradient.clipping import Clipping, clipped_sum
+from privgrad.gradient.engines import Vmap
+from privgrad.gradient.factors import Outer
+from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.rules import Rule, find_rule, register_rule
+
+
+def labelled(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs, torch.arange(len(inputs)) % 3
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_agree_on_whole_models(name: str):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().double()
+    factors, rows = Hooks(model, loss_fn)(labelled(inputs)), Vmap(model, loss_fn)(labelled(inputs))
+    assert factors.keys() == rows.keys()
+    for parameter, factor in factors.items():
+        assert_equal_to_loop(factor, rows[parameter].dense(), 1e-10)
+
+
+class Block(nn.Module):
+    def __init__(self, wrap: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.wrap = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5)), wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.wrap(self.inner, x)
+
+
+def checkpointed(inner: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def test_checkpointing_changes_nothing():
+    x = torch.randn(6, 5, dtype=torch.float64)
+    model = Block(lambda inner, x: inner(x)).double()
+    plain = {name: factor.dense() for name, factor in Hooks(model, losses_of)(x).items()}
+    model.wrap = checkpointed
+    for name, factor in Hooks(model, losses_of)(x).items():
+        torch.testing.assert_close(factor.dense(), plain[name])
+
+
+def test_reentrant_checkpointing_is_refused():
+    model = Block(lambda inner, x: checkpoint(inner, x.requires_grad_(), use_reentrant=True))
+    oracle = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())
+    with pytest.raises(pg.PrivacyError, match="to get a gradient"):
+        oracle(first_batch(oracle.plan, make_data()))
+
+
+def test_a_compiled_model_is_run_as_it_was_written():
+    model = make_model()
+    compiled = torch.compile(model, backend="eager")
+    examples = make_data().tensors
+    plain, other = Hooks(model, loss_fn)(examples), Hooks(compiled, loss_fn)(examples)
+    for name, factor in plain.items():
+        torch.testing.assert_close(other[f"_orig_mod.{name}"].dense(), factor.dense())
+
+
+@pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"0": 1.0, "2": 2.0})])
+def test_microbatches_and_engines_give_the_same_release(clip: Clipping):
+    data, results = make_data(), []
+    for engine, microbatch_size in (("hooks", None), ("hooks", 5), ("vmap", None)):
+        batch = pg.Batch(data.tensors, 32, first_batch(make_plan(seed=0), data).sampling)
+        plan = make_plan(seed=0, noise_multiplier=0.0)
+        oracle = pg.PrivateGradient(
+            make_model(), loss_fn, plan, clip=clip, engine=engine, microbatch_size=microbatch_size
+        )
+        results.append(oracle(batch).values)
+    for other in results[1:]:
+        for name, value in results[0].items():
+            torch.testing.assert_close(other[name], value)
+
+
+def test_bfloat16_autocast_keeps_norms_and_sums_in_float32():
+    model = make_model()
+
+    def half(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(model, batch)
+
+    examples = make_data().tensors
+    factors, exact = Hooks(model, half)(examples), Hooks(model, loss_fn)(examples)
+    for name, factor in factors.items():
+        assert factor.dense().dtype == torch.float32
+        torch.testing.assert_close(factor.dense(), exact[name].dense(), rtol=0.1, atol=0.02)
+        torch.testing.assert_close(factor.norms(), factor.dense().flatten(1).norm(dim=1).double(), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_draws_for_every_example_and_differs():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
+    rows = Hooks(model, lambda m, x: m(x)[:, 0])(torch.ones(8, 64))["1.weight"].dense()
+    assert len({tuple(row.flatten().tolist()) for row in rows}) == 8
+
+
+def test_nothing_is_left_on_the_model():
+    model = make_model()
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    Hooks(model, loss_fn)(make_data().tensors)
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class FunctionalTying(Tied):
+    """Uses the table's weight outside of the table."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.embedding(ids).mean(1), self.embedding.weight)
+
+
+class TimeFirst(nn.Module):
+    """Hands (time, batch, width) to its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(0, 1)).mean(0)
+
+
+class SubtractsTheMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x - x.mean(0))
+
+
+def test_a_parameter_used_outside_its_module_is_refused_by_name():
+    tokens = torch.randint(0, 7, (6, 3))
+    with pytest.raises(pg.UnsupportedModuleError, match=r"'embedding.weight'.*vmap"):
+        Hooks(FunctionalTying(), loss_fn)(labelled(tokens))
+    rows = Vmap(FunctionalTying(), loss_fn)(labelled(tokens))
+    assert rows["embedding.weight"].dense().shape == (6, 7, 4)
+
+
+@pytest.mark.parametrize("time", [2, 3, 6])
+def test_time_first_data_is_caught_even_where_time_equals_batch(time: int):
+    with pytest.raises(pg.UnsupportedModuleError, match="examples"):
+        Hooks(TimeFirst(), loss_fn)(labelled(torch.randn(6, time, 4)))
+
+
+def test_subtracting_the_batch_mean_is_caught():
+    examples = labelled(torch.randn(6, 5))
+    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+        Hooks(SubtractsTheMean(), loss_fn)(examples)
+    oracle = pg.PrivateGradient(SubtractsTheMean(), loss_fn, make_plan(sample_rate=1.0, expected_batch_size=32))
+    with pytest.raises(pg.PrivacyError, match="other examples"):
+        oracle(first_batch(oracle.plan, make_data()))
+    assert oracle.ledger.releases == 0
+
+
+def test_a_wrong_rule_is_caught_by_the_first_batch():
+    class Doubling(nn.Linear):
+        pass
+
+    @register_rule(Doubling)
+    class _Wrong(Rule):
+        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
+            return F.linear(x, parameters["weight"], parameters["bias"])
+
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
+            right = find_rule(nn.Linear(1, 1))
+            assert right is not None
+            return right.factor(layer, name, parameters, x, 1.2 * grad)
+
+    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+        Hooks(nn.Sequential(Doubling(5, 3)), loss_fn)(make_data().tensors)
+
+
+def test_a_registered_rule_is_used():
+    class Halved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight) / 2
+
+    @register_rule(Halved)
+    class _HalvedRule(Rule):
+        parameters = ("weight",)
+
+        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
+            return F.linear(x, parameters["weight"]) / 2
+
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Outer:
+            return Outer(x[:, None], grad[:, None] / 2)
+
+    model, x = Halved(), torch.randn(6, 5)
+    factor = Hooks(model, losses_of)(x)["weight"]
+    assert isinstance(factor, Outer)
+    torch.testing.assert_close(factor.dense(), one_by_one(model, x)["weight"])
+
+
+def test_an_input_changed_in_place_afterwards_is_refused():
+    class Overwrites(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            y = self.inner(x)
+            x += 1
+            return y
+
+    with pytest.raises(pg.UnsupportedModuleError, match="in place"):
+        Hooks(Overwrites(), losses_of)(torch.randn(6, 5))
+
+
+def test_a_sequence_of_calls_that_depends_on_length_is_learned_anew():
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = torch.zeros(len(x), 4, dtype=x.dtype)
+            for step in x.unbind(1):
+                state = torch.tanh(self.cell(state) + step)
+            return state
+
+    model = Loop().double()
+    engine = Hooks(model, losses_of)
+    for length in (3, 5, 2):
+        x = torch.randn(6, length, 4, dtype=torch.float64)
+        rows = one_by_one(model, x)
+        for name, factor in engine(x).items():
+            assert_equal_to_loop(factor, rows[name], 1e-10)
+
+
+class Mixed(nn.Module):
+    """Embedding, attention, convolution, norms, a tied head: every kind of factor at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 8)
+        self.attend = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.convolve = nn.Conv1d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.attend(self.table(ids))
+        return self.head(self.convolve(hidden.mT).mT).mean(1)
+
+
+@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize("engine", [Hooks, Vmap])
+@pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"": 1.0, "table": 2.0})])
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10**6), spread=st.sampled_from([1.0, 30.0]))
+def test_neighbouring_batches_differ_by_at_most_c(
+    clip: Clipping, engine: Any, preconditioned: bool, seed: int, spread: float
+):
+    torch.manual_seed(seed)
+    model = Mixed().double()
+    with torch.no_grad():
+        model.table.weight *= spread
+    examples = (torch.randint(0, 6, (5, 4)), torch.arange(5) % 6)
+    parameters = dict(model.named_parameters())
+    inverse = {name: torch.rand_like(p) * 4 + 0.01 for name, p in parameters.items()} if preconditioned else None
+    sums = []
+    for size in (5, 4):
+        chunk = engine(model, loss_fn)(tuple(x[:size] for x in examples))
+        clipped, _ = clipped_sum([chunk], like=parameters, clip=clip, max_grad_norm=0.7, inverse_scales=inverse)
+        sums.append(torch.cat([clipped.values[name].flatten() for name in parameters]))
+    assert (sums[0] - sums[1]).norm() <= 0.7 * (1 + 1e-6)
+
+
+def test_a_non_finite_example_contributes_zero_and_is_counted():
+    for engine in ("hooks", "vmap"):
+        inputs, labels = make_data().tensors
+        bad = copy.deepcopy(inputs)
+        bad[3] = torch.inf
+        results = []
+        for data, rows in ((bad, range(32)), (inputs, [i for i in range(32) if i != 3])):
+            plan = make_plan(noise_multiplier=0.0, seed=0, sample_rate=1.0, expected_batch_size=32)
+            oracle = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine)
+            sampling = first_batch(plan, TensorDataset(inputs, labels)).sampling
+            chosen = list(rows)
+            results.append(oracle(pg.Batch((data[chosen], labels[chosen]), len(chosen), sampling)).values)
+            assert oracle.raw_nonfinite_examples == (1 if len(chosen) == 32 else 0)
+        for name, value in results[0].items():
+            torch.testing.assert_close(value, results[1][name])
