@@ -9,7 +9,7 @@ from privgrad.cli import app
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "SamplingError UnsupportedModuleError clip fit optim",
+    "SamplingError UnsupportedModuleError clip fit optim precondition",
     "optim": "SGD Adagrad Adam AdamBC NAdam PrivateOptimizer RMSprop debias default_floor",
 }
 SIGNATURES = {
@@ -19,7 +19,7 @@ SIGNATURES = {
     "sampling seed",
     pg.PrivacyPlan.batches: "self dataset start collate",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
-    pg.PrivateGradient: "model loss_fn plan clip microbatch_size ledger",
+    pg.PrivateGradient: "model loss_fn plan precondition clip engine microbatch_size ledger",
     pg.NoisyGradient: "values noise_std",
     pg.NoisyGradient.assign: "self model",
     pg.Ledger: "path read_only",
@@ -27,11 +27,12 @@ SIGNATURES = {
     pg.optim.AdamBC: "params lr betas debias_floor",
     pg.optim.PrivateOptimizer.step: "self closure grad",
     pg.optim.debias: "exp_avg_sq_hat noise_std floor",
+    pg.precondition.fixed: "scales",
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
-    pg.fit: "model loss_fn optimizer plan train_set clip microbatch_size collate evaluate evaluations folder "
-    "checkpoint_seconds progress",
+    pg.fit: "model loss_fn optimizer plan train_set precondition clip engine microbatch_size collate evaluate "
+    "evaluations folder checkpoint_seconds progress",
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.progress import (
@@ -25,6 +25,7 @@ from privgrad.errors import BudgetExceededError, expected, require_integer
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.engines import LossFunction
+from privgrad.gradient.precondition import Preconditioner
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.oracle import PrivateGradient
@@ -66,7 +67,9 @@ def fit(
     plan: PrivacyPlan,
     train_set: Dataset[Any] | Sequence[Any],
     *,
+    precondition: Preconditioner | None = None,
     clip: Clipping | None = None,
+    engine: Literal["hooks", "vmap"] = "hooks",
     microbatch_size: int | None = None,
     collate: Collate | None = None,
     evaluate: Evaluate | None = None,
@@ -83,7 +86,7 @@ def fit(
         optimizer: from privgrad.optim, over model.named_parameters().
         plan: the public numbers.
         train_set: the private examples; see plan.batches.
-        clip, microbatch_size: as in PrivateGradient.
+        precondition, clip, engine, microbatch_size: as in PrivateGradient.
         collate: as in plan.batches.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
             public or held-out data: what it returns is published as it is.
@@ -109,7 +112,16 @@ def fit(
     if folder is not None:
         ledger, checkpoint = Ledger(Path(folder) / "ledger.jsonl"), Path(folder) / "checkpoint.pt"
     try:
-        oracle = PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size, ledger=ledger)
+        oracle = PrivateGradient(
+            model,
+            loss_fn,
+            plan,
+            precondition=precondition,
+            clip=clip,
+            engine=engine,
+            microbatch_size=microbatch_size,
+            ledger=ledger,
+        )
         settings = {"clip": repr(clip), "optimizer": type(optimizer).__name__, "options": repr(optimizer.defaults)}
         run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint, settings)
         if evaluate is not None:

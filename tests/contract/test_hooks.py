@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_a_compiled_model_is_run_as_it_was_written():
     model = make_model()
     compiled = torch.compile(model, backend="eager")
     examples = make_data().tensors
-    plain, other = Hooks(model, loss_fn)(examples), Hooks(compiled, loss_fn)(examples)
+    plain, other = Hooks(model, loss_fn)(examples), Hooks(cast(nn.Module, compiled), loss_fn)(examples)
     for name, factor in plain.items():
         torch.testing.assert_close(other[f"_orig_mod.{name}"].dense(), factor.dense())
 
@@ -81,7 +81,8 @@ def test_a_compiled_model_is_run_as_it_was_written():
 @pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"0": 1.0, "2": 2.0})])
 def test_microbatches_and_engines_give_the_same_release(clip: Clipping):
     data, results = make_data(), []
-    for engine, microbatch_size in (("hooks", None), ("hooks", 5), ("vmap", None)):
+    runs: list[tuple[Any, int | None]] = [("hooks", None), ("hooks", 5), ("vmap", None)]
+    for engine, microbatch_size in runs:
         batch = pg.Batch(data.tensors, 32, first_batch(make_plan(seed=0), data).sampling)
         plan = make_plan(seed=0, noise_multiplier=0.0)
         oracle = pg.PrivateGradient(

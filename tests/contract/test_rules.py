@@ -139,7 +139,7 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "EmbeddingBag, sum": (lambda: nn.EmbeddingBag(6, 4, mode="sum"), ids(5)),
     "EmbeddingBag, max (no rule)": (lambda: nn.EmbeddingBag(6, 4, mode="max"), ids(5)),
     "LayerNorm": (lambda: nn.LayerNorm(5), floats(3, 5)),
-    "LayerNorm, two dimensions": (lambda: nn.LayerNorm((3, 5)), floats(2, 3, 5)),
+    "LayerNorm, two dimensions": (lambda: nn.LayerNorm([3, 5]), floats(2, 3, 5)),
     "LayerNorm, no bias": (lambda: nn.LayerNorm(5, bias=False), floats(5)),
     "RMSNorm": (lambda: nn.RMSNorm(5), floats(3, 5)),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), floats(4, 5, 3)),

@@ -151,6 +151,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         optimizer,
         plan,
         data.train,
+        engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         evaluate=lambda model: _measure(model, measured_on),
         evaluations=spec.run.evaluations,

@@ -79,6 +79,7 @@ class RunTable(_Table):
 
     seeds: list[int] = Field(default=[0], min_length=1)
     evaluations: int = Field(default=10, ge=1)
+    engine: Literal["hooks", "vmap"] = "hooks"
     microbatch_size: int | None = Field(default=None, ge=1)
 
 

@@ -4,7 +4,6 @@ Shape suffixes: B examples, T places of an example (time, pixels), I inputs, O o
 Everything here is computed in float32 or wider, and is NOT private.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
@@ -46,7 +45,7 @@ class Factor(ABC):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
-        few = max(1, _CACHED // max(1, self.shape.numel()))
+        few = _CACHED // self.shape.numel() if self.shape.numel() else 1
         return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split(few)])
 
     def merge(self, parts: int) -> "Factor":
@@ -59,6 +58,7 @@ class Factor(ABC):
 
     def _split(self, few: int) -> "list[Factor]":
         """Parts of at most that many examples; at least one part, which may be empty."""
+        few = max(1, few)
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
 
 
@@ -118,8 +118,7 @@ class Outer(Factor):
         return Outer(_kept(self.a_BTI, kept_B), _kept(self.b_BTO, kept_B))
 
     def merge(self, parts: int) -> "Outer":
-        a_BTI, b_BTO = (x.unflatten(0, (-1, parts)).flatten(1, 2) for x in (self.a_BTI, self.b_BTO))
-        return Outer(a_BTI, b_BTO)
+        return Outer(_merged(self.a_BTI, parts), _merged(self.b_BTO, parts))
 
     def __add__(self, other: Factor) -> Factor:
         if isinstance(other, Outer):
@@ -148,18 +147,20 @@ class Outer(Factor):
         return (_long_norms(self.a_BTI) * _long_norms(self.b_BTO)).sum(1)
 
     def _norms_by_inner_products(self) -> Tensor:
-        few = max(1, _CACHED // self.a_BTI.shape[1] ** 2)
-        squares = [
-            torch.linalg.vecdot((a @ a.mT).flatten(1), (b @ b.mT).flatten(1)).double()
-            for a, b in zip(self.a_BTI.split(few), self.b_BTO.split(few), strict=True)
-        ]
-        square_B, bound_B = torch.cat(squares), self._bounds()
+        few = _CACHED // self.a_BTI.shape[1] ** 2
+        square_B = torch.cat([cast(Outer, part)._inner_products() for part in self._split(few)])
+        bound_B = self._bounds()
         # Where the terms cancel (or underflow), their rounding errors would hide the norm from the clipping.
         cancelled = (square_B < _CANCELLED * bound_B.square()).nonzero()[:, 0]
         norm_B = square_B.clamp(min=0).sqrt()
         if len(cancelled) > 0:
             norm_B[cancelled] = Factor.norms(Outer(self.a_BTI[cancelled], self.b_BTO[cancelled]))
         return norm_B
+
+    def _inner_products(self) -> Tensor:
+        """|g_i|^2 from Gram matrices of places, shape (B,), float64."""
+        a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
+        return (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
 
 
 class Rows(Factor):
@@ -191,8 +192,8 @@ class Rows(Factor):
         return Rows(self.ids_BT, _kept(self.r_BTD, kept_B), self.shape[0])
 
     def merge(self, parts: int) -> "Rows":
-        ids_BT, r_BTD = (x.unflatten(0, (-1, parts)).flatten(1, 2) for x in (self.ids_BT, self.r_BTD))
-        return Rows(ids_BT, r_BTD, self.shape[0])
+        ids_BT = self.ids_BT.reshape(self.examples // parts, -1)
+        return Rows(ids_BT, _merged(self.r_BTD, parts), self.shape[0])
 
     def __add__(self, other: Factor) -> Factor:
         if isinstance(other, Rows):
@@ -204,7 +205,7 @@ class Rows(Factor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Repeated ids of an example are added up first; then each touched row counts once."""
-        keys, place = torch.unique(self._keys(), return_inverse=True)
+        keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
         merged = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
             merged *= inverse_scales[keys % self.shape[0]]
@@ -258,7 +259,7 @@ class Convolution(Factor):
         places, (outputs, fan_in) = self.b.shape[2:].numel(), (self.shape[0], self.shape[1:].numel())
         if inverse_scales is not None or self._options["groups"] > 1 or places * (fan_in + outputs) >= fan_in * outputs:
             return super().norms(inverse_scales)
-        few = max(1, _CACHED // (places * fan_in))
+        few = _CACHED // (places * fan_in)
         return torch.cat([cast(Convolution, part).unfolded().norms() for part in self._split(few)])
 
     def unfolded(self) -> Outer:
@@ -346,7 +347,7 @@ class TiedTable(Sum):
         )
         norm_B = square_B.clamp(min=0).sqrt()
         cancelled = (square_B < _CANCELLED * parts_B.sum(0).square()).nonzero()[:, 0]
-        for index in cancelled.tolist():
+        for index in cast("list[int]", cancelled.tolist()):
             norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
         return norm_B
 
@@ -397,7 +398,8 @@ class Placed(Factor):
         def scales(row: int, part: Factor) -> Tensor | None:
             return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
 
-        return torch.stack([part.norms(scales(row, part)) for row, part in self.parts]).norm(dim=0)
+        norms = [part.norms(scales(row, part)) for row, part in self.parts]
+        return _long_norms(torch.stack(norms, dim=1))
 
     def __add__(self, other: Factor) -> Factor:
         if not isinstance(other, Placed):
@@ -451,6 +453,11 @@ def pad(x: Tensor, padding: list[int], mode: str) -> Tensor:
     return F.pad(x, padding) if mode == "zeros" else F.pad(x, padding, mode=mode)
 
 
+def _merged(x: Tensor, parts: int) -> Tensor:
+    """(B parts, T, D) -> (B, parts T, D)."""
+    return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
+
+
 def _kept(x: Tensor, kept_B: Tensor) -> Tensor:
     return torch.where(kept_B.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
@@ -467,6 +474,10 @@ def _long_norms(x: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
 
 
+def _short_norms(x: Tensor) -> Tensor:
+    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
+
+
 def _norms(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     """Norm of each example's gradient, shape (B,), float64.
 
@@ -475,11 +486,8 @@ def _norms(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     """
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
-    grads_BP = grads_BP.reshape(len(grads_BP), math.prod(grads_BP.shape[1:]))
+    grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
     whole = grads_BP.shape[1] // _BLOCK
     blocks = grads_BP[:, : whole * _BLOCK].reshape(len(grads_BP), whole, _BLOCK)
-    parts = [
-        torch.linalg.vector_norm(blocks, dim=2),
-        torch.linalg.vector_norm(grads_BP[:, whole * _BLOCK :], dim=1)[:, None],
-    ]
+    parts = [_short_norms(blocks), _short_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
     return _long_norms(torch.cat(parts, dim=1))

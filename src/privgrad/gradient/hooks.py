@@ -108,20 +108,21 @@ class Hooks:
         for name in trainable(self._model):
             wanted = torch.stack([single[name] for single in singles]).flatten(1).double()
             got = found[name].dense().flatten(1) if name in found else torch.zeros_like(wanted)
-            error_B = (got - wanted).norm(dim=1)
+            error_B, wanted_B = (got - wanted).square().sum(1).sqrt(), wanted.square().sum(1).sqrt()
             # Wide enough for bfloat16 and for a ReLU at its kink; a mix of examples is off by much more.
-            if bool((error_B > 0.05 * wanted.norm(dim=1) + 0.005 * whole_B.sqrt().to(error_B)).any()):
+            if bool((error_B > 0.05 * wanted_B + 0.005 * whole_B.sqrt().to(error_B)).any()):
                 self._layouts = None
                 remedy = f"keep examples in dimension 0 (batch_first=True) and apart in every layer, or {_VMAP}"
                 raise _refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
 
     def _learn_layouts(self, few: Any) -> list[tuple[str, Layout]]:
         """Compare two batch sizes: a dimension that grows with the batch holds examples."""
-        sizes, runs = (_PROBED, _PROBED - 1), []
+        sizes, runs = (_PROBED, _PROBED - 1), list[list[Call]]()
         for size in sizes:
             capture = _Capture(self._model, None, size)
             with torch.no_grad(), torch.random.fork_rng(), preserved(self._model), capture:
                 self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
+                capture.finish()
             runs.append(capture.calls)
         more, fewer = runs
         if [call.path for call in more] != [call.path for call in fewer]:
@@ -134,11 +135,13 @@ class Hooks:
         parameters = trainable(self._model)
         with torch.enable_grad(), preserved(self._model), capture:
             losses = require_losses(self._loss_fn(self._model, examples), size)
-            capture.require_complete()
-        _require_inside_units(losses, parameters)
-        _require_buffers_unchanged(capture.buffers)
-        edges = [tap.edge for tap in capture.taps]
-        grads = torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges and losses.requires_grad else ()
+            capture.finish()
+            _require_inside_units(losses, parameters)
+            edges = [tap.edge for tap in capture.taps]
+            # Checkpointed parts compute again in here.
+            grads = (
+                torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges and losses.requires_grad else ()
+            )
         names = {id(parameter): name for name, parameter in parameters.items()}
         factors: dict[str, Factor] = {}
         with torch.autocast(losses.device.type, enabled=False):
@@ -168,13 +171,20 @@ class _Capture:
         self._model, self._layouts, self._size = model, layouts, size
         self.taps: list[Tap] = []
         self.calls: list[Call] = []
-        self.buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._finished = False
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> "_Capture":
         # Compiled code knows nothing of replaced forwards.
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in self._model.modules():
+            buffers = vars(module)["_buffers"]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    self._stack.callback(buffers.__setitem__, name, buffer)
+                    buffers[name] = buffer.clone()
+                    self._buffers.append((buffers, name, buffers[name]))
         for path, module in _units(self._model):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
@@ -191,7 +201,13 @@ class _Capture:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def require_complete(self) -> None:
+    def finish(self) -> None:
+        """The forward pass is over: check it, and note nothing from here on."""
+        self._finished = True
+        changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
+        if changed:
+            remedy = "do not write to buffers in training, for what is written there is private"
+            raise _refused("buffers", "not to be written", ", ".join(changed), remedy)
         if self._layouts is not None and len(self.calls) != len(self._layouts):
             raise _OtherCallsError(self._layouts[len(self.calls)][0])
 
@@ -199,13 +215,16 @@ class _Capture:
         """The layout of the next call; None while layouts are learned."""
         if self._layouts is None:
             return None
+        if self._finished:
+            return next(layout for known, layout in self._layouts if known == path)
         index = len(self.calls)
         if index >= len(self._layouts) or self._layouts[index][0] != path:
             raise _OtherCallsError(path)
         return self._layouts[index][1]
 
     def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
-        self.calls.append(Call(path, tuple(tensor.shape for tensor in tensors)))
+        if not self._finished:
+            self.calls.append(Call(path, tuple(tensor.shape for tensor in tensors)))
 
     def _tap(
         self,
@@ -215,7 +234,8 @@ class _Capture:
         factors: Callable[[Tensor], Mapping[Tensor, Factor]],
     ) -> None:
         versions = [(x, x._version) for x in inputs]
-        self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions))
+        if not self._finished:
+            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions))
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != 1:
@@ -254,7 +274,7 @@ class _Capture:
         layout = self._enter(path)
         self._note(path, [])
         if layout is None:
-            return adapter(module, lambda tensor, inputs, factors: None, *args, **kwargs)
+            return adapter(module, _ignore, *args, **kwargs)
         return adapter(module, partial(self._tap, path), *args, **kwargs)
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -316,7 +336,9 @@ class _Capture:
         """(..., B parts, ...) -> (..., B, parts, ...)."""
         if place is None:
             return x
-        return self._with_examples(path, x, place).unflatten(place[0], (self._size, place[1]))
+        dim, parts = place
+        whole = self._with_examples(path, x, place)
+        return whole.reshape(*x.shape[:dim], self._size, parts, *x.shape[dim + 1 :])
 
 
 class _Unit(nn.Module):
@@ -345,6 +367,10 @@ def _units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> It
         yield from _units(child, f"{path}.{name}" if path else name, seen)
 
 
+def _ignore(*tap: object) -> None:
+    """Stands for a tap while layouts are learned."""
+
+
 def _restore(module: nn.Module, forward: Any) -> None:
     if forward is None:
         vars(module).pop("forward", None)
@@ -356,7 +382,8 @@ def _origins(module: nn.Module, name: str, weight: Tensor) -> list[Tensor]:
     """The parameters that the weight is computed from; itself if it is not computed."""
     if not parametrize.is_parametrized(module, name):
         return [weight]
-    return [p for p in module.parametrizations[name].parameters() if p.requires_grad]
+    chains = cast("Mapping[str, nn.Module]", module.parametrizations)
+    return [p for p in chains[name].parameters() if p.requires_grad]
 
 
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
@@ -424,13 +451,6 @@ def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]
             remedy = f"use it in its own module's forward only, or {_VMAP}"
             raise _refused(f"parameter {name!r}", "to be used by its own module only", "a use elsewhere", remedy)
         waiting.extend(edge[0] for edge in node.next_functions)
-
-
-def _require_buffers_unchanged(buffers: Sequence[tuple[str, Tensor, int]]) -> None:
-    changed = [name for name, buffer, version in buffers if buffer._version != version]
-    if changed:
-        remedy = "do not write to buffers in training, for what is written there is private"
-        raise _refused("buffers", "not to be written", ", ".join(changed), remedy)
 
 
 def _refused(name: str, condition: str, got: object, remedy: str) -> UnsupportedModuleError:

@@ -5,7 +5,7 @@ Shape suffixes: B examples, T places of an example, I inputs, O outputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +48,10 @@ class Rule(ABC):
 
 
 _RULES: dict[type[nn.Module] | str, Rule] = {}
-RuleType = TypeVar("RuleType", bound=type[Rule])
+RuleType = TypeVar("RuleType", bound=Rule)
 
 
-def register_rule(*layers: type[nn.Module] | str) -> Callable[[RuleType], RuleType]:
+def register_rule(*layers: type[nn.Module] | str) -> Callable[[type[RuleType]], type[RuleType]]:
     """Class decorator: a Rule for layers of exactly these types (or, unimported, of these qualified names).
 
     Example:
@@ -62,8 +62,9 @@ def register_rule(*layers: type[nn.Module] | str) -> Callable[[RuleType], RuleTy
         A wrong rule breaks the guarantee. The first batch checks it against gradients of single examples.
     """
 
-    def register(rule: RuleType) -> RuleType:
-        _RULES.update(dict.fromkeys(layers, rule()))
+    def register(rule: type[RuleType]) -> type[RuleType]:
+        for layer in layers:
+            _RULES[layer] = rule()
         return rule
 
     return register
@@ -127,7 +128,7 @@ class _TransposedConvolution(Rule):
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         convolve = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[len(layer.kernel_size)]
         options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
-        return cast(Tensor, convolve(x, parameters["weight"], parameters.get("bias"), *options))
+        return convolve(x, parameters["weight"], parameters.get("bias"), *options)
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
