@@ -1,0 +1,166 @@
+"""nn.MultiheadAttention with its projections in reach: a forward that is the same and exposes them.
+
+The module hands its weights to one functional, where no hook sees the projections' outputs; here each is a tap.
+Parameters enter detached: their gradients come from the contributions alone.
+
+Shape suffixes: B examples, H heads, T queries, S keys, E embedding, D = E / H, O outputs of a projection.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.errors import UnsupportedModuleError, expected
+
+Contribution = tuple[str, str, Tensor | None, Tensor] | tuple[str, str, Tensor | None, Tensor, slice]
+Contributions = Callable[[Tensor], list[Contribution]]
+Tap = Callable[[Tensor, Contributions], Tensor]
+
+_Rows = tuple[Tensor | None, str, slice | None]  # a parameter's rows, its name, and which they are if not all
+
+_NAME = "MultiheadAttention"
+
+
+def attention_forward(
+    module: nn.MultiheadAttention,
+    tap: Tap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What module(query, key, value, ...) returns, by way of taps.
+
+    Args:
+        module: with any of its options.
+        tap: (tensor, contributions) -> the tensor to go on with. contributions(gradient of the tensor) lists
+            (parameter, "outer", a, b), a (B, T, in), b (B, T, out): the gradient of example i is sum_t b_it a_it^T;
+            (parameter, "bias", None, b): it is sum_t b_it; (parameter, "dense", None, g): it is g_i. A fifth entry, a
+            slice, says which rows of the parameter are meant; other taps contribute the others.
+        query, key, value: shape (B, length, features), or (length, B, features) without batch_first. One tensor in
+            several roles has one projection and one tap.
+        key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal: as in torch.
+    Returns:
+        As torch does: output, and the attention weights or None.
+    Raises:
+        UnsupportedModuleError: the inputs are nested, or have no batch dimension.
+        PrivacyError: a mask is of a wrong shape or type, or missing.
+    Privacy:
+        NOT private. Each example's contributions depend on it and the weights alone; dropout draws for each.
+    """
+    if query.is_nested or query.dim() != 3:
+        got = "a nested tensor" if query.is_nested else f"{query.dim()} dimensions"
+        remedy = "give a batch of padded sequences, of size 1 for a single one"
+        raise expected(_NAME, "query", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
+    if is_causal and attn_mask is None:
+        raise expected(_NAME, "attn_mask", "with is_causal", None, "give it: is_causal only says what it is")
+    q_BTE, k_BSE, v_BSE = _projected(module, tap, query, key, value)
+    size, length, width = q_BTE.shape
+    heads, head_dim = module.num_heads, width // module.num_heads
+    mask = _merged(attn_mask, key_padding_mask, (size, heads, length, k_BSE.shape[1]), query.dtype)
+    hint = is_causal and key_padding_mask is None and not need_weights  # torch then drops the mask for the hint
+    if module.bias_k is not None and module.bias_v is not None:
+        k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, "bias_k", size)], 1)
+        v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, "bias_v", size)], 1)
+    if module.add_zero_attn:
+        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+    if mask is not None:  # what was appended is open to all
+        mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
+    q_BHTD, k_BHSD, v_BHSD = (
+        tensor.reshape(*tensor.shape[:2], heads, head_dim).transpose(1, 2) for tensor in (q_BTE, k_BSE, v_BSE)
+    )
+    dropout, weights = module.dropout if module.training else 0.0, None
+    if need_weights:
+        scores = (q_BHTD * head_dim**-0.5) @ k_BHSD.transpose(2, 3)
+        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+        mixed_BHTD = weights @ v_BHSD
+        weights = weights.mean(1) if average_attn_weights else weights
+    else:
+        kept = None if hint else mask
+        mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, kept, dropout, is_causal=hint)
+    mixed_BTE = mixed_BHTD.transpose(1, 2).flatten(2)
+    out = module.out_proj
+    output = _linear(tap, mixed_BTE, (out.weight, "out_proj.weight", None), (out.bias, "out_proj.bias", None))
+    return output if module.batch_first else output.transpose(0, 1), weights
+
+
+def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[Tensor]:
+    """Queries, keys and values, each (B, length, E). Roles that share their tensor share a product and a tap."""
+    query, key, value = roles
+    packed, bias = cast("Tensor | None", module.in_proj_weight), cast("Tensor | None", module.in_proj_bias)
+    groups = [(0, 1), (1, 2), (2, 3)]
+    if packed is not None and key is value:
+        groups = [(0, 3)] if query is key else [(0, 1), (1, 3)]
+    found: list[Tensor] = []
+    for first, end in groups:
+        rows = slice(first * module.embed_dim, end * module.embed_dim)
+        name = f"{'qkv'[first]}_proj_weight"
+        part = None if end - first == 3 else rows
+        weights: _Rows = (
+            (getattr(module, name), name, None) if packed is None else (packed[rows], "in_proj_weight", part)
+        )
+        biases: _Rows = (None if bias is None else bias[rows], "in_proj_bias", part)
+        inputs = roles[first] if module.batch_first else roles[first].transpose(0, 1)
+        found += _linear(tap, inputs, weights, biases).chunk(end - first, 2)
+    return found
+
+
+def _linear(tap: Tap, inputs: Tensor, weights: _Rows, biases: _Rows) -> Tensor:
+    """inputs weight^T + bias, tapped."""
+    (weight, weight_name, weight_rows), (bias, bias_name, bias_rows) = weights, biases
+    version = 0 if inputs.is_inference() else inputs._version  # pyright: ignore[reportPrivateUsage]
+
+    def contributions(grad_BTO: Tensor) -> list[Contribution]:
+        if inputs._version != version:  # pyright: ignore[reportPrivateUsage]
+            remedy = "use the operation that is not in place"  # torch's own backward pass refuses it likewise
+            raise expected(_NAME, "inputs", "to stay unchanged", "a change in place", remedy, UnsupportedModuleError)
+        found = [_entry(weight_name, "outer", inputs.detach(), grad_BTO, weight_rows)]
+        return found if bias is None else [*found, _entry(bias_name, "bias", None, grad_BTO, bias_rows)]
+
+    detached = None if bias is None else bias.detach()
+    return _tapped(tap, F.linear(inputs, cast("Tensor", weight).detach(), detached), contributions)
+
+
+def _entry(name: str, kind: str, a: Tensor | None, b: Tensor, rows: slice | None) -> Contribution:
+    return (name, kind, a, b) if rows is None else (name, kind, a, b, rows)
+
+
+def _repeated(tap: Tap, bias: Tensor, name: str, size: int) -> Tensor:
+    """A key or value that is a parameter, for every example: (B, 1, E)."""
+    return _tapped(tap, bias.detach().expand(size, 1, -1), lambda grad: [(name, "dense", None, grad.unsqueeze(1))])
+
+
+def _tapped(tap: Tap, tensor: Tensor, contributions: Contributions) -> Tensor:
+    if torch.is_grad_enabled() and not tensor.requires_grad:  # nothing before it does
+        tensor.requires_grad_()
+    return tap(tensor, contributions)
+
+
+def _merged(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> Tensor | None:
+    """Both masks as one to be added to the scores, of a shape that broadcasts to (B, H, T, S)."""
+    size, heads, length, keys = shape
+    shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
+        "attn_mask": {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape},
+        "key_padding_mask": {(size, keys): (size, 1, 1, keys)},
+    }
+    merged: Tensor | None = None
+    for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        if mask is None:
+            continue
+        if tuple(mask.shape) not in shapes[name] or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            condition = f"of shape {' or '.join(map(str, shapes[name]))}, boolean or floating point"
+            raise expected(_NAME, name, condition, f"{tuple(mask.shape)}, {mask.dtype}", "correct the mask")
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+        mask = mask.reshape(shapes[name][tuple(mask.shape)])
+        merged = mask if merged is None else merged + mask
+    return merged

@@ -1,0 +1,248 @@
+# pyright: reportIncompatibleMethodOverride=false
+# torch types an autograd Function's methods as taking anything.
+"""nn.LSTM, nn.GRU and nn.RNN with their gate gradients in reach: a forward that is the same and exposes them.
+
+torch's fused kernels hide the gradients of the pre-activations, from which the per-sample weight gradients follow.
+Here a layer and direction is one matrix product over all time (the tap) and an autograd Function around a loop with
+few operations a step: on CPU as fast as torch's own. What does not depend on the incoming gradient is computed for all
+time at once, before the backward loop. Parameters enter detached: their gradients come from the contributions alone.
+
+Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. hidden
+and cells have T + 1 rows, the initial state first. The reverse direction runs on flipped copies, its taps too.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from privgrad.errors import UnsupportedModuleError, expected
+
+Contribution = tuple[str, str, Tensor | None, Tensor]
+Contributions = Callable[[Tensor], list[Contribution]]
+Tap = Callable[[Tensor, Contributions], Tensor]
+State = Tensor | tuple[Tensor, Tensor]
+Grads = tuple[Tensor | None, ...]
+
+
+def recurrent_forward(
+    module: nn.LSTM | nn.GRU | nn.RNN, tap: Tap, inputs: Tensor, hx: State | None = None
+) -> tuple[Tensor, State]:
+    """What module(inputs, hx) returns, by way of taps.
+
+    Computes: the module's own recurrence, in the dtype of its parameters, autocast or not (torch's would be narrower).
+
+    Args:
+        module: with any of its options.
+        tap: (tensor, contributions) -> the tensor to go on with. contributions(gradient of the tensor), once the
+            backward pass has run, lists (parameter, "outer", a, b), a (B, T, in), b (B, T, out): the gradient of
+            example i is sum_t b_it a_it^T; and (parameter, "bias", None, b): it is sum_t b_it.
+        inputs: shape (B, T, I), or (T, B, I) without batch_first.
+        hx: initial state as torch takes it, shape (layers * directions, B, P), with cells for an LSTM; None is zero.
+    Returns:
+        As torch does: outputs, and the last state (for an LSTM a pair).
+    Raises:
+        UnsupportedModuleError: the inputs are packed, or have no batch dimension.
+        RuntimeError: hx has a wrong shape; or the gradient is differentiated again.
+    Privacy:
+        NOT private. Each example's contributions depend on it and the weights alone; dropout draws for each.
+    """
+    name, padded = type(module).__name__, isinstance(cast("object", inputs), Tensor)
+    if not padded or inputs.dim() != 3:
+        got = f"{inputs.dim()} dimensions" if padded else type(inputs).__name__
+        remedy = "give a batch, of size 1 for one sequence" if padded else "pad sequences instead"
+        raise expected(name, "inputs", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
+    dtype = cast("Tensor", module.weight_ih_l0).dtype
+    layer_TBI = (inputs.transpose(0, 1) if module.batch_first else inputs).to(dtype)
+    directions = ("", "_reverse") if module.bidirectional else ("",)
+    if hx is None:
+        shape = (module.num_layers * len(directions), layer_TBI.shape[1])
+        hidden = layer_TBI.new_zeros(*shape, module.proj_size or module.hidden_size)
+        hx = (hidden, layer_TBI.new_zeros(*shape, module.hidden_size)) if isinstance(module, nn.LSTM) else hidden
+    module.check_forward_args(inputs, cast("Any", hx), None)
+    pair = cast("tuple[Tensor, Tensor]", hx if isinstance(module, nn.LSTM) else (hx, hx))
+    states = [part.to(dtype).unbind() for part in pair]
+    lasts: list[tuple[Tensor, Tensor]] = []
+    with torch.autocast(inputs.device.type, enabled=False):
+        for layer in range(module.num_layers):
+            if layer > 0:
+                layer_TBI = F.dropout(layer_TBI, module.dropout, module.training)
+            firsts = zip(*(part[layer * len(directions) :] for part in states), strict=True)
+            results = [
+                _direction(module, f"_l{layer}{direction}", tap, layer_TBI, *first)
+                for direction, first in zip(directions, firsts, strict=False)
+            ]
+            layer_TBI = torch.cat([result[0] for result in results], 2) if module.bidirectional else results[0][0]
+            lasts += [result[1:] for result in results]
+        hidden, cells = (torch.stack(part) for part in zip(*lasts, strict=True))
+        last = (hidden, cells) if isinstance(module, nn.LSTM) else hidden
+        return layer_TBI.transpose(0, 1) if module.batch_first else layer_TBI, last
+
+
+def _direction(
+    module: nn.RNNBase, suffix: str, tap: Tap, inputs: Tensor, hidden_BP: Tensor, cell_BH: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer in one direction: outputs (T, B, P), last hidden state (B, P), last cell (B, H; of an LSTM)."""
+    reverse = suffix.endswith("_reverse")
+    inputs = inputs.flip(0) if reverse else inputs
+    version = 0 if inputs.is_inference() else inputs._version  # pyright: ignore[reportPrivateUsage]
+
+    def parameter(name: str) -> Tensor:
+        return cast("Tensor", getattr(module, name + suffix)).detach()
+
+    def tapped(tensor: Tensor, contributions: Contributions) -> Tensor:
+        if torch.is_grad_enabled() and not tensor.requires_grad:  # nothing before it does
+            tensor.requires_grad_()
+        return tap(tensor, contributions)
+
+    def of_gates(grad_TBG: Tensor) -> list[Contribution]:
+        if inputs._version != version:  # pyright: ignore[reportPrivateUsage]
+            remedy = "use the operation that is not in place"  # torch's own backward pass refuses it likewise
+            raise expected("recurrent_forward", "inputs", "unchanged", "a change", remedy, UnsupportedModuleError)
+        inputs_BTI, before_BTP = inputs.detach().transpose(0, 1), before_TBP.transpose(0, 1)
+        b_BTG = later_BTG = grad_TBG.transpose(0, 1)
+        if isinstance(module, nn.GRU):  # n = tanh(of input + r * of hidden): two gradients
+            later_BTG = grad_TBG.clone().transpose(0, 1)
+            later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
+        found: list[Contribution] = [("weight_ih" + suffix, "outer", inputs_BTI, b_BTG)]
+        found += [("weight_hh" + suffix, "outer", before_BTP, later_BTG)]
+        biases = [("bias_ih" + suffix, "bias", None, b_BTG), ("bias_hh" + suffix, "bias", None, later_BTG)]
+        return found + biases if module.bias else found
+
+    def of_projection(grad_TBP: Tensor) -> list[Contribution]:
+        return [("weight_hr" + suffix, "outer", extra_TBH.transpose(0, 1), grad_TBP.transpose(0, 1))]
+
+    weight_hh, zero, extra_TBH = parameter("weight_hh"), hidden_BP.new_zeros(()), cell_BH
+    bias_ih, bias_hh = (parameter("bias_ih"), parameter("bias_hh")) if module.bias else (None, zero)
+    if bias_ih is not None and not isinstance(module, nn.GRU):
+        bias_ih = bias_ih + bias_hh
+    pre_TBG = tapped(F.linear(inputs, parameter("weight_ih"), bias_ih), of_gates)
+    if isinstance(module, nn.LSTM):
+        weight_hr = nothing_TBP = None
+        if module.proj_size:  # nothing, added to each projected state: its gradient is the state's
+            weight_hr = parameter("weight_hr")
+            nothing_TBP = tapped(zero.expand(len(inputs), *hidden_BP.shape), of_projection)
+        arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
+        hidden, cell_BH, extra_TBH = cast("Any", _LSTM).apply(*arguments)
+    elif isinstance(module, nn.GRU):
+        hidden, extra_TBH = cast("Any", _GRU).apply(pre_TBG, weight_hh, bias_hh, hidden_BP)
+    else:
+        hidden = cast("Any", _RNN).apply(pre_TBG, weight_hh, hidden_BP, module.mode == "RNN_RELU")
+    before_TBP = hidden.detach()[:-1]
+    return hidden[1:].flip(0) if reverse else hidden[1:], hidden[-1], cell_BH
+
+
+class _LSTM(torch.autograd.Function):
+    """c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h); projected, h = W_hr o tanh(c) + nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, c: Tensor, *projection: Any) -> Any:
+        weight_hr, nothing = cast("tuple[Tensor | None, Tensor]", projection)
+        hidden, cells = h.repeat(len(pre) + 1, 1, 1), c.repeat(len(pre) + 1, 1, 1)  # row 0 counts, the rest is room
+        news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.new_empty(pre.shape)
+        unprojected = torch.empty_like(news) if weight_hr is not None else hidden[1:]
+        for t in range(len(pre)):
+            torch.addmm(pre[t], hidden[t], weight_hh.t(), out=gates[t])
+            i, f, n, o = gates[t].chunk(4, 1)
+            news[t].copy_(n).tanh_()  # many times faster than on the strided n
+            gates[t].sigmoid_()
+            torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, news[t])
+            torch.mul(o, torch.tanh(cells[t + 1], out=tanhs[t]), out=unprojected[t])
+            if weight_hr is not None:
+                torch.addmm(nothing[t], unprojected[t], weight_hr.t(), out=hidden[t + 1])
+        ctx.save_for_backward(weight_hh, weight_hr, hidden, cells, gates, news, tanhs)
+        if weight_hr is not None:
+            ctx.mark_non_differentiable(unprojected)
+        return hidden, cells[-1].clone(), unprojected if weight_hr is not None else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_hidden: Tensor, grad_c: Tensor, *unused: Any) -> Grads:
+        weight_hh, weight_hr, _, cells, gates, news, tanhs = ctx.saved_tensors
+        i, f, _, o = gates.chunk(4, 2)
+        grad_pre = torch.addcmul(gates, gates, gates, value=-1)  # the sigmoid's derivative s - s^2
+        of_i, of_f, of_n, of_o = grad_pre.chunk(4, 2)
+        of_i.mul_(news)
+        of_f.mul_(cells[:-1])
+        torch.addcmul(i, i, torch.mul(news, news, out=of_n), value=-1, out=of_n)
+        of_o.mul_(tanhs)
+        of_c = torch.addcmul(o, o, tanhs.square(), value=-1)
+        of_ifn = grad_pre.view(*gates.shape[:2], 4, news.shape[2])[:, :, :3]
+        grad_nothing = torch.empty_like(grad_hidden[1:]) if weight_hr is not None else None
+        later, grad_h, grad_c = torch.zeros_like(gates[0]), torch.empty_like(grad_hidden[0]), grad_c.clone()
+        for t in reversed(range(len(gates))):
+            grad_m = torch.addmm(grad_hidden[t + 1], later, weight_hh, out=grad_h)
+            if grad_nothing is not None and weight_hr is not None:
+                grad_m = torch.mm(grad_nothing[t].copy_(grad_h), weight_hr)
+            grad_c.addcmul_(grad_m, of_c[t])
+            of_ifn[t].mul_(grad_c.unsqueeze(1))
+            of_o[t].mul_(grad_m)
+            grad_c.mul_(f[t])
+            later = grad_pre[t]
+        torch.addmm(grad_hidden[0], later, weight_hh, out=grad_h)
+        return grad_pre, None, grad_h, grad_c, None, grad_nothing
+
+
+class _GRU(torch.autograd.Function):
+    """h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh. Returns hidden and r."""
+
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, bias_hh: Tensor, h: Tensor) -> Any:
+        hidden, gates = h.repeat(len(pre) + 1, 1, 1), pre.new_empty(pre.shape)  # r, z, and s of n
+        news, width = torch.empty_like(hidden[1:]), h.shape[1]
+        for t in range(len(pre)):
+            torch.addmm(bias_hh, hidden[t], weight_hh.t(), out=gates[t])
+            gates[t, :, : 2 * width].add_(pre[t, :, : 2 * width]).sigmoid_()
+            r, z, part = gates[t].chunk(3, 1)
+            torch.addcmul(pre[t, :, 2 * width :], r, part, out=news[t]).tanh_()
+            torch.sub(hidden[t], news[t], out=hidden[t + 1]).mul_(z).add_(news[t])
+        ctx.save_for_backward(weight_hh, hidden, gates, news)
+        resets = gates[:, :, :width].detach()
+        ctx.mark_non_differentiable(resets)
+        return hidden, resets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_hidden: Tensor, *unused: Any) -> Grads:
+        weight_hh, hidden, gates, news = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        (r, z, part), width = gates.chunk(3, 2), news.shape[2]
+        grad_pre = torch.addcmul(gates, gates, gates, value=-1)
+        of_r, of_z, of_n = grad_pre.chunk(3, 2)
+        torch.mul(1 - z, 1 - news.square(), out=of_n)
+        of_r.mul_(part).mul_(of_n)
+        of_z.mul_(hidden[:-1] - news)
+        of_gates, new = grad_pre.view(*gates.shape[:2], 3, width), torch.empty_like(news[0])
+        grad_h, carried = torch.empty_like(news[0]), torch.zeros_like(news[0])
+        for t in reversed(range(len(gates))):
+            torch.add(grad_hidden[t + 1], carried, out=grad_h)
+            of_gates[t].mul_(grad_h.unsqueeze(1))
+            torch.mul(grad_h, z[t], out=carried).addmm_(grad_pre[t, :, : 2 * width], weight_hh[: 2 * width])
+            carried.addmm_(torch.mul(of_n[t], r[t], out=new), weight_hh[2 * width :])
+        return grad_pre, None, None, carried + grad_hidden[0]
+
+
+class _RNN(torch.autograd.Function):
+    """h = tanh or relu of (pre + W_hh h). Returns hidden."""
+
+    @staticmethod
+    def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, relu: bool) -> Tensor:
+        hidden, activate_ = h.repeat(len(pre) + 1, 1, 1), torch.relu_ if relu else torch.tanh_
+        for t in range(len(pre)):
+            activate_(torch.addmm(pre[t], hidden[t], weight_hh.t(), out=hidden[t + 1]))
+        ctx.save_for_backward(weight_hh, hidden)
+        ctx.relu = relu
+        return hidden
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_hidden: Tensor) -> Grads:
+        weight_hh, hidden = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        grad_pre = (hidden[1:] > 0).to(hidden.dtype) if ctx.relu else 1 - hidden[1:].square()
+        later, grad_h = torch.zeros_like(hidden[0]), torch.empty_like(hidden[0])
+        for t in reversed(range(len(grad_pre))):
+            later = grad_pre[t].mul_(torch.addmm(grad_hidden[t + 1], later, weight_hh, out=grad_h))
+        torch.addmm(grad_hidden[0], later, weight_hh, out=grad_h)
+        return grad_pre, None, grad_h, None
