@@ -81,6 +81,38 @@ class Positions(nn.Module):
         return x + self.table(positions[None] if self.leading else positions)
 
 
+class Attends(nn.Module):
+    """Attention from the examples to other places, time first as torch's default is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(4, 2, kdim=4, add_bias_kv=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return self.attend(x, torch.sin(x), torch.cos(x))[0].transpose(0, 1)
+
+
+class Decodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, torch.sin(x[:, :2]))
+
+
+class Reads(nn.Module):
+    """A recurrent layer, time first as torch's default is."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
+
+
 class Scale(nn.Module):
     """No rule: a parameter used in its own forward."""
 
@@ -148,6 +180,11 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(4, affine=True), floats(4, 5, 3)),
     "InstanceNorm3d": (lambda: nn.InstanceNorm3d(2, affine=True), floats(2, 3, 3, 4)),
     "BatchNorm2d, frozen": (lambda: nn.BatchNorm2d(4).eval(), floats(4, 5, 3)),
+    "MultiheadAttention, three inputs": (Attends, floats(3, 4)),
+    "MultiheadAttention, decoder": (Decodes, floats(3, 4)),
+    "LSTM, both directions": (lambda: Reads(nn.LSTM(4, 3, bidirectional=True, num_layers=2)), floats(5, 4)),
+    "GRU": (lambda: Reads(nn.GRU(4, 3)), floats(5, 4)),
+    "RNN, frames": (lambda: Frames(Reads(nn.RNN(4, 3))), floats(2, 5, 4)),
     "PReLU (no rule)": (lambda: nn.PReLU(5), floats(5)),
 }
 

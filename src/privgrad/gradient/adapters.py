@@ -1,9 +1,54 @@
-"""Attention and recurrent layers, whose own forward hides what a rule needs: forwards with taps."""
+"""Attention and recurrent layers: forwards with taps, and what the taps' gradients say of the parameters."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from privgrad.gradient.attention import attention_forward
+from privgrad.gradient.factors import Dense, Factor, Outer, Placed, wide
+from privgrad.gradient.recurrent import recurrent_forward
+
+# (tensor of the graph, gradient of the tensor -> factors by parameter)
+Tap = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Factor]]], None]
+Adapter = Callable[..., Any]
+
+_FORWARDS: dict[type[nn.Module], Adapter] = {
+    nn.MultiheadAttention: attention_forward,
+    nn.LSTM: recurrent_forward,
+    nn.GRU: recurrent_forward,
+    nn.RNN: recurrent_forward,
+}
 
 
-def find_adapter(module: nn.Module) -> Any:
-    return None
+def find_adapter(module: nn.Module) -> Adapter | None:
+    """The forward (module, tap, *args, **kwargs) that stands in for the module's own, or None."""
+    forward = _FORWARDS.get(type(module))
+    if forward is None or "forward" in vars(module) or any(map(parametrize.is_parametrized, module.modules())):
+        return None
+    return partial(_adapted, forward)
+
+
+def _adapted(forward: Adapter, module: nn.Module, tap: Tap, *args: Any, **kwargs: Any) -> Any:
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def note(tensor: Tensor, contributions: Callable[[Tensor], list[Any]]) -> Tensor:
+        tap(tensor, lambda grad: _factors(parameters, contributions(grad)))
+        return tensor
+
+    return forward(module, note, *args, **kwargs)
+
+
+def _factors(parameters: Mapping[str, nn.Parameter], contributions: list[Any]) -> dict[Tensor, Factor]:
+    found: dict[Tensor, Factor] = {}
+    for name, kind, a, b, *rows in contributions:
+        if name not in parameters:
+            continue
+        factor = Outer(a, b) if kind == "outer" else Dense(wide(b).sum(1) if kind == "bias" else b)
+        if rows:
+            factor = Placed([(rows[0].start, factor)], parameters[name].shape)
+        parameter = parameters[name]
+        found[parameter] = found[parameter] + factor if parameter in found else factor
+    return found

@@ -45,12 +45,12 @@ class Factor(ABC):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
-        few = _CACHED // self.shape.numel() if self.shape.numel() else 1
+        few = _CACHED // max(1, int(self.shape.numel()))
         return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split(few)])
 
     def merge(self, parts: int) -> "Factor":
         """Every `parts` neighbouring rows are one example: the sum of their gradients."""
-        return Dense(self.dense().unflatten(0, (-1, parts)).sum(1))
+        return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
 
     def __add__(self, other: "Factor") -> "Factor":
         """The gradient of a parameter that is used in two places."""

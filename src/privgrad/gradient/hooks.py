@@ -120,7 +120,7 @@ class Hooks:
         sizes, runs = (_PROBED, _PROBED - 1), list[list[Call]]()
         for size in sizes:
             capture = _Capture(self._model, None, size)
-            with torch.no_grad(), torch.random.fork_rng(), preserved(self._model), capture:
+            with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
                 self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
                 capture.finish()
             runs.append(capture.calls)
@@ -154,6 +154,10 @@ class Hooks:
                     continue
                 for parameter, factor in tap.factors(grad).items():
                     name = names[id(parameter)]
+                    if factor.examples != size:
+                        if factor.examples % size != 0:
+                            raise _misplaced(tap.path)
+                        factor = factor.merge(factor.examples // size)
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
 
@@ -230,11 +234,12 @@ class _Capture:
         self,
         path: str,
         tensor: Tensor,
-        inputs: Sequence[Tensor],
         factors: Callable[[Tensor], Mapping[Tensor, Factor]],
+        *,
+        inputs: Sequence[Tensor],
     ) -> None:
         versions = [(x, x._version) for x in inputs]
-        if not self._finished:
+        if not self._finished and tensor.requires_grad:
             self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions))
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,9 +256,8 @@ class _Capture:
                 raise _misplaced(path)
         output = rule.forward(module, stand_ins, x)
         self._note(path, [x, output])
-        if layout is None or not output.requires_grad:
+        if layout is None:
             return output
-        parts = 1 if layout[0] is None else layout[0][1]
 
         def factors(grad: Tensor) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
@@ -261,13 +265,12 @@ class _Capture:
                 if not weight.requires_grad:
                     continue
                 factor = rule.factor(module, name, stand_ins, x.detach(), grad)
-                factor = factor.merge(parts) if parts > 1 else factor
                 for parameter in _origins(module, name, weight):
                     part = factor if parameter is weight else Pulled(factor, weight, parameter)
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
-        self._tap(path, output, [x], factors)
+        self._tap(path, output, factors, inputs=[x])
         return output
 
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +278,7 @@ class _Capture:
         self._note(path, [])
         if layout is None:
             return adapter(module, _ignore, *args, **kwargs)
-        return adapter(module, partial(self._tap, path), *args, **kwargs)
+        return adapter(module, partial(self._tap, path, inputs=()), *args, **kwargs)
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The unit under vmap, with its own copy of the parameters for every example."""
@@ -319,7 +322,7 @@ class _Capture:
         output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
         self._note(path, [*tensors, *_tensors(output)])
         for name, parameter in own.items():
-            self._tap(path, copies[name], [], partial(_written_out, parameter))
+            self._tap(path, copies[name], partial(_written_out, parameter), inputs=[])
         return output
 
     def _with_examples(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
