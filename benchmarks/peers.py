@@ -26,7 +26,9 @@ def opacus(setup: Setup, *, ghost: bool) -> Step:
     from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
     from opacus.validators import ModuleValidator
 
-    model: nn.Module = ModuleValidator.fix(setup.model())  # its own LSTM in place of torch's
+    model = setup.model()
+    if ModuleValidator.validate(model):
+        model: nn.Module = ModuleValidator.fix(model)  # its own LSTM in place of torch's
     batch = setup.batch
     adam = torch.optim.Adam(model.parameters())
     numbers = {
