@@ -74,7 +74,7 @@ def attention_forward(
     if mask is not None:  # what was appended is open to all
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
     q_BHTD, k_BHSD, v_BHSD = (
-        tensor.reshape(size, tensor.shape[1], heads, head_dim).transpose(1, 2) for tensor in (q_BTE, k_BSE, v_BSE)
+        tensor.reshape(size, -1, heads, head_dim).transpose(1, 2) for tensor in (q_BTE, k_BSE, v_BSE)
     )
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:

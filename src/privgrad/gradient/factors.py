@@ -5,7 +5,7 @@ Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 _BLOCK = 1024  # float32 entries summed before they are joined in float64
 _CACHED = 1 << 20  # floats of scratch that stay in a core's cache while they are scaled and summed
+_TINY = 1e-15  # the square of a norm below this loses digits in float32
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
 
 
@@ -42,6 +43,11 @@ class Factor(ABC):
     @abstractmethod
     def keep(self, kept_B: Tensor) -> "Factor":
         """The same with zeros for every example that is not kept; kept_B is bool, shape (B,)."""
+
+    @property
+    def worth_keeping(self) -> bool:
+        """Whether gradients written out for their norms would make the weighted sum much cheaper."""
+        return False
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
@@ -111,8 +117,10 @@ class Outer(Factor):
         return self.b_BTO.mT @ self.a_BTI
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        b_BTO = self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
-        return b_BTO.flatten(0, 1).mT @ self.a_BTI.flatten(0, 1)
+        a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
+        if not b_BTO.is_contiguous():  # as recurrent layers leave them, time first
+            a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
+        return b_BTO.flatten(0, 1).mT @ a_BTI.flatten(0, 1)
 
     def keep(self, kept_B: Tensor) -> "Outer":
         return Outer(_kept(self.a_BTI, kept_B), _kept(self.b_BTO, kept_B))
@@ -133,34 +141,35 @@ class Outer(Factor):
         """
         places, (outputs, inputs) = self.a_BTI.shape[1], self.shape
         if places == 1 and inverse_scales is None:
-            return self._bounds()
+            return _norms(self.a_BTI) * _norms(self.b_BTO)
         if places == 1:
-            assert inverse_scales is not None
-            a_BI, b_BO = self.a_BTI[:, 0].square(), self.b_BTO[:, 0].square()
-            return ((b_BO @ inverse_scales.to(a_BI.dtype).square()) * a_BI).sum(1, dtype=torch.float64).sqrt()
+            few = self._split(_CACHED // inputs)
+            return torch.cat([cast(Outer, part)._scaled_norms(cast(Tensor, inverse_scales)) for part in few])
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
-            return self._norms_by_inner_products()
+            few = self._split(_CACHED // places**2)
+            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
         return super().norms(inverse_scales)
 
-    def _bounds(self) -> Tensor:
-        """sum over t of |a_it| |b_it|: at least |g_i|; shape (B,), float64."""
-        return (_long_norms(self.a_BTI) * _long_norms(self.b_BTO)).sum(1)
-
-    def _norms_by_inner_products(self) -> Tensor:
-        few = _CACHED // self.a_BTI.shape[1] ** 2
-        square_B = torch.cat([cast(Outer, part)._inner_products() for part in self._split(few)])
-        bound_B = self._bounds()
-        # Where the terms cancel (or underflow), their rounding errors would hide the norm from the clipping.
-        cancelled = (square_B < _CANCELLED * bound_B.square()).nonzero()[:, 0]
+    def norms_by_inner_products(self) -> Tensor:
+        """From Gram matrices of places; where terms cancel, from the sum itself."""
+        a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
+        a_BT, b_BT = (gram.diagonal(dim1=1, dim2=2).sqrt() for gram in (a_BTT, b_BTT))
+        bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
+        square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
+        # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from the clipping.
+        hidden_B = square_B <= _CANCELLED * bound_B.square()
+        hidden_B |= (((a_BT < _TINY) & (b_BT > 1)) | ((b_BT < _TINY) & (a_BT > 1))).any(1)
         norm_B = square_B.clamp(min=0).sqrt()
-        if len(cancelled) > 0:
-            norm_B[cancelled] = Factor.norms(Outer(self.a_BTI[cancelled], self.b_BTO[cancelled]))
+        again = hidden_B.nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(Outer(self.a_BTI[again], self.b_BTO[again]))
         return norm_B
 
-    def _inner_products(self) -> Tensor:
-        """|g_i|^2 from Gram matrices of places, shape (B,), float64."""
-        a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
-        return (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
+    def _scaled_norms(self, inverse_scales: Tensor) -> Tensor:
+        """sqrt(b^2 W . a^2) for one place; the product with W is a bound on nothing but positive terms."""
+        a_BI, b_BO = self.a_BTI[:, 0], self.b_BTO[:, 0]
+        square_BI = b_BO.square() @ inverse_scales.to(b_BO.dtype).square()
+        return _norms(square_BI.sqrt_().mul_(a_BI))
 
 
 class Rows(Factor):
@@ -222,65 +231,79 @@ class Convolution(Factor):
     """The weight of a convolution in 1, 2 or 3 dimensions, shape (O, I / groups, *kernel).
 
     Args:
-        x: padded inputs, shape (B, I, *space).
+        x: inputs, shape (B, I, *space).
         b: gradients of the outputs, shape (B, O, *places).
-        kernel: size in space.
-        stride, dilation: in space.
+        kernel, stride, padding, dilation: in space.
         groups: of channels.
     """
 
-    def __init__(
-        self, x: Tensor, b: Tensor, *, kernel: tuple[int, ...], stride: Any, dilation: Any, groups: int
-    ) -> None:
+    def __init__(self, x: Tensor, b: Tensor, *, kernel: Sequence[int], groups: int, **options: Sequence[int]) -> None:
         super().__init__(len(x), torch.Size((b.shape[1], x.shape[1] // groups, *kernel)))
-        self.x, self.b = wide(x), wide(b)
-        self._options: dict[str, Any] = {"kernel": kernel, "stride": stride, "dilation": dilation, "groups": groups}
+        self.x, self.b, self.groups = wide(x), wide(b), groups
+        self._options = options
 
     def __getitem__(self, examples: slice) -> "Convolution":
-        return Convolution(self.x[examples], self.b[examples], **self._options)
+        return self._like(self.x[examples], self.b[examples])
 
     def dense(self) -> Tensor:
-        """One grouped convolution, an example a group."""
+        """For few places a product of patches; else one grouped convolution, an example a group."""
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
-        count = self.examples * self._options["groups"]
+        if self._few_places:
+            return self.unfolded().dense().view(self.examples, *self.shape)
         x, b = (z.reshape(1, -1, *z.shape[2:]) for z in (self.x, self.b))
-        grad = self._weight_gradient(x, b, (self.examples * self.shape[0], *self.shape[1:]), count)
-        return grad.view(self.examples, *self.shape)
+        shape = (self.examples * self.shape[0], *self.shape[1:])
+        return self._weight_gradient(x, b, shape, self.examples * self.groups).view(self.examples, *self.shape)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         b = self.b * weight_B.to(self.b.dtype).view(-1, *[1] * (self.b.dim() - 1))
-        return self._weight_gradient(self.x, b, tuple(self.shape), self._options["groups"])
+        return self._weight_gradient(self.x, b, tuple(self.shape), self.groups)
 
     def keep(self, kept_B: Tensor) -> "Convolution":
-        return Convolution(_kept(self.x, kept_B), _kept(self.b, kept_B), **self._options)
+        return self._like(_kept(self.x, kept_B), _kept(self.b, kept_B))
+
+    @property
+    def worth_keeping(self) -> bool:
+        return not self._by_inner_products
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        places, (outputs, fan_in) = self.b.shape[2:].numel(), (self.shape[0], self.shape[1:].numel())
-        if inverse_scales is not None or self._options["groups"] > 1 or places * (fan_in + outputs) >= fan_in * outputs:
+        if inverse_scales is not None or not self._by_inner_products:
             return super().norms(inverse_scales)
-        few = _CACHED // (places * fan_in)
-        return torch.cat([cast(Convolution, part).unfolded().norms() for part in self._split(few)])
+        few = self._split(_CACHED // (self._places * int(self.shape[1:].numel())))
+        return torch.cat([cast(Convolution, part).unfolded().norms_by_inner_products() for part in few])
 
     def unfolded(self) -> Outer:
-        """The same as a linear map of patches, of shape (O, I * kernel); for one group."""
-        patches = self.x
-        for dim, size in enumerate(self._options["kernel"]):
-            reach = (size - 1) * self._options["dilation"][dim] + 1
-            patches = patches.unfold(2 + dim, reach, self._options["stride"][dim])
-            patches = patches[..., :: self._options["dilation"][dim]]
+        """The same as a linear map of patches, shape (O, I * kernel); for one group."""
+        patches = F.pad(self.x, [size for size in reversed(self._options["padding"]) for _ in range(2)])
+        for dim, size in enumerate(self.shape[2:]):
+            stride, dilation = self._options["stride"][dim], self._options["dilation"][dim]
+            patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
         space = self.b.dim() - 2
-        # A stride may leave out the last pixels; what is left has the outputs' size.
         patches = patches.movedim(1, 1 + space)
         return Outer(patches.flatten(1, space).flatten(2), self.b.flatten(2).mT)
 
+    @property
+    def _places(self) -> int:
+        return int(self.b.shape[2:].numel())
+
+    @property
+    def _few_places(self) -> bool:
+        return self.groups == 1 and self._places <= 64
+
+    @property
+    def _by_inner_products(self) -> bool:
+        outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
+        return self._few_places and 2 * self._places * (fan_in + outputs) < fan_in * outputs
+
+    def _like(self, x: Tensor, b: Tensor) -> "Convolution":
+        return Convolution(x, b, kernel=self.shape[2:], groups=self.groups, **self._options)
+
     def _weight_gradient(self, x: Tensor, b: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
-        space = len(shape) - 2
         stand_in = x.new_empty(1).expand(shape)  # only its shape is read
-        options = (self._options["stride"], [0] * space, self._options["dilation"], False, [0] * space, groups)
-        masks = (False, True, False)
+        stride, padding, dilation = (self._options[name] for name in ("stride", "padding", "dilation"))
         backward = cast("Callable[..., tuple[Any, Tensor, Any]]", torch.ops.aten.convolution_backward)
-        return backward(b, x, stand_in, None, *options, masks)[1]
+        mask = (False, True, False)
+        return backward(b, x, stand_in, None, stride, padding, dilation, False, [0] * len(padding), groups, mask)[1]
 
 
 class Sum(Factor):
@@ -446,11 +469,6 @@ class Pulled(Factor):
 def wide(tensor: Tensor) -> Tensor:
     """In float32, or wider if it was."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def pad(x: Tensor, padding: list[int], mode: str) -> Tensor:
-    """As convolutions pad: `padding` from the last dimension on, mode as nn.Conv2d names it."""
-    return F.pad(x, padding) if mode == "zeros" else F.pad(x, padding, mode=mode)
 
 
 def _merged(x: Tensor, parts: int) -> Tensor:

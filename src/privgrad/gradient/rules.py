@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient.factors import Convolution, Dense, Factor, Outer, Rows, pad, wide
+from privgrad.gradient.factors import Convolution, Dense, Factor, Outer, Rows, wide
 
 
 class Rule(ABC):
@@ -112,15 +112,12 @@ class _Convolution(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
             return Dense(wide(grad).flatten(2).sum(2))
-        padded = pad(x, layer._reversed_padding_repeated_twice, layer.padding_mode)
-        return Convolution(
-            padded,
-            grad,
-            kernel=layer.kernel_size,
-            stride=layer.stride,
-            dilation=layer.dilation,
-            groups=layer.groups,
-        )
+        padding = layer.padding
+        if layer.padding_mode != "zeros":
+            x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), (0,) * (x.dim() - 2)
+        elif isinstance(padding, str):  # "same" may pad one side more
+            x, padding = F.pad(x, layer._reversed_padding_repeated_twice), (0,) * (x.dim() - 2)
+        return _convolution(layer, x, grad, padding)
 
 
 @register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -134,10 +131,7 @@ class _TransposedConvolution(Rule):
         if name == "bias":
             return Dense(wide(grad).flatten(2).sum(2))
         # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
-        padded = F.pad(grad, [amount for size in reversed(layer.padding) for amount in (size, size)])
-        return Convolution(
-            padded, x, kernel=layer.kernel_size, stride=layer.stride, dilation=layer.dilation, groups=layer.groups
-        )
+        return _convolution(layer, grad, x, layer.padding)
 
 
 @register_rule(nn.Embedding)
@@ -239,6 +233,11 @@ class _FrozenBatchNorm(_Normalization):
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         mean, var = layer.running_mean, layer.running_var
         return F.batch_norm(x, mean, var, parameters.get("weight"), parameters.get("bias"), False, 0.0, layer.eps)
+
+
+def _convolution(layer: Any, x: Tensor, grad: Tensor, padding: tuple[int, ...]) -> Convolution:
+    geometry = {"kernel": layer.kernel_size, "stride": layer.stride, "dilation": layer.dilation}
+    return Convolution(x, grad, groups=layer.groups, padding=padding, **geometry)
 
 
 def _places(x: Tensor) -> Tensor:
