@@ -10,7 +10,7 @@ import torch
 
 T = TypeVar("T")
 
-_NUMBERS_A_THREAD = 1 << 18
+_NUMBERS_A_THREAD = 1 << 19
 
 
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:

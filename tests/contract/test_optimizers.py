@@ -169,7 +169,7 @@ def test_adambc_takes_noise_by_name_and_over_time():
 def test_adambc_in_blocks_equals_the_formula_on_whole_tensors(threads: int, by_tensor: bool):
     """Many blocks and a remainder, a layout that cannot be cut, a short one; float64, with and without threads."""
     torch.manual_seed(0)
-    shapes = {"long": (700, 1001), "turned": (300, 200), "short": (7,)}
+    shapes = {"long": (1700, 1001), "turned": (300, 200), "short": (7,)}
     start = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
     start["turned"] = start["turned"].t()
     ours = {name: nn.Parameter(value.clone(memory_format=torch.preserve_format)) for name, value in start.items()}

@@ -86,7 +86,7 @@ def test_extreme_words_give_the_right_normals(dtype: Any):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: int):
     """Blocks taken by whichever thread is free, across tensors, are the stream's draws in order."""
-    sizes, stream = [3, BLOCK - 5, 2 * BLOCK + 1, 1, 0, 7], RandomSource(1).stream("noise")
+    sizes, stream = [3, BLOCK - 5, 6 * BLOCK + 1, 1, 0, 7], RandomSource(1).stream("noise")
     clipped = ClippedSum({str(i): torch.zeros(size) for i, size in enumerate(sizes)}, 1.0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
