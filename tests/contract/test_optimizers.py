@@ -164,6 +164,42 @@ def test_adambc_takes_noise_by_name_and_over_time():
     )
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_adambc_in_blocks_equals_the_formula_on_whole_tensors(threads: int, by_tensor: bool):
+    """Many blocks and a remainder, a layout that cannot be cut, a short one; float64, with and without threads."""
+    torch.manual_seed(0)
+    shapes = {"long": (1700, 1001), "turned": (300, 200), "short": (7,)}
+    start = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    start["turned"] = start["turned"].t()
+    ours = {name: nn.Parameter(value.clone(memory_format=torch.preserve_format)) for name, value in start.items()}
+    assert not ours["turned"].is_contiguous()
+    optimizer = pg.optim.AdamBC(ours.items(), lr=0.01, betas=(0.8, 0.95))
+    zeros = {name: torch.zeros_like(value) for name, value in start.items()}
+    p, m, v, n = start, zeros, zeros, zeros
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for t in (1, 2, 3):
+            grads = {name: torch.randn_like(value) for name, value in start.items()}
+            std = {
+                k: (0.5 + torch.rand_like(x)) / t if by_tensor else torch.full_like(x, 0.7 / t) for k, x in p.items()
+            }
+            optimizer.step(grad=NoisyGradient(grads, dict(std) if by_tensor else 0.7 / t))
+            m = {k: 0.8 * m[k] + 0.2 * g for k, g in grads.items()}
+            v = {k: 0.95 * v[k] + 0.05 * g**2 for k, g in grads.items()}
+            n = {k: 0.95 * n[k] + 0.05 * s**2 for k, s in std.items()}
+            hat = {k: n[k] / (1 - 0.95**t) for k in p}
+            floor = {k: 1.3 * math.sqrt(2 * 0.05 / 1.95) * x for k, x in hat.items()}
+            root = {k: torch.maximum(v[k] / (1 - 0.95**t) - hat[k], floor[k]).sqrt() for k in p}
+            p = {k: p[k] - 0.01 * m[k] / (1 - 0.8**t) / root[k] for k in p}
+    finally:
+        torch.set_num_threads(before)
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter.detach(), p[name], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(optimizer.state[parameter]["exp_avg_sq"], v[name], rtol=1e-10, atol=1e-12)
+
+
 def test_adambc_moves_a_bounded_number_of_learning_rates():
     """Pure noise: with the default floor no coordinate flies off, whatever the noise's size."""
     for noise_std in (1e-6, 1e-3, 1.0):

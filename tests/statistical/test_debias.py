@@ -16,7 +16,7 @@ from privgrad.types import ClippedSum, NoisyGradient
 def gradients(signal: torch.Tensor, noise_std: float, steps: int, seed: int = 0):
     stream = RandomSource(seed).stream("noise")
     for step in range(steps):
-        clipped = ClippedSum({"p": signal}, sensitivity=noise_std)
+        clipped = ClippedSum({"p": signal.clone()}, sensitivity=noise_std)
         yield add_noise(clipped, noise_multiplier=1.0, expected_batch_size=1, stream=stream, step=step)
 
 

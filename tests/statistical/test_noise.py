@@ -1,8 +1,10 @@
 """The noise that is really there, measured; and wrong twins that the same measurement must reject."""
 
 import copy
+import math
 import os
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from scipy import stats
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad.noise import add_noise
-from privgrad.rng import RandomSource
+from privgrad.noise import _release_on_device, add_noise
+from privgrad.rng import BLOCK, RandomSource, Stream, box_muller
 from privgrad.types import ClippedSum
 
 COUNT = 400_000
@@ -55,11 +57,74 @@ def test_noise_is_gaussian_and_uncorrelated():
         assert abs(np.corrcoef(z[:-lag], z[lag:])[0, 1]) < 5 / (COUNT - lag) ** 0.5
 
 
-def test_tail_of_the_stream():
-    z = RandomSource(0).stream("tail").normal(0, 20_000_000).abs()
-    for threshold in (3.0, 4.0, 5.0):
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_tail_of_the_stream(dtype: Any):
+    z = RandomSource(0).stream("tail").normal(0, 20_000_000, dtype).abs()
+    assert abs(float(z.double().square().mean()) - 1) < 5 * (2 / len(z)) ** 0.5
+    for threshold in (1e-4, 0.1, 1.0, 3.0, 4.0, 5.0):
         expected = 2 * stats.norm.sf(threshold) * len(z)
-        assert abs(int((z > threshold).sum()) - expected) < 5 * expected**0.5 + 1
+        spread = (expected * (1 - expected / len(z))) ** 0.5
+        assert abs(int((z > threshold).sum()) - expected) < 5 * spread + 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_extreme_words_give_the_right_normals(dtype: Any):
+    """Against the formula in Python's own floats: near zero u has its full resolution, and nothing is infinite."""
+    words = [0, 1, -1, 2, 1000, 2**17, -(2**31), 2**32 - 1, 2**62, 2**63 - 1, -(2**63)]
+    bits = 8 * np.dtype(dtype).itemsize
+    turns = [0, 1, -1, 2 ** (bits - 2), 2 ** (bits - 1) - 1, -(2 ** (bits - 1))]
+    pairs = [(word, turn) for word in words for turn in turns]
+    z = np.full(2 * len(pairs), np.nan, dtype)
+    radii = [math.sqrt(-2 * math.log(min((abs(word) + 0.5) / 2**63, 1.0))) for word, _ in pairs]
+    angles = [math.pi * turn / 2 ** (bits - 1) for _, turn in pairs]
+    box_muller(np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], f"i{bits // 8}"), z)
+    expected = np.concatenate([radii * np.cos(angles), radii * np.sin(angles)])
+    np.testing.assert_allclose(z, expected, rtol=0, atol=5e-6 if dtype == np.float32 else 1e-13)
+    assert 9.4 < max(radii) == pytest.approx(np.abs(z).max(), rel=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: int):
+    """Blocks taken by whichever thread is free, across tensors, are the stream's draws in order."""
+    sizes, stream = [3, BLOCK - 5, 6 * BLOCK + 1, 1, 0, 7], RandomSource(1).stream("noise")
+    clipped = ClippedSum({str(i): torch.zeros(size) for i, size in enumerate(sizes)}, 1.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        gradient = add_noise(clipped, noise_multiplier=1.0, expected_batch_size=1, stream=stream, step=9)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(torch.cat(list(gradient.values.values())), stream.normal(9, sum(sizes), np.float32))
+
+
+def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
+    stream = RandomSource(1).stream("noise")
+    values = {
+        "a": torch.ones(300, 7),
+        "b": torch.ones(400, 5, dtype=torch.float64),
+        "c": torch.ones(5, 400).t(),
+        "d": torch.ones((), dtype=torch.float64),
+    }
+    clipped = ClippedSum(values, 2.0)
+    found = add_noise(clipped, noise_multiplier=1.5, expected_batch_size=3, stream=stream, step=0).values
+    assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in values.items()}
+    assert not torch.equal(found["b"].float().double(), found["b"])
+    flat = torch.cat([(value.double().flatten() - 1 / 3) for value in found.values()])
+    assert stats.kstest(flat / (1.5 * 2.0 / 3), "norm").pvalue > 1e-4
+    assert len(torch.unique(flat.float())) > 0.999 * len(flat)
+
+
+def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
+    """torch's generator, tried on the CPU: keyed by stream, step and device."""
+    stream, cpu = RandomSource(1).stream("noise"), torch.device("cpu")
+    value = torch.full((COUNT,), 6.0)
+    _release_on_device([value], 1.5, 3, stream, 4)
+    assert has_std(value.double() - 2, 0.5)
+    assert not has_std(value.double() - 2, 0.51)
+    seeds = [stream.generator(step, cpu).initial_seed() for step in (4, 4, 5)]
+    seeds.append(RandomSource(1).stream("other").generator(4, cpu).initial_seed())
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds)) == 3
 
 
 def test_steps_streams_and_sources_are_independent():
@@ -97,9 +162,39 @@ def test_a_stream_has_one_holder():
 
 
 def test_chunks_of_a_long_draw_do_not_repeat():
-    z = RandomSource(0).stream("long").normal(0, (1 << 20) + 1001)
+    z = RandomSource(0).stream("long").normal(0, 4 * BLOCK + 1001)
     assert len(torch.unique(z)) == len(z)
-    assert torch.equal(z[:10], RandomSource(0).stream("long").normal(0, (1 << 20) + 1001)[:10])
+    assert torch.equal(z[: 2 * BLOCK], RandomSource(0).stream("long").normal(0, 2 * BLOCK))
+
+
+def test_no_two_blocks_or_steps_share_words_of_the_key_stream(monkeypatch: pytest.MonkeyPatch):
+    """Every stretch of the key stream that a long draw takes, in both precisions: disjoint, and within its step."""
+    taken: list[tuple[int, int]] = []
+
+    class Noting:
+        def __init__(self, _: Stream, step: int, counter: int) -> None:
+            assert 0 <= counter < 2**64
+            self.start = 16 * ((step << 64) + counter)
+
+        def update_into(self, zeros: memoryview, out: memoryview) -> None:
+            assert zeros.nbytes % 8 == 0
+            assert bytes(zeros) == bytes(zeros.nbytes)
+            taken.append((self.start, zeros.nbytes))
+            out[:] = bytes([1]) * out.nbytes
+
+    monkeypatch.setattr(Stream, "_key_stream", lambda self, step, counter: Noting(self, step, counter))
+    stream = RandomSource(0).stream("noise")
+    for step, dtype in enumerate([np.float64, np.float32, np.float64]):
+        stream.normal(step, 3 * BLOCK + 11, dtype)
+    assert len(taken) == 12
+    ends = [start + size for start, size in sorted(taken)]
+    assert all(end <= start for end, (start, _) in zip(ends, sorted(taken)[1:], strict=False))
+
+
+def test_a_long_draw_of_integers_is_random_to_its_end():
+    words = RandomSource(0).stream("sampling").uint64(2, 600_001)
+    assert len(np.unique(words)) == len(words) == 600_001
+    assert stats.kstest(words[-100_000:] / 2.0**64, "uniform").pvalue > 1e-4
 
 
 def test_an_empty_batch_is_noised_charged_and_stepped_as_any_other():

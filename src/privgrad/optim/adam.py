@@ -1,7 +1,8 @@
 """Adam with the noise's variance taken out of its second moment."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from torch import Tensor
 from privgrad.errors import expected, require_nonnegative, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer
 from privgrad.optim.debias import debias, default_floor
+from privgrad.threads import in_threads
+
+# Numbers in a block. Five such arrays stay in cache between operators; below 2**15 an operator stays on its thread.
+_BLOCK = 32_000
 
 
 class AdamBC(PrivateOptimizer):
@@ -59,13 +64,15 @@ class AdamBC(PrivateOptimizer):
         """
         floored = total = 0
         for group, state in self._trained():
-            exp_avg_sq_hat, noise_std, floor = _second_moment(state, group)
-            floored += int((debias(exp_avg_sq_hat, noise_std, floor=floor) <= floor).sum())
-            total += exp_avg_sq_hat.numel()
+            noise_std, floor, _ = _noise_in(state, group)
+            floored += int((debias(state["exp_avg_sq"], noise_std, floor=floor) <= floor).sum())
+            total += state["exp_avg_sq"].numel()
         return floored / total if total else math.nan
 
     @torch.no_grad()
     def _update(self) -> None:
+        blocks: list[tuple[Any, ...]] = []
+        numbers = 0
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter, noise_std in self._active_noise(group):
@@ -77,13 +84,13 @@ class AdamBC(PrivateOptimizer):
                     state["exp_avg_noise_var"] = 0.0
                 assert parameter.grad is not None
                 state["step"] += 1
-                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
                 state["exp_avg_noise_var"] = beta2 * state["exp_avg_noise_var"] + (1 - beta2) * noise_std**2
-                exp_avg_sq_hat, noise_std_hat, floor = _second_moment(state, group)
-                denominator = debias(exp_avg_sq_hat, noise_std_hat, floor=floor).sqrt_()
-                step_size = group["lr"] / (1 - beta1 ** state["step"])
-                parameter.addcdiv_(state["exp_avg"], denominator, value=-step_size)
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                noise_std, floor, root_correction = _noise_in(state, group)
+                step_size = group["lr"] / (1 - beta1 ** state["step"]) * root_correction
+                blocks += _blocks(*tensors, noise_std, floor, step_size, beta1, beta2)
+                numbers += parameter.numel()
+        in_threads(_update_blocks, blocks, numbers=numbers)
 
     def _trained(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for group in self.param_groups:
@@ -92,14 +99,38 @@ class AdamBC(PrivateOptimizer):
                     yield group, self.state[parameter]
 
 
-def _second_moment(state: dict[str, Any], group: dict[str, Any]) -> tuple[Tensor, float | Tensor, float | Tensor]:
-    """What debias takes: the startup-corrected second moment, the noise in it, and the floor."""
+def _noise_in(state: dict[str, Any], group: dict[str, Any]) -> tuple[float | Tensor, float | Tensor, float]:
+    """The noise in exp_avg_sq as it stands and its floor; and the root of what both squares would be divided by.
+
+    debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor), so the startup correction c = 1 - beta2**t can wait for the
+    step size, where it is one number.
+    """
     beta2: float = group["betas"][1]
-    correction = 1 - beta2 ** state["step"]
-    noise_std: float | Tensor = (state["exp_avg_noise_var"] / correction) ** 0.5
+    correction: float = 1 - beta2 ** state["step"]
+    noise_var: float | Tensor = state["exp_avg_noise_var"]
     floor = group["debias_floor"]
-    return (
-        state["exp_avg_sq"] / correction,
-        noise_std,
-        default_floor(noise_std, beta2) if floor is None else floor,
-    )
+    if floor is None:
+        floor = default_floor((noise_var / correction) ** 0.5, beta2)
+    return noise_var**0.5, correction * floor, correction**0.5
+
+
+def _blocks(*values: float | Tensor) -> Iterable[tuple[Any, ...]]:
+    """The tensors in aligned blocks, each with the numbers. Whole if short, not laid out alike, or not on the CPU."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    first = tensors[0]
+    if first.numel() <= _BLOCK or any(
+        not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu" for t in tensors
+    ):
+        return [values]
+    parts: list[Iterable[Any]] = [v.view(-1).split(_BLOCK) if isinstance(v, Tensor) else repeat(v) for v in values]
+    return zip(*parts, strict=False)
+
+
+@torch.no_grad()  # a thread starts with gradients on
+def _update_blocks(blocks: Iterable[tuple[Any, ...]]) -> None:
+    for parameter, grad, exp_avg, exp_avg_sq, noise_std, floor, step_size, beta1, beta2 in blocks:
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        # rsqrt and a product: torch's sqrt would start threads of its own.
+        inverse = debias(exp_avg_sq, noise_std, floor=floor).rsqrt_()
+        parameter.addcmul_(exp_avg, inverse, value=-step_size)

@@ -18,7 +18,8 @@ def debias(exp_avg_sq_hat: Tensor, noise_std: float | Tensor, *, floor: float | 
     Computes: max(v - noise_std**2, floor), elementwise.
 
     Args:
-        exp_avg_sq_hat: v, shape (P,) like the parameter, already divided by 1 - beta2**t. Units: gradient**2.
+        exp_avg_sq_hat: v, shape (P,) like the parameter, already divided by 1 - beta2**t (or not yet, if neither are
+            noise_std**2 and floor). Units: gradient**2.
         noise_std: standard deviation of the noise in the averaged gradient, sigma C / B; scalar or (P,). >= 0.
         floor: smallest value returned, > 0; scalar or (P,). The papers' gamma'. Units: gradient**2.
     Returns:
@@ -32,7 +33,7 @@ def debias(exp_avg_sq_hat: Tensor, noise_std: float | Tensor, *, floor: float | 
     """
     require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
     require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
-    return (exp_avg_sq_hat - noise_std**2).clamp(min=floor)
+    return (exp_avg_sq_hat - noise_std**2).clamp_(min=floor)
 
 
 def default_floor(noise_std: float | Tensor, beta2: float) -> float | Tensor:

@@ -1,0 +1,42 @@
+"""Work on many blocks, on as many threads as torch uses."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_NUMBERS_A_THREAD = 1 << 19
+
+
+def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
+    """Let each thread take block after block until none is left.
+
+    Threads rather than the parallel loops inside torch's operators: those meet after every operator, which on cores
+    that are shared costs many times the work. Returns, or raises what a thread raised, when all have ended.
+
+    Args:
+        work: called once a thread, with the blocks that fall to it; may keep buffers from one to the next. Which
+            those are is chance: the result must not depend on it.
+        blocks: each falls to one thread.
+        numbers: how many they hold together; few are not worth a thread.
+    """
+    queue = deque(blocks)
+    threads = min(torch.get_num_threads(), len(queue), numbers // _NUMBERS_A_THREAD)
+    if threads <= 1:
+        work(queue)
+        return
+    # A pool for each call: one that lasted would not survive a fork, and to start it takes a tenth of a millisecond.
+    with ThreadPoolExecutor(threads) as pool:
+        for ended in [pool.submit(work, _taken(queue)) for _ in range(threads)]:
+            ended.result()
+
+
+def _taken(queue: deque[T]) -> Iterator[T]:
+    with suppress(IndexError):
+        while True:
+            yield queue.popleft()
