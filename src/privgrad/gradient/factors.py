@@ -51,7 +51,7 @@ class Factor(ABC):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
-        few = _CACHED // max(1, int(self.shape.numel()))
+        few = cached(int(self.shape.numel()))
         return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split(few)])
 
     def merge(self, parts: int) -> "Factor":
@@ -64,7 +64,6 @@ class Factor(ABC):
 
     def _split(self, few: int) -> "list[Factor]":
         """Parts of at most that many examples; at least one part, which may be empty."""
-        few = max(1, few)
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
 
 
@@ -143,10 +142,10 @@ class Outer(Factor):
         if places == 1 and inverse_scales is None:
             return _norms(self.a_BTI) * _norms(self.b_BTO)
         if places == 1:
-            few = self._split(_CACHED // inputs)
+            few = self._split(cached(inputs))
             return torch.cat([cast(Outer, part)._scaled_norms(cast(Tensor, inverse_scales)) for part in few])
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
-            few = self._split(_CACHED // places**2)
+            few = self._split(cached(places**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
         return super().norms(inverse_scales)
 
@@ -269,7 +268,7 @@ class Convolution(Factor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or not self._by_inner_products:
             return super().norms(inverse_scales)
-        few = self._split(_CACHED // (self._places * int(self.shape[1:].numel())))
+        few = self._split(cached(self._places * int(self.shape[1:].numel())))
         return torch.cat([cast(Convolution, part).unfolded().norms_by_inner_products() for part in few])
 
     def unfolded(self) -> Outer:
@@ -464,6 +463,11 @@ class Pulled(Factor):
         return torch.autograd.grad(
             self.weight, self.parameter, grad.to(self.weight.dtype), retain_graph=True, is_grads_batched=batched
         )[0]
+
+
+def cached(floats: int) -> int:
+    """How many examples of that many floats stay in a core's cache together, at least one."""
+    return max(1, _CACHED // max(1, floats))
 
 
 def wide(tensor: Tensor) -> Tensor:

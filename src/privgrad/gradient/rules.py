@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient.factors import Convolution, Dense, Factor, Outer, Rows, wide
+from privgrad.gradient.factors import Convolution, Dense, Factor, Outer, Rows, cached, wide
 
 
 class Rule(ABC):
@@ -180,11 +180,13 @@ class _Normalization(Rule):
         return self.forward(layer, {}, x)
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
-        grad = wide(grad)
-        if name == "weight":
-            with torch.no_grad():
-                grad = grad * self.normalized(layer, wide(x.detach()))
-        return Dense(self.over_places(layer, grad))
+        if name == "bias":
+            return Dense(self.over_places(layer, wide(grad)))
+        few = cached(int(x[:1].numel()))
+        pairs = zip(x.split(few), grad.split(few), strict=True)
+        with torch.no_grad():
+            parts = [self.over_places(layer, self.normalized(layer, wide(a)).mul_(b)) for a, b in pairs]
+        return Dense(torch.cat(parts))
 
     def over_places(self, layer: Any, grad: Tensor) -> Tensor:
         """Sum over everything but examples and channels: shape (B, C)."""
