@@ -37,7 +37,7 @@ class PrivateGradient:
         clip: Flat(), PerLayer({...}) or Automatic().
         engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
             memory). Speed only: both give the same gradients.
-        microbatch_size: examples whose gradients are in memory at once; None is the whole batch. Memory only.
+        microbatch_size: examples that are taken at once; None lets the engine choose. Speed and memory only.
         ledger: a Ledger, or the path of one; None keeps the record in memory.
     Raises:
         UnsupportedModuleError: a module mixes examples; named by path, with the remedy.
@@ -181,7 +181,9 @@ class PrivateGradient:
             raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 
     def _chunks(self, batch: Batch) -> Iterator[Mapping[str, Factor]]:
-        size = self._microbatch_size or max(batch.size, 1)
+        if batch.size == 0:
+            return
+        size = self._microbatch_size or self._engine.microbatch_size(batch.examples)
         for start in range(0, batch.size, size):
             part = map_examples(itemgetter(slice(start, start + size)), batch.examples)
             yield self._engine(part)

@@ -73,9 +73,7 @@ def attention_forward(
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     if mask is not None:  # what was appended is open to all
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    q_BHTD, k_BHSD, v_BHSD = (
-        tensor.reshape(size, -1, heads, head_dim).transpose(1, 2) for tensor in (q_BTE, k_BSE, v_BSE)
-    )
+    q_BHTD, k_BHSD, v_BHSD = (_heads(tensor, heads) for tensor in (q_BTE, k_BSE, v_BSE))
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
         scores = (q_BHTD * head_dim**-0.5) @ k_BHSD.transpose(2, 3)
@@ -89,6 +87,12 @@ def attention_forward(
     out = module.out_proj
     output = _linear(tap, mixed_BTE, (out.weight, "out_proj.weight", None), (out.bias, "out_proj.bias", None))
     return output if module.batch_first else output.transpose(0, 1), weights
+
+
+def _heads(tensor: Tensor, heads: int) -> Tensor:
+    """(B, T, E) -> (B, H, T, D)."""
+    size, length, width = tensor.shape
+    return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
 
 
 def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[Tensor]:

@@ -108,6 +108,10 @@ class Vmap:
         self._model = model
         self._loss_fn = loss_fn
 
+    def microbatch_size(self, examples: Any) -> int:
+        """How many examples to take at once: all."""
+        return count_examples(examples)
+
     def __call__(self, examples: Any) -> dict[str, Factor]:
         rows = per_sample_gradients(self._model, self._loss_fn, examples)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}

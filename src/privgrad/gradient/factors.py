@@ -51,8 +51,11 @@ class Factor(ABC):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
-        few = cached(int(self.shape.numel()))
-        return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split(few)])
+        return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split()])
+
+    def written_out(self) -> "Dense":
+        """The same with all gradients in memory."""
+        return Dense(torch.cat([part.dense() for part in self._split()]))
 
     def merge(self, parts: int) -> "Factor":
         """Every `parts` neighbouring rows are one example: the sum of their gradients."""
@@ -62,8 +65,9 @@ class Factor(ABC):
         """The gradient of a parameter that is used in two places."""
         return Sum([self, other])
 
-    def _split(self, few: int) -> "list[Factor]":
-        """Parts of at most that many examples; at least one part, which may be empty."""
+    def _split(self, few: int | None = None) -> "list[Factor]":
+        """Parts of that many examples, or as many as the cache holds written out; at least one, perhaps empty."""
+        few = cached(int(self.shape.numel())) if few is None else few
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
 
 

@@ -27,6 +27,7 @@ from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.rules import Rule, find_rule
 from privgrad.types import count_examples, map_examples
 
+_TOGETHER = 1 << 23  # floats of output gradients that are worth a pass of their own
 _PROBED = 3  # examples of the audit
 _VMAP = "use engine='vmap'"
 
@@ -66,6 +67,7 @@ class Hooks:
         self._loss_fn = loss_fn
         self._scratch_bytes = scratch_bytes
         self._layouts: list[tuple[str, Layout]] | None = None
+        self._floats = 0  # of output gradients, an example
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
         """Gradient of each example's own loss, factored, by parameter name.
@@ -91,6 +93,13 @@ class Hooks:
             return self._factors(examples)
         except _OtherCallsError as error:
             raise _refused("the calls of layers", "not to depend on the examples", error.path, _VMAP) from None
+
+    def microbatch_size(self, examples: Any) -> int:
+        """How many examples to take at once: their gradients stay near the caches, and above twice the parameters."""
+        if self._layouts is None:
+            self.audit(examples)
+        parameters = sum(int(p.numel()) for p in trainable(self._model).values())
+        return max(1, max(_TOGETHER, 2 * parameters) // max(1, self._floats))
 
     def audit(self, examples: Any) -> None:
         """Learn where the examples are in each layer's tensors; check gradients of a few against single examples.
@@ -145,10 +154,11 @@ class Hooks:
                 torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges and losses.requires_grad else ()
             )
         names = {id(parameter): name for name, parameter in parameters.items()}
+        self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
         room = self._scratch_bytes // 4
         with torch.autocast(losses.device.type, enabled=False):
-            for tap, grad in zip(capture.taps, cast("Sequence[Tensor | None]", grads), strict=bool(grads)):
+            for tap, grad in zip(capture.taps, grads, strict=True):
                 for tensor, version in tap.inputs:
                     if tensor._version != version:
                         got, remedy = "a change", "work on a copy, as ordinary training requires too"
@@ -163,7 +173,7 @@ class Hooks:
                         factor = factor.merge(factor.examples // size)
                     floats = size * int(parameter.numel())
                     if factor.worth_keeping and floats <= room:
-                        factor, room = Dense(factor.dense()), room - floats
+                        factor, room = factor.written_out(), room - floats
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
 

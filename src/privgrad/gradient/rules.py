@@ -183,9 +183,11 @@ class _Normalization(Rule):
         if name == "bias":
             return Dense(self.over_places(layer, wide(grad)))
         few = cached(int(x[:1].numel()))
-        pairs = zip(x.split(few), grad.split(few), strict=True)
+        parts: list[Tensor] = []
         with torch.no_grad():
-            parts = [self.over_places(layer, self.normalized(layer, wide(a)).mul_(b)) for a, b in pairs]
+            for start in range(0, len(x), few):
+                scaled = self.normalized(layer, wide(x[start : start + few])).mul_(grad[start : start + few])
+                parts.append(self.over_places(layer, scaled))
         return Dense(torch.cat(parts))
 
     def over_places(self, layer: Any, grad: Tensor) -> Tensor:
