@@ -16,8 +16,8 @@ _NUMBERS_A_THREAD = 1 << 19
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
     """Let each thread take block after block until none is left.
 
-    Threads rather than the parallel loops inside torch's operators: those meet after every operator, which on cores
-    that are shared costs many times the work. Returns, or raises what a thread raised, when all have ended.
+    For work outside torch's operators, which bring threads of their own. Returns, or raises what a thread raised, when
+    all have ended.
 
     Args:
         work: called once a thread, with the blocks that fall to it; may keep buffers from one to the next. Which
