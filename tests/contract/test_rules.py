@@ -211,14 +211,14 @@ def one_by_one(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack([row[index] for row in rows]) for index, name in enumerate(parameters)}
 
 
-def assert_equal_to_loop(factor: Factor, rows: Tensor, tolerance: float) -> None:
+def assert_equal_to_loop(factor: Factor, rows: Tensor, tolerance: float, rounding: float = 1e-30) -> None:
     size, generator = len(rows), torch.Generator().manual_seed(7)
     weights = torch.rand(size, generator=generator, dtype=torch.float64)
     inverse = (torch.rand(rows.shape[1:], generator=generator, dtype=torch.float64) * 3 + 0.1).to(rows.dtype)
 
     def close(got: Tensor, wanted: Tensor) -> None:
         scale = wanted.abs().max().item() if wanted.numel() else 1.0
-        torch.testing.assert_close(got.double(), wanted.double(), rtol=tolerance, atol=tolerance * scale + 1e-30)
+        torch.testing.assert_close(got.double(), wanted.double(), rtol=tolerance, atol=tolerance * scale + rounding)
 
     assert factor.examples == size
     assert factor.shape == rows.shape[1:]

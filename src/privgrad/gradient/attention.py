@@ -63,7 +63,8 @@ def attention_forward(
         raise expected(_NAME, "attn_mask", "with is_causal", None, "give it: is_causal only says what it is")
     q_BTE, k_BSE, v_BSE = _projected(module, tap, query, key, value)
     size, length, width = q_BTE.shape
-    heads, head_dim = module.num_heads, width // module.num_heads
+    heads = cast(int, module.num_heads)
+    head_dim = width // heads
     mask = _merged(attn_mask, key_padding_mask, (size, heads, length, k_BSE.shape[1]), query.dtype)
     hint = is_causal and key_padding_mask is None and not need_weights  # torch then drops the mask for the hint
     if module.bias_k is not None and module.bias_v is not None:
@@ -73,7 +74,7 @@ def attention_forward(
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     if mask is not None:  # what was appended is open to all
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    q_BHTD, k_BHSD, v_BHSD = (_heads(tensor, heads) for tensor in (q_BTE, k_BSE, v_BSE))
+    q_BHTD, k_BHSD, v_BHSD = _heads(q_BTE, heads), _heads(k_BSE, heads), _heads(v_BSE, heads)
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
         scores = (q_BHTD * head_dim**-0.5) @ k_BHSD.transpose(2, 3)

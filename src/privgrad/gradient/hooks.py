@@ -149,10 +149,10 @@ class Hooks:
             capture.finish()
             _require_inside_units(losses, parameters)
             edges = [tap.edge for tap in capture.taps]
-            # Checkpointed parts compute again in here.
-            grads = (
-                torch.autograd.grad(losses.sum(), edges, allow_unused=True) if edges and losses.requires_grad else ()
-            )
+            if not edges or not losses.requires_grad:
+                return {}
+            # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
+            grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
