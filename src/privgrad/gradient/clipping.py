@@ -167,6 +167,9 @@ def clipped_sum(
             stack.enter_context(torch.autocast(device, enabled=False))
         for chunk in chunks:
             nonfinite += _add_clipped(total, chunk, clip, max_grad_norm, inverse_scales or {})
+    for name, scale in (inverse_scales or {}).items():
+        if name in total:
+            total[name] *= scale
     for name, parameter in like.items():
         if name not in total:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -196,10 +199,10 @@ def _add_clipped(
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
     _require_bound(factors, norms, clip, max_grad_norm)
     for name, factor_B in factors.items():
-        clipped = chunk[name].weighted_sum(factor_B)
-        if name in inverse_scales:
-            clipped.mul_(inverse_scales[name])
-        total[name] = total[name].add_(clipped) if name in total else clipped
+        if name in total:
+            chunk[name].add_weighted_sum(total[name], factor_B)
+        else:
+            total[name] = chunk[name].weighted_sum(factor_B)
     return int((~finite_B).sum())
 
 

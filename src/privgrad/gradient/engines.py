@@ -3,11 +3,11 @@
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
+import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from copy import copy
 from operator import itemgetter
 from typing import Any, cast
 
@@ -60,22 +60,23 @@ def preserved(model: nn.Module) -> Generator[None]:
         a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures) is out of reach.
     """
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
-    before = [(path, module, dict(vars(module)), _copied_containers(vars(module))) for path, module in modules]
+    before = [(path, vars(module), dict(vars(module)), _contents(vars(module))) for path, module in modules]
     try:
         yield
     finally:
         changed: list[str] = []
-        for path, module, attributes, contents in before:
-            now = vars(module)
-            for name in attributes.keys() | now.keys():
-                if name not in attributes:
-                    del now[name]
-                elif now.get(name, _ABSENT) is not attributes[name]:
+        for path, now, attributes, contents in before:
+            names = list(now.keys() - attributes.keys())
+            names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
+            for name, held in contents.items():
+                if not _identical(_held(attributes[name]), held):
+                    _refill(attributes[name], held)
+                    names.append(name)
+            for name in names:
+                if name in attributes:
                     now[name] = attributes[name]
-                elif name not in contents or _identical(now[name], contents[name]):
-                    continue
                 else:
-                    now[name] = contents[name]
+                    del now[name]
                 if not name.startswith("_"):  # torch's own bookkeeping, such as a GRU's list of its weights
                     changed.append(f"{path}.{name}" if path else name)
         if changed:
@@ -86,19 +87,29 @@ def preserved(model: nn.Module) -> Generator[None]:
             )
 
 
-def _copied_containers(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {name: copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
+def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What the lists, dicts and sets among the attributes hold."""
+    return {name: _held(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
 
 
-def _identical(one: Any, other: Any) -> bool:
-    """Whether two lists, dicts or sets hold the very same things in the same places."""
+def _held(container: Any) -> tuple[Any, ...]:
+    return tuple(cast("Iterable[Any]", container.items() if hasattr(container, "items") else container))
 
-    def things(container: Any) -> list[tuple[Any, int]]:
-        named = hasattr(container, "items")
-        pairs = cast("Iterable[tuple[Any, Any]]", container.items() if named else enumerate(container))
-        return [(key, id(value)) for key, value in pairs]
 
-    return things(one) == things(other)
+def _refill(container: Any, held: tuple[Any, ...]) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(held)
+    else:
+        container.update(held)
+
+
+def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two containers hold the very same things: items of dicts are pairs, compared by part."""
+    return len(one) == len(other) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 class Vmap:

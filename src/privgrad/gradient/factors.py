@@ -40,6 +40,10 @@ class Factor(ABC):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         """Sum over i of weight_i * g_i, shape P. Every example's gradient must be finite."""
 
+    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
+        """Add that sum to a total of shape P, in place."""
+        total += self.weighted_sum(weight_B)
+
     @abstractmethod
     def keep(self, kept_B: Tensor) -> "Factor":
         """The same with zeros for every example that is not kept; kept_B is bool, shape (B,)."""
@@ -120,10 +124,19 @@ class Outer(Factor):
         return self.b_BTO.mT @ self.a_BTI
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        b_TO, a_TI = self._weighted(weight_B)
+        return b_TO.mT @ a_TI
+
+    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
+        b_TO, a_TI = self._weighted(weight_B)
+        total.addmm_(b_TO.mT, a_TI)
+
+    def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
+        """All places of all examples in one dimension, with the weights in b."""
         a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
         if not b_BTO.is_contiguous():  # as recurrent layers leave them, time first
             a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
-        return b_BTO.flatten(0, 1).mT @ a_BTI.flatten(0, 1)
+        return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
 
     def keep(self, kept_B: Tensor) -> "Outer":
         return Outer(_kept(self.a_BTI, kept_B), _kept(self.b_BTO, kept_B))
@@ -197,8 +210,13 @@ class Rows(Factor):
         return out.index_add_(0, self._keys(), self.r_BTD.flatten(0, 1)).view(-1, rows, width)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        total = self.r_BTD.new_zeros(self.shape)
+        self.add_weighted_sum(total, weight_B)
+        return total
+
+    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
-        return r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+        total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
     def keep(self, kept_B: Tensor) -> "Rows":
         return Rows(self.ids_BT, _kept(self.r_BTD, kept_B), self.shape[0])

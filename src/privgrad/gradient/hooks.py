@@ -95,11 +95,12 @@ class Hooks:
             raise _refused("the calls of layers", "not to depend on the examples", error.path, _VMAP) from None
 
     def microbatch_size(self, examples: Any) -> int:
-        """How many examples to take at once: their gradients stay near the caches, and above twice the parameters."""
+        """How many examples to take at once: their gradients stay near the caches, and well above the parameters."""
         if self._layouts is None:
             self.audit(examples)
         parameters = sum(int(p.numel()) for p in trainable(self._model).values())
-        return max(1, max(_TOGETHER, 2 * parameters) // max(1, self._floats))
+        size, most = count_examples(examples), max(1, max(_TOGETHER, 4 * parameters) // max(1, self._floats))
+        return -(-size // -(-size // most))
 
     def audit(self, examples: Any) -> None:
         """Learn where the examples are in each layer's tensors; check gradients of a few against single examples.
