@@ -6,7 +6,7 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 import operator
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, cast
