@@ -159,8 +159,8 @@ class Outer(Factor):
         if places == 1 and inverse_scales is None:
             return _norms(self.a_BTI) * _norms(self.b_BTO)
         if places == 1:
-            few = self._split(cached(inputs))
-            return torch.cat([cast(Outer, part)._scaled_norms(cast(Tensor, inverse_scales)) for part in few])
+            square = wide(cast(Tensor, inverse_scales)).square()
+            return torch.cat([cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))])
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
             few = self._split(cached(places**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
@@ -181,10 +181,10 @@ class Outer(Factor):
             norm_B[again] = Factor.norms(Outer(self.a_BTI[again], self.b_BTO[again]))
         return norm_B
 
-    def _scaled_norms(self, inverse_scales: Tensor) -> Tensor:
-        """sqrt(b^2 W . a^2) for one place; the product with W is a bound on nothing but positive terms."""
+    def _scaled_norms(self, square: Tensor) -> Tensor:
+        """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel."""
         a_BI, b_BO = self.a_BTI[:, 0], self.b_BTO[:, 0]
-        square_BI = b_BO.square() @ inverse_scales.to(b_BO.dtype).square()
+        square_BI = b_BO.square() @ square.to(b_BO.dtype)
         return _norms(square_BI.sqrt_().mul_(a_BI))
 
 
@@ -532,6 +532,8 @@ def _norms(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
         grads_BP = grads_BP * inverse_scales
     grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
     whole = grads_BP.shape[1] // _BLOCK
+    if whole == 0:
+        return _short_norms(grads_BP).double()
     blocks = grads_BP[:, : whole * _BLOCK].reshape(len(grads_BP), whole, _BLOCK)
     parts = [_short_norms(blocks), _short_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
     return _long_norms(torch.cat(parts, dim=1))

@@ -264,8 +264,8 @@ class _Capture:
             return self._generic(path, module, original, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
         layout = self._enter(path)
-        names = [name for name in rule.parameters if getattr(module, name, None) is not None]
-        weights = {name: cast(Tensor, getattr(module, name)) for name in names}
+        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
+        weights = {name: weight for name, weight in read.items() if weight is not None}
         stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         if layout is not None:
             x = self._with_examples(path, x, layout[0])

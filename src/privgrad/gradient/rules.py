@@ -86,8 +86,9 @@ class _Linear(Rule):
         return F.linear(x, parameters["weight"], parameters.get("bias"))
 
     def factor(self, layer: nn.Linear, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
-        grad_BTO = _places(grad)
-        return Dense(wide(grad_BTO).sum(1)) if name == "bias" else Outer(_places(x), grad_BTO)
+        if name == "bias":
+            return Dense(grad if grad.dim() == 2 else wide(_places(grad)).sum(1))
+        return Outer(_places(x), _places(grad))
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
@@ -246,6 +247,8 @@ def _convolution(layer: Any, x: Tensor, grad: Tensor, padding: tuple[int, ...]) 
 
 def _places(x: Tensor) -> Tensor:
     """(B, ..., width) -> (B, T, width)."""
+    if x.dim() == 2:
+        return x[:, None]
     return x.reshape(len(x), x[:1, ..., 0].numel(), x.shape[-1]) if len(x) else x.reshape(0, 1, x.shape[-1])
 
 
