@@ -471,7 +471,10 @@ class Pulled(Factor):
         return Pulled(self.inner[examples], self.weight, self.parameter)
 
     def dense(self) -> Tensor:
-        return self._pull(self.inner.dense(), batched=True)
+        grads_BP = self.inner.dense()
+        if len(grads_BP) == 1:
+            return self._pull(grads_BP[0], batched=False)[None]
+        return self._pull(grads_BP, batched=True)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self._pull(self.inner.weighted_sum(weight_B), batched=False)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from operator import itemgetter
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from privgrad.gradient.adapters import find_adapter
 from privgrad.gradient.checks import evaluating, gradients
 from privgrad.gradient.engines import LossFunction, preserved, require_losses, trainable
 from privgrad.gradient.factors import Dense, Factor, Pulled
+from privgrad.gradient.products import Product, Products, sources
 from privgrad.gradient.rules import Rule, find_rule
 from privgrad.types import count_examples, map_examples
 
@@ -67,6 +69,7 @@ class Hooks:
         self._loss_fn = loss_fn
         self._scratch_bytes = scratch_bytes
         self._layouts: list[tuple[str, Layout]] | None = None
+        self._whole = set[str]()  # units without a rule that are taken by vmap
         self._floats = 0  # of output gradients, an example
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -129,21 +132,25 @@ class Hooks:
 
     def _learn_layouts(self, few: Any) -> list[tuple[str, Layout]]:
         """Compare two batch sizes: a dimension that grows with the batch holds examples."""
-        sizes, runs = (_PROBED, _PROBED - 1), list[list[Call]]()
+        sizes, captures = (_PROBED, _PROBED - 1), list[_Capture]()
         for size in sizes:
-            capture = _Capture(self._model, None, size)
+            captures.append(capture := _Capture(self._model, None, size, self._whole))
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
                 self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
                 capture.finish()
-            runs.append(capture.calls)
-        more, fewer = runs
+        more, fewer = (capture.calls for capture in captures)
         if [call.path for call in more] != [call.path for call in fewer]:
             raise _refused("the calls of layers", "not to depend on the examples", "a change", _VMAP)
-        return [(one.path, _layout(one, other, sizes)) for one, other in zip(more, fewer, strict=True)]
+        pairs = list(zip(more, fewer, strict=True))
+        mixing = {unit for unit in captures[0].by_products if any(_mixes(unit, *pair, sizes) for pair in pairs)}
+        if mixing:
+            self._whole |= mixing
+            return self._learn_layouts(few)
+        return [(one.path, _layout(one, other, sizes)) for one, other in pairs]
 
     def _factors(self, examples: Any) -> dict[str, Factor]:
         size = count_examples(examples)
-        capture = _Capture(self._model, self._layouts, size)
+        capture = _Capture(self._model, self._layouts, size, self._whole)
         parameters = trainable(self._model)
         with torch.enable_grad(), preserved(self._model), capture:
             losses = require_losses(self._loss_fn(self._model, examples), size)
@@ -188,8 +195,9 @@ class _OtherCallsError(Exception):
 class _Capture:
     """Replaces the units' forwards while it is open, and notes what passes through them."""
 
-    def __init__(self, model: nn.Module, layouts: list[tuple[str, Layout]] | None, size: int) -> None:
-        self._model, self._layouts, self._size = model, layouts, size
+    def __init__(self, model: nn.Module, layouts: list[tuple[str, Layout]] | None, size: int, whole: set[str]) -> None:
+        self._model, self._layouts, self._size, self._whole = model, layouts, size, whole
+        self.by_products = set[str]()
         self.taps: list[Tap] = []
         self.calls: list[Call] = []
         self._finished = False
@@ -263,15 +271,19 @@ class _Capture:
         if len(args) + len(kwargs) != 1:
             return self._generic(path, module, original, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
-        layout = self._enter(path)
         read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
         weights = {name: weight for name, weight in read.items() if weight is not None}
+        return self._by_rule(path, rule, module, weights, x)
+
+    def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One call of a rule: the weights replaced by stand-ins, the output tapped."""
+        layout = self._enter(path)
         stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         if layout is not None:
             x = self._with_examples(path, x, layout[0])
             if layout[0] is not None and layout[0][0] != 0:
                 raise _misplaced(path)
-        output = rule.forward(module, stand_ins, x)
+        output = rule.forward(layer, stand_ins, x)
         self._note(path, [x, output])
         if layout is None:
             return output
@@ -281,8 +293,8 @@ class _Capture:
             for name, weight in weights.items():
                 if not weight.requires_grad:
                     continue
-                factor = rule.factor(module, name, stand_ins, x.detach(), grad)
-                for parameter in _origins(module, name, weight):
+                factor = rule.factor(layer, name, stand_ins, x.detach(), grad)
+                for parameter in {id(source): source for source in sources([weight])}.values():
                     part = factor if parameter is weight else Pulled(factor, weight, parameter)
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
@@ -298,7 +310,31 @@ class _Capture:
         return adapter(module, partial(self._tap, path, inputs=()), *args, **kwargs)
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """The unit under vmap, with its own copy of the parameters for every example."""
+        """A unit without a rule: by its linear maps and convolutions, or, if they are not all, under vmap."""
+        if path not in self._whole:
+            start = len(self.calls)
+            output = self._by_products_of(path, module, original, *args, **kwargs)
+            if self._layouts is not None or path in self.by_products:
+                return output
+            del self.calls[start:]
+            self._whole.add(path)
+        return self._by_vmap(path, module, original, *args, **kwargs)
+
+    def _by_products_of(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        own = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        numbers = count()
+
+        def take(product: Product) -> Tensor:
+            return self._by_rule(f"{path}[{next(numbers)}]", product.rule, product.layer, product.weights, product.x)
+
+        with Products(own, take):
+            output = original(*args, **kwargs)
+        if next(numbers) > 0 and not {id(p) for p in own} & {id(source) for source in sources(_tensors(output))}:
+            self.by_products.add(path)
+        return output
+
+    def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The unit with its own copy of the parameters for every example."""
         layout = self._enter(path)
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -398,14 +434,6 @@ def _restore(module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-def _origins(module: nn.Module, name: str, weight: Tensor) -> list[Tensor]:
-    """The parameters that the weight is computed from; itself if it is not computed."""
-    if not parametrize.is_parametrized(module, name):
-        return [weight]
-    chains = cast("Mapping[str, nn.Module]", module.parametrizations)
-    return [p for p in chains[name].parameters() if p.requires_grad]
-
-
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
     return {parameter: Dense(grads_BP)}
 
@@ -428,6 +456,16 @@ def _layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
     if [len(shape) for shape in one.shapes] != [len(shape) for shape in other.shapes]:
         raise _refused(f"the calls of '{one.path}'", "not to depend on the examples", "a change", _VMAP)
     return tuple(_place(one.path, *shapes, sizes) for shapes in zip(one.shapes, other.shapes, strict=True))
+
+
+def _mixes(unit: str, one: Call, other: Call, sizes: tuple[int, int]) -> bool:
+    """Whether this is a linear map or convolution of the unit that does not keep examples in dimension 0."""
+    if not one.path.startswith(f"{unit}["):
+        return False
+    try:
+        return any(place is None or place[0] != 0 for place in _layout(one, other, sizes))
+    except UnsupportedModuleError:
+        return True
 
 
 def _place(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int]) -> tuple[int, int] | None:
@@ -460,17 +498,11 @@ def _filled(leaf: Tensor, *, missing: int) -> Tensor:
 def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
     """Units compute from stand-ins: a parameter that the graph still reaches is used outside of one."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    waiting, seen = [losses.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
+    for source in sources([losses]):
+        name = names.get(id(source))
         if name is not None:
             remedy = f"use it in its own module's forward only, or {_VMAP}"
             raise _refused(f"parameter {name!r}", "to be used by its own module only", "a use elsewhere", remedy)
-        waiting.extend(edge[0] for edge in node.next_functions)
 
 
 def _refused(name: str, condition: str, got: object, remedy: str) -> UnsupportedModuleError:

@@ -81,7 +81,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
 
 
 @register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-class _Linear(Rule):
+class Linear(Rule):
     def forward(self, layer: nn.Linear, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.linear(x, parameters["weight"], parameters.get("bias"))
 
@@ -92,7 +92,7 @@ class _Linear(Rule):
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
-class _TransposedLinear(_Linear):
+class _TransposedLinear(Linear):
     """Hugging Face's Conv1D: a Linear whose weight has shape (I, O)."""
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -119,6 +119,15 @@ class _Convolution(Rule):
         elif isinstance(padding, str):  # "same" may pad one side more
             x, padding = F.pad(x, layer._reversed_padding_repeated_twice), (0,) * (x.dim() - 2)
         return _convolution(layer, x, grad, padding)
+
+
+class FunctionalConvolution(_Convolution):
+    """A call of F.conv1d, 2d or 3d; the layer is its options."""
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]
+        options = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        return convolve(x, parameters["weight"], parameters.get("bias"), *options)
 
 
 @register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -1,0 +1,113 @@
+"""Modules without a rule of their own: their calls of F.linear and F.conv1d to 3d, which have one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from privgrad.gradient.rules import FunctionalConvolution, Linear, Rule
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call: a rule, what stands for its layer, the weights it was given, and the input."""
+
+    rule: Rule
+    layer: Any
+    weights: dict[str, Tensor]
+    x: Tensor
+
+
+class Products(TorchFunctionMode):
+    """While open, each such call whose weights are made of the given parameters alone goes to `take` instead.
+
+    Args:
+        parameters: of the module whose forward runs.
+        take: product -> what the call returns.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], take: Callable[[Product], Tensor]) -> None:
+        super().__init__()
+        self._own = {id(parameter) for parameter in parameters}
+        self._take = take
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = _READERS.get(func)
+        product = read(*args, **(kwargs or {})) if read is not None else None
+        if product is None or not self._made_of_parameters(list(product.weights.values())):
+            return func(*args, **(kwargs or {}))
+        return self._take(product)
+
+    def _made_of_parameters(self, weights: Sequence[Tensor]) -> bool:
+        trained = [weight for weight in weights if weight.requires_grad]
+        return bool(trained) and all(id(leaf) in self._own for leaf in sources(trained))
+
+
+def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors that require gradients and that these are computed from; themselves, if they are not computed."""
+    waiting: list[Any] = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            waiting.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            yield tensor
+    seen = set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting.extend(edge[0] for edge in node.next_functions)
+
+
+def _weights(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:  # noqa: A002, torch's name
+    return Product(Linear(), None, _weights(weight, bias), input)
+
+
+def _convolution(
+    input: Tensor,  # noqa: A002, torch's name
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Product | None:
+    if isinstance(padding, str) or input.dim() != weight.dim():
+        return None
+    dims = weight.dim() - 2
+    layer = SimpleNamespace(
+        kernel_size=tuple(weight.shape[2:]),
+        stride=_sizes(stride, dims),
+        padding=_sizes(padding, dims),
+        dilation=_sizes(dilation, dims),
+        groups=groups,
+        padding_mode="zeros",
+    )
+    return Product(FunctionalConvolution(), layer, _weights(weight, bias), input)
+
+
+def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A number for each dimension, as torch reads them."""
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * (dims if len(value) == 1 else 1)
+
+
+_READERS: dict[Any, Callable[..., Product | None]] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution,
+    torch.conv2d: _convolution,
+    torch.conv3d: _convolution,
+}
