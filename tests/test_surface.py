@@ -19,7 +19,7 @@ SIGNATURES = {
     "sampling seed",
     pg.PrivacyPlan.batches: "self dataset start collate",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
-    pg.PrivateGradient: "model loss_fn plan precondition clip engine microbatch_size ledger",
+    pg.PrivateGradient: "model loss_fn plan precondition clip engine microbatch_size memory_mb ledger",
     pg.NoisyGradient: "values noise_std",
     pg.NoisyGradient.assign: "self model",
     pg.Ledger: "path read_only",
@@ -31,8 +31,8 @@ SIGNATURES = {
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
-    pg.fit: "model loss_fn optimizer plan train_set precondition clip engine microbatch_size collate evaluate "
-    "evaluations folder checkpoint_seconds progress",
+    pg.fit: "model loss_fn optimizer plan train_set precondition clip engine microbatch_size memory_mb collate "
+    "evaluate evaluations folder checkpoint_seconds progress",
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import SamplingError, expected, require_integer
+from privgrad.errors import SamplingError, expected, require_integer, require_positive
 from privgrad.gradient.checks import check_loss, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, clipped_sum
 from privgrad.gradient.engines import LossFunction, Vmap, trainable
@@ -38,6 +38,8 @@ class PrivateGradient:
         engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
             memory). Speed only: both give the same gradients.
         microbatch_size: examples that are taken at once; None lets the engine choose. Speed and memory only.
+        memory_mb: about how many MiB the engine may take for what each example needs of its own, beyond what an
+            ordinary step takes; > 0. None lets the engine choose. Speed and memory only.
         ledger: a Ledger, or the path of one; None keeps the record in memory.
     Raises:
         UnsupportedModuleError: a module mixes examples; named by path, with the remedy.
@@ -59,15 +61,18 @@ class PrivateGradient:
         clip: Clipping | None = None,
         engine: Literal["hooks", "vmap"] = "hooks",
         microbatch_size: int | None = None,
+        memory_mb: float | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
     ) -> None:
         if microbatch_size is not None:
             require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
+        if memory_mb is not None:
+            require_positive("PrivateGradient", "memory_mb", memory_mb, "None lets the engine choose")
         if engine not in _ENGINES:
             raise expected("PrivateGradient", "engine", "to be 'hooks' or 'vmap'", repr(engine), "choose one")
         require_supported(model)
         self._model = model
-        self._engine = _ENGINES[engine](model, loss_fn)
+        self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._inverse_scales = None if precondition is None else precondition.inverse_scales(trainable(model))
         self._loss_fn = loss_fn
         self._plan = plan

@@ -71,6 +71,7 @@ def fit(
     clip: Clipping | None = None,
     engine: Literal["hooks", "vmap"] = "hooks",
     microbatch_size: int | None = None,
+    memory_mb: float | None = None,
     collate: Collate | None = None,
     evaluate: Evaluate | None = None,
     evaluations: int = 10,
@@ -86,7 +87,7 @@ def fit(
         optimizer: from privgrad.optim, over model.named_parameters().
         plan: the public numbers.
         train_set: the private examples; see plan.batches.
-        precondition, clip, engine, microbatch_size: as in PrivateGradient.
+        precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
         collate: as in plan.batches.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
             public or held-out data: what it returns is published as it is.
@@ -120,6 +121,7 @@ def fit(
             clip=clip,
             engine=engine,
             microbatch_size=microbatch_size,
+            memory_mb=memory_mb,
             ledger=ledger,
         )
         settings = {"clip": repr(clip), "optimizer": type(optimizer).__name__, "options": repr(optimizer.defaults)}

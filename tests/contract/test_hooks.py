@@ -94,6 +94,30 @@ def test_microbatches_and_engines_give_the_same_release(clip: Clipping):
             torch.testing.assert_close(other[name], value)
 
 
+@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+def test_less_memory_means_smaller_parts_and_the_same_release(engine: Any, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+    whole = {"hooks": Hooks, "vmap": Vmap}[engine]
+    call = whole.__call__
+
+    def counted(self: Any, examples: Any) -> Any:
+        sizes.append(len(examples[0]))
+        return call(self, examples)
+
+    monkeypatch.setattr(whole, "__call__", counted)
+    results = []
+    for memory_mb in (None, 1e-4):
+        sizes.clear()
+        plan = make_plan(noise_multiplier=0.0, seed=0)
+        oracle = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine, memory_mb=memory_mb)
+        results.append(oracle(first_batch(plan, make_data())).values)
+        assert (len(sizes) > 1) == (memory_mb is not None)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value)
+    with pytest.raises(pg.PrivacyError, match="memory_mb"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(), memory_mb=0.0)
+
+
 def test_bfloat16_autocast_keeps_norms_and_sums_in_float32():
     model = make_model()
 

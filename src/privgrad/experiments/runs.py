@@ -153,6 +153,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         data.train,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
+        memory_mb=spec.run.memory_mb,
         evaluate=lambda model: _measure(model, measured_on),
         evaluations=spec.run.evaluations,
         folder=out / "runs" / run.name,

@@ -81,6 +81,7 @@ class RunTable(_Table):
     evaluations: int = Field(default=10, ge=1)
     engine: Literal["hooks", "vmap"] = "hooks"
     microbatch_size: int | None = Field(default=None, ge=1)
+    memory_mb: float | None = Field(default=None, gt=0)
 
 
 class Spec(_Table):

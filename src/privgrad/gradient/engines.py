@@ -113,15 +113,24 @@ def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 class Vmap:
-    """The reference engine: any module, one gradient an example in memory. See `per_sample_gradients`."""
+    """The reference engine: any module, one gradient an example in memory. See `per_sample_gradients`.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+    Args:
+        model, loss_fn: as in `per_sample_gradients`.
+        memory_mb: MiB for gradients; at least one example is taken. None: room for all.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
         self._model = model
         self._loss_fn = loss_fn
+        self._memory_mb = memory_mb
 
     def microbatch_size(self, examples: Any) -> int:
-        """How many examples to take at once: all."""
-        return count_examples(examples)
+        """How many examples to take at once."""
+        if self._memory_mb is None:
+            return count_examples(examples)
+        an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
+        return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
         rows = per_sample_gradients(self._model, self._loss_fn, examples)

@@ -30,6 +30,7 @@ from privgrad.gradient.rules import Rule, find_rule
 from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 23  # floats of output gradients that are worth a pass of their own
+_KEPT = 1 << 24  # floats of per-example gradients that are kept from their norms to the sum
 _PROBED = 3  # examples of the audit
 _VMAP = "use engine='vmap'"
 
@@ -61,13 +62,14 @@ class Hooks:
     Args:
         model: the module; never changed, its forwards are replaced during a call only.
         loss_fn: (model, examples) -> losses, shape (B,).
-        scratch_bytes: bound on per-example gradients that are kept between norms and sums; fewer cost time.
+        memory_mb: MiB for what each example needs of its own, half of it for output gradients, half for gradients
+            that are kept from their norms to the sum; at least one example is taken. None: see the constants above.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, scratch_bytes: int = 64 << 20) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
         self._model = model
         self._loss_fn = loss_fn
-        self._scratch_bytes = scratch_bytes
+        self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
         self._layouts: list[tuple[str, Layout]] | None = None
         self._whole = set[str]()  # units without a rule that are taken by vmap
         self._floats = 0  # of output gradients, an example
@@ -102,7 +104,8 @@ class Hooks:
         if self._layouts is None:
             self.audit(examples)
         parameters = sum(int(p.numel()) for p in trainable(self._model).values())
-        size, most = count_examples(examples), max(1, max(_TOGETHER, 4 * parameters) // max(1, self._floats))
+        room = max(_TOGETHER, 4 * parameters) if self._room is None else self._room
+        size, most = count_examples(examples), max(1, room // max(1, self._floats))
         return -(-size // -(-size // most))
 
     def audit(self, examples: Any) -> None:
@@ -164,7 +167,7 @@ class Hooks:
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
-        room = self._scratch_bytes // 4
+        room = _KEPT if self._room is None else self._room
         with torch.autocast(losses.device.type, enabled=False):
             for tap, grad in zip(capture.taps, grads, strict=True):
                 for tensor, version in tap.inputs:
