@@ -32,7 +32,7 @@ def machine(setup: Setup) -> Row:
         "cpu": cpu[1] if cpu else platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "waiting": os.environ["OMP_WAIT_POLICY"],
+        "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "gpu": torch.cuda.get_device_name() if setup.device == "cuda" else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
