@@ -1,6 +1,5 @@
 """What is measured: an ordinary step, and privgrad's, each as a function that takes one step."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -97,12 +96,8 @@ def ordinary(setup: Setup) -> Step:
 def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]]) -> Step:
     """privgrad's PrivateGradient and AdamBC, through the public interface."""
     model = setup.model()
-    arguments = variant(model)
-    if "engine" in inspect.signature(pg.PrivateGradient).parameters:
-        arguments["engine"] = setup.engine
-    elif setup.engine != "vmap":
-        raise SkipError(f"this privgrad has no engine {setup.engine!r}, only vmap")
-    if setup.engine == "vmap":
+    arguments: dict[str, Any] = {"engine": setup.engine} | variant(model)
+    if arguments["engine"] == "vmap":
         setup.require_room(model, setup.microbatch_size)
     plan = pg.PrivacyPlan(
         sample_rate=1.0,
@@ -153,6 +148,8 @@ def _room(name: str) -> Any:
 OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
     "preconditioned": partial(private, variant=_preconditioned),
+    "vmap": partial(private, variant=lambda model: {"engine": "vmap"}),
+    "vmap-preconditioned": partial(private, variant=lambda model: _preconditioned(model) | {"engine": "vmap"}),
     "bam": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02)),
     "bam-exact": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02, exact=True)),
     "sat": partial(private, variant=lambda model: _perturbed("SAT", radius=0.02)),

@@ -67,7 +67,7 @@ def measure(
         row: Row = {
             "workload": setup.name,
             "method": method,
-            "engine": setup.engine if method in OURS else None,
+            "engine": None if method not in OURS else "vmap" if method.startswith("vmap") else setup.engine,
             "batch_size": setup.batch_size,
             "microbatch_size": setup.microbatch_size if method in OURS else None,
             "device": setup.device,

@@ -10,6 +10,8 @@ import torch
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
 from privgrad.experiments.spec import Spec, load_spec
+from privgrad.gradient.engines import Vmap
+from privgrad.gradient.hooks import Hooks
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,7 +33,7 @@ def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    loop, fit = code_blocks("docs/guide.md")
+    loop, rule, fit = code_blocks("docs/guide.md")
     names: dict[str, Any] = {
         "pg": pg,
         "model": make_model(),
@@ -40,6 +42,12 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "test_set": make_data(),
         "accuracy": lambda model, data: 0.5,
     }
+    rule_names: dict[str, Any] = {"torch": torch}
+    exec(rule, rule_names)
+    for inputs in (torch.randn(5, 3), torch.randn(5, 2, 3)):
+        scale, losses = rule_names["Scale"](3), lambda model, x: model(x).square().flatten(1).sum(1)
+        factors, rows = Hooks(scale, losses)(inputs), Vmap(scale, losses)(inputs)
+        torch.testing.assert_close(factors["scale"].dense(), rows["scale"].dense())
     small = {"60_000": "200", "1024": "20", "2_000": "10"}
     for old, new in small.items():
         assert old in loop
@@ -74,7 +82,16 @@ def test_the_guide_lists_every_option_of_a_spec():
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/guide.md", "docs/promise.md", "docs/pitfalls.md", "CONTRIBUTING.md"]
+    "document",
+    [
+        "README.md",
+        "docs/guide.md",
+        "docs/performance.md",
+        "docs/promise.md",
+        "docs/pitfalls.md",
+        "CONTRIBUTING.md",
+        "benchmarks/README.md",
+    ],
 )
 def test_links_lead_somewhere(document: str):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
