@@ -70,6 +70,9 @@ class PrivateGradient:
             require_positive("PrivateGradient", "memory_mb", memory_mb, "None lets the engine choose")
         if engine not in _ENGINES:
             raise expected("PrivateGradient", "engine", "to be 'hooks' or 'vmap'", repr(engine), "choose one")
+        if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed({...})"
+            raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
         require_supported(model)
         self._model = model
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)

@@ -19,7 +19,7 @@ import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import Clipping, clipped_sum
 from privgrad.gradient.engines import Vmap
-from privgrad.gradient.factors import Outer
+from privgrad.gradient.factors import Dense, Outer
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.rules import Rule, find_rule, register_rule
 
@@ -332,3 +332,77 @@ def test_a_non_finite_example_contributes_zero_and_is_counted():
             assert oracle.raw_nonfinite_examples == (1 if len(chosen) == 32 else 0)
         for name, value in results[0].items():
             torch.testing.assert_close(value, results[1][name])
+
+
+class Seen(nn.Module):
+    """A parameter of the whole model's own beside attention, as vision transformers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Linear(3, 8), nn.Parameter(torch.randn(5, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.embed(x) + self.positions).mean(1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_parameter_beside_attention_is_exact(training: bool):
+    model, x = Seen().double().train(training), torch.randn(7, 5, 3, dtype=torch.float64)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    factors, rows = Hooks(model, losses_of)(x), one_by_one(model.train(), x)
+    for name, factor in factors.items():
+        assert_equal_to_loop(factor, rows[name], 1e-9)
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+@pytest.mark.parametrize("scale", [0.98, 1.02])
+def test_a_rule_that_is_a_little_wrong_is_caught_too(scale: float):
+    class Weighted(nn.Linear):
+        pass
+
+    @register_rule(Weighted)
+    class Wrong(Rule):  # pyright: ignore[reportUnusedClass]
+        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
+            return F.linear(x, parameters["weight"], parameters["bias"])
+
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
+            return Outer(x[:, None], scale * grad[:, None]) if name == "weight" else Dense(grad)
+
+    with pytest.raises(pg.UnsupportedModuleError, match="rule"):
+        Hooks(nn.Sequential(Weighted(4, 3), nn.Tanh()), losses_of)(torch.randn(6, 4))
+
+
+def test_what_is_not_a_rule_is_refused():
+    with pytest.raises(pg.PrivacyError, match="subclass of Rule"):
+        register_rule(nn.Bilinear)(cast(Any, object))
+    with pytest.raises(pg.PrivacyError, match=r"package\.module\.Class"):
+        register_rule("Bilinear")(Rule)
+
+    class Bare(nn.Linear):
+        pass
+
+    @register_rule(Bare)
+    class NoFactor(Rule):  # pyright: ignore[reportUnusedClass]
+        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
+            return F.linear(x, parameters["weight"], parameters["bias"])
+
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
+            return grad
+
+    with pytest.raises(pg.UnsupportedModuleError, match="to return a Factor"):
+        Hooks(Bare(4, 3), losses_of)(torch.randn(6, 4))
+
+
+def test_scales_are_taken_as_numbers_and_refused_with_a_reason():
+    def oracle(precondition: Any) -> pg.PrivateGradient:
+        return pg.PrivateGradient(make_model(), loss_fn, make_plan(), precondition=precondition)
+
+    oracle(pg.precondition.fixed({"0.bias": cast(Any, 2.0)}))
+    with pytest.raises(pg.PrivacyError, match=r"precondition\.fixed"):
+        oracle({"0.bias": torch.tensor(2.0)})
+    with pytest.raises(pg.PrivacyError, match="mapping by parameter name"):
+        pg.precondition.fixed(cast(Any, [2.0]))
+    with pytest.raises(pg.PrivacyError, match="values from -1 to -1"):
+        oracle(pg.precondition.fixed({"0.bias": torch.tensor(-1.0)}))

@@ -12,7 +12,7 @@ from privgrad.gradient.factors import Dense, Factor, Outer, Placed, wide
 from privgrad.gradient.recurrent import recurrent_forward
 
 # (tensor of the graph, gradient of the tensor -> factors by parameter)
-Tap = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Factor]]], None]
+Tap = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Factor]]], Tensor]
 Adapter = Callable[..., Any]
 
 _FORWARDS: dict[type[nn.Module], Adapter] = {
@@ -35,8 +35,7 @@ def _adapted(forward: Adapter, module: nn.Module, tap: Tap, *args: Any, **kwargs
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def note(tensor: Tensor, contributions: Callable[[Tensor], list[Any]]) -> Tensor:
-        tap(tensor, lambda grad: _factors(parameters, contributions(grad)))
-        return tensor
+        return tap(tensor, lambda grad: _factors(parameters, contributions(grad)))
 
     return forward(module, note, *args, **kwargs)
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
+from privgrad.gradient.engines import without_vmap_warnings
 from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.products import Product, Products, sources
 from privgrad.gradient.rules import Rule, find_rule
@@ -64,11 +65,15 @@ class Capture:
         self.calls: list[Call] = []
         self._finished = False
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
         self._stack = ExitStack()
 
     def __enter__(self) -> "Capture":
         # Compiled code knows nothing of replaced forwards.
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Nor does attention's kernel for inference, which cannot be differentiated.
+        self._stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         for module in self._model.modules():
             buffers = vars(module)["_buffers"]
             for name, buffer in buffers.items():
@@ -95,6 +100,10 @@ class Capture:
     def finish(self) -> None:
         """The forward pass is over: check it, and note nothing from here on."""
         self._finished = True
+        written = [name for name, parameter, version in self._parameters if parameter._version != version]
+        if written:
+            remedy = "do not write to parameters in training; the model now holds private values: load it anew"
+            raise refused("parameters", "not to be written by the forward pass", ", ".join(written), remedy)
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
             remedy = "do not write to buffers in training, for what is written there is private"
@@ -124,10 +133,12 @@ class Capture:
         factors: Callable[[Tensor], Mapping[Tensor, Factor]],
         *,
         inputs: Sequence[Tensor],
-    ) -> None:
-        versions = [(x, x._version) for x in inputs]
+    ) -> Tensor:
+        """Note the tensor's place in the graph; return it, or what to go on with."""
+        tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self._finished and tensor.requires_grad:
             self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions))
+        return tensor
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) != 1:
@@ -145,7 +156,7 @@ class Capture:
             x = self._with_examples(path, x, layout[0])
             if layout[0] is not None and layout[0][0] != 0:
                 raise misplaced(path)
-        output = rule.forward(layer, stand_ins, x)
+        output = _own(rule.forward(layer, stand_ins, x))
         self._note(path, [x, output])
         if layout is None:
             return output
@@ -156,6 +167,9 @@ class Capture:
                 if not weight.requires_grad:
                     continue
                 factor = rule.factor(layer, name, stand_ins, x.detach(), grad)
+                if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    got, remedy = type(factor).__name__, "return Dense, Outer or another of privgrad.gradient.factors"
+                    raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
                 for parameter in {id(source): source for source in sources([weight])}.values():
                     part = factor if parameter is weight else Pulled(factor, weight, parameter)
                     found[parameter] = found[parameter] + part if parameter in found else part
@@ -223,7 +237,8 @@ class Capture:
             return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
 
         try:
-            produced = vmap(single, in_dims=(0, *dims), randomness="different")(copies, *mapped)
+            with without_vmap_warnings():
+                produced = vmap(single, in_dims=(0, *dims), randomness="different")(copies, *mapped)
         except RuntimeError:  # an operation that vmap has no rule for
             rows = [
                 single(
@@ -285,8 +300,15 @@ def _units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> It
         yield from _units(child, f"{path}.{name}" if path else name, seen)
 
 
-def _ignore(*tap: object) -> None:
+def _ignore(tensor: Tensor, *_: object) -> Tensor:
     """Stands for a tap while layouts are learned."""
+    return tensor
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor, not as a view: an operation in place on a view would cut its edge off the graph."""
+    is_view = tensor.grad_fn is not None and tensor._is_view()
+    return cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape)) if is_view else tensor
 
 
 def _restore(module: nn.Module, forward: Any) -> None:

@@ -55,6 +55,9 @@ def find_problems(model: nn.Module) -> list[Problem]:
             what = "mixes the examples of a batch, so one example's gradient depends on the others"
             remedy = "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
             problems.append(Problem(path, kind, what, remedy))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            what = "shortens the rows that it looks up in place, which shows whose they are"
+            problems.append(Problem(path, kind, what, "set max_norm=None, and shorten rows on the way out if need be"))
         if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
             what = "has parameters without a shape yet"
             problems.append(Problem(path, kind, what, "run one public example through the model first"))

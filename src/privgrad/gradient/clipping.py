@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_positive
-from privgrad.gradient.factors import Factor
+from privgrad.gradient.factors import Dense, Factor
 from privgrad.types import ClippedSum
+
+_TERMS = 1e5  # times C: what the terms of a contribution may come to; float32 rounds them to 1e-2 C at the very worst
 
 
 class Clipping(Protocol):
@@ -189,11 +191,21 @@ def _add_clipped(
         return 0
     norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
     finite_B = torch.isfinite(_joint_norm(norms.values()))
+    nonfinite = int((~finite_B).sum())
     if not bool(finite_B.all()):
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
         chunk = {name: factor.keep(finite_B) for name, factor in chunk.items()}
         norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
     factors = clip.factors(norms, max_grad_norm)
+    cancelling_B = _cancelling(chunk, factors, max_grad_norm, inverse_scales)
+    if bool(cancelling_B.any()):
+        # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
+        for index in cast("list[int]", cancelling_B.nonzero()[:, 0].tolist()):
+            alone = {name: Dense(factor[index : index + 1].dense()) for name, factor in chunk.items()}
+            nonfinite += _add_clipped(total, alone, clip, max_grad_norm, inverse_scales)
+        chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
+        norms = {name: torch.where(cancelling_B, 0.0, norm_B) for name, norm_B in norms.items()}
+        factors = clip.factors(norms, max_grad_norm)
     if factors.keys() != norms.keys():
         got, remedy = f"{sorted(factors)} for {sorted(norms)}", "correct the rule: nothing was released"
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
@@ -203,7 +215,22 @@ def _add_clipped(
             chunk[name].add_weighted_sum(total[name], factor_B)
         else:
             total[name] = chunk[name].weighted_sum(factor_B)
-    return int((~finite_B).sum())
+    return nonfinite
+
+
+def _cancelling(
+    chunk: Mapping[str, Factor],
+    factors: Mapping[str, Tensor],
+    max_grad_norm: float,
+    inverse_scales: Mapping[str, Tensor],
+) -> Tensor:
+    """Which examples' gradients are small differences of terms so large that their rounding would pass the bound."""
+    exceeding: list[Tensor] = [torch.zeros(next(iter(chunk.values())).examples, dtype=torch.bool)]
+    for name, factor in chunk.items():
+        terms_B = factor.terms(inverse_scales.get(name)) if name in factors else None
+        if terms_B is not None:
+            exceeding.append(~(factors[name] * terms_B <= _TERMS * max_grad_norm).cpu())
+    return torch.stack(exceeding).any(0)
 
 
 def _require_bound(

@@ -5,7 +5,7 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 
 import operator
 import warnings
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
@@ -21,7 +21,7 @@ from privgrad.types import count_examples, map_examples
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = (dict, list, set, deque)
 _ABSENT = object()
 
 
@@ -53,14 +53,22 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Generator[None]:
-    """Undo what a forward pass leaves on the modules: attributes set anew, lists and dicts refilled. Warns of it.
+    """Undo what a forward pass leaves on the modules: attributes set anew, tensors written, containers refilled.
+
+    Warns of it.
 
     Privacy:
         What private examples leave behind is private, and would let one example touch another's gradient, or end in
-        a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures) is out of reach.
+        a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures, objects of classes of
+        your own) is out of reach.
     """
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
     before = [(path, vars(module), dict(vars(module)), _contents(vars(module))) for path, module in modules]
+    copies: dict[int, Tensor] = {}
+    for _, now, attributes, _ in before:
+        for name, value in attributes.items():
+            if isinstance(value, Tensor):
+                now[name] = copies[id(value)] = value.clone()
     try:
         yield
     finally:
@@ -68,16 +76,19 @@ def preserved(model: nn.Module) -> Generator[None]:
         for path, now, attributes, contents in before:
             names = list(now.keys() - attributes.keys())
             names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
-            for name, held in contents.items():
-                if not _identical(_held(attributes[name]), held):
-                    _refill(attributes[name], held)
+            for name, container, held in contents:
+                if not _identical(_held(container), held):
+                    _refill(container, held)
                     names.append(name)
-            for name in names:
+            for name in dict.fromkeys(names):
+                copy = copies.get(id(attributes.get(name)))
+                untouched = copy is not None and now.get(name) is copy and copy._version == 0
                 if name in attributes:
                     now[name] = attributes[name]
                 else:
                     del now[name]
-                if not name.startswith("_"):  # torch's own bookkeeping, such as a GRU's list of its weights
+                # Underscores: torch's own bookkeeping, such as a GRU's list of its weights.
+                if not untouched and not name.startswith("_"):
                     changed.append(f"{path}.{name}" if path else name)
         if changed:
             warnings.warn(
@@ -87,9 +98,20 @@ def preserved(model: nn.Module) -> Generator[None]:
             )
 
 
-def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What the lists, dicts and sets among the attributes hold."""
-    return {name: _held(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
+def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """(attribute, container, what it holds) for every list, dict, set or deque among the attributes and inside them."""
+    found: list[tuple[str, Any, tuple[Any, ...]]] = []
+    seen = set[int]()
+    waiting: list[tuple[str, Any]] = [(name, v) for name, v in attributes.items() if isinstance(v, _CONTAINERS)]
+    while waiting:
+        name, container = waiting.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        found.append((name, container, _held(container)))
+        inner = cast("Iterable[Any]", container.values() if hasattr(container, "values") else container)
+        waiting += [(name, value) for value in inner if isinstance(value, _CONTAINERS)]
+    return found
 
 
 def _held(container: Any) -> tuple[Any, ...]:
@@ -98,7 +120,7 @@ def _held(container: Any) -> tuple[Any, ...]:
 
 def _refill(container: Any, held: tuple[Any, ...]) -> None:
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, list | deque):
         container.extend(held)
     else:
         container.update(held)
@@ -110,6 +132,14 @@ def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
         a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
         for a, b in zip(one, other, strict=True)
     )
+
+
+@contextmanager
+def without_vmap_warnings() -> Generator[None]:
+    """Silence torch's request to report operations that vmap takes in a loop: they are right, only slow."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
 
 
 class Vmap:
@@ -161,7 +191,7 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
     rest |= {name: tensor.detach() for name, tensor in model.named_buffers()}
     bound = BoundLoss(model, loss_fn)
     try:
-        with preserved(model):
+        with without_vmap_warnings(), preserved(model):
             batched = vmap(_gradient_of_one(bound, rest), in_dims=(None, 0), randomness="different")
             return batched(parameters, examples)
     except RuntimeError:

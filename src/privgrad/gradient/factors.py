@@ -51,6 +51,13 @@ class Factor(ABC):
         """Whether gradients written out for their norms would make the weighted sum much cheaper."""
         return False
 
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        """Bound on the terms that `weighted_sum` adds up for each g_i, shape (B,), float64; None: g_i itself.
+
+        Far above the norm, terms cancel, and what rounding leaves of them is not bounded by the norm.
+        """
+        return None
+
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
         return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split()])
@@ -147,6 +154,12 @@ class Outer(Factor):
             return Outer(torch.cat([self.a_BTI, other.a_BTI], 1), torch.cat([self.b_BTO, other.b_BTO], 1))
         return super().__add__(other)
 
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        if self.a_BTI.shape[1] == 1:
+            return None
+        a_BT, b_BT = short_norms(self.a_BTI).double(), short_norms(self.b_BTO).double()
+        return _largest(inverse_scales) * (a_BT * b_BT).sum(1)
+
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """By the cheapest exact formula for the shapes.
 
@@ -157,8 +170,11 @@ class Outer(Factor):
         if places == 1 and inverse_scales is None:
             return _norms(self.a_BTI) * _norms(self.b_BTO)
         if places == 1:
-            square = wide(cast(Tensor, inverse_scales)).square()
-            return torch.cat([cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))])
+            scales = wide(cast(Tensor, inverse_scales))
+            largest = scales.max()
+            square = (scales / largest).square_()
+            parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))]
+            return torch.cat(parts) * largest.double()
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
             few = self._split(cached(places**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
@@ -180,10 +196,14 @@ class Outer(Factor):
         return norm_B
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
-        """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel."""
+        """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel.
+
+        Every factor's largest entry is 1 here, so that no square underflows that counts.
+        """
         a_BI, b_BO = self.a_BTI[:, 0], self.b_BTO[:, 0]
-        square_BI = b_BO.square() @ square.to(b_BO.dtype)
-        return _norms(square_BI.sqrt_().mul_(a_BI))
+        (a_BI, a_B), (b_BO, b_B) = _unit(a_BI), _unit(b_BO)
+        square_BI = b_BO.square_() @ square.to(b_BO.dtype)
+        return _norms(square_BI.sqrt_().mul_(a_BI)) * a_B * b_B
 
 
 class Rows(Factor):
@@ -231,6 +251,10 @@ class Rows(Factor):
             return TiedTable(other, self)
         return super().__add__(other)
 
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
+        return short_norms(r_BTD).double().sum(1)
+
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Repeated ids of an example are added up first; then each touched row counts once."""
         keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
@@ -268,6 +292,9 @@ class Sum(Factor):
 
     def keep(self, kept_B: Tensor) -> "Sum":
         return Sum([part.keep(kept_B) for part in self.parts])
+
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return _total([_terms(part, inverse_scales) for part in self.parts])
 
     def __add__(self, other: Factor) -> Factor:
         for index, part in enumerate(self.parts):
@@ -364,6 +391,9 @@ class Placed(Factor):
         norms = [part.norms(scales(row, part)) for row, part in self.parts]
         return _long_norms(torch.stack(norms, dim=1))
 
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return _largest(inverse_scales) * _total([_terms(part, None) for _, part in self.parts])
+
     def __add__(self, other: Factor) -> Factor:
         if not isinstance(other, Placed):
             return super().__add__(other)
@@ -401,6 +431,9 @@ class Pulled(Factor):
     def keep(self, kept_B: Tensor) -> "Pulled":
         return Pulled(self.inner.keep(kept_B), self.weight, self.parameter)
 
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return _largest(inverse_scales) * _terms(self.inner, None)
+
     def _pull(self, grad: Tensor, *, batched: bool) -> Tensor:
         if self.examples == 0:
             return grad.new_zeros(0, *self.shape) if batched else grad.new_zeros(self.shape)
@@ -436,12 +469,29 @@ def _total(tensors: list[Tensor]) -> Tensor:
     return total
 
 
+def _terms(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
+    terms = factor.terms(inverse_scales)
+    return factor.norms(inverse_scales) if terms is None else terms
+
+
+def _largest(inverse_scales: Tensor | None) -> float:
+    return 1.0 if inverse_scales is None else float(inverse_scales.max())
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x over its largest entry in each row, that entry in float64)."""
+    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return x / largest, largest[:, 0].double()
+
+
 def _long_norms(x: Tensor) -> Tensor:
     """Norm over the last dimension, summed in float64: nothing overflows, underflows or is lost in the sum."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
 
 
-def _short_norms(x: Tensor) -> Tensor:
+def short_norms(x: Tensor) -> Tensor:
+    """Norm over the last dimension, in its own precision."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
 
 
@@ -454,9 +504,18 @@ def _norms(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     if inverse_scales is not None:
         grads_BP = grads_BP * inverse_scales
     grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
+    norm_B = _blockwise_norms(grads_BP)
+    # Squares of entries below 1e-19 vanish in float32: rows of such once more.
+    tiny = (norm_B < _TINY).nonzero()[:, 0]
+    if len(tiny) > 0:
+        norm_B[tiny] = _long_norms(grads_BP[tiny])
+    return norm_B
+
+
+def _blockwise_norms(grads_BP: Tensor) -> Tensor:
     whole = grads_BP.shape[1] // _BLOCK
     if whole == 0:
-        return _short_norms(grads_BP).double()
+        return short_norms(grads_BP).double()
     blocks = grads_BP[:, : whole * _BLOCK].reshape(len(grads_BP), whole, _BLOCK)
-    parts = [_short_norms(blocks), _short_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
+    parts = [short_norms(blocks), short_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
     return _long_norms(torch.cat(parts, dim=1))

@@ -29,6 +29,7 @@ from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
 _PROBED = 3  # examples of the audit
+_TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05  # of the audit, relative
 
 
 class Hooks:
@@ -48,6 +49,9 @@ class Hooks:
         self._layouts: list[tuple[str, Layout]] | None = None
         self._whole = set[str]()  # units without a rule that are taken by vmap
         self._floats = 0  # of output gradients, an example
+        self._calls = 0
+        self._reached = set[str]()  # names of parameters, in the audit
+        self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
         """Gradient of each example's own loss, factored, by parameter name.
@@ -62,10 +66,16 @@ class Hooks:
             NOT private. The examples share one forward pass: that each keeps to itself is checked on the first batch
             (and when the sequence of calls changes) on a few of its examples, not proven.
         """
-        if self._layouts is None:
-            self.audit(examples)
+        self._calls += 1
+        if self._layouts is None or self._calls & (self._calls - 1) == 0:
+            self.audit(examples)  # of the 1st, 2nd, 4th, 8th ... call: later examples may show what the first did not
         try:
-            return self._factors(examples)
+            factors = self._factors(examples)
+            lost = sorted(self._reached - set(factors))
+            if lost:
+                got, remedy = "no gradient", f"do not cut it off in training mode, or {REMEDY}"
+                raise refused(", ".join(lost), "to be reached as on the first batch", got, remedy)
+            return factors
         except OtherCallsError:
             # Loops may be longer for longer sequences; what depends on the data otherwise is refused.
             self.audit(examples)
@@ -92,7 +102,7 @@ class Hooks:
         Raises:
             UnsupportedModuleError: they differ, or a parameter is used outside of a unit.
         """
-        few = _few(examples)
+        few, checksums = _few(examples), _checksums(self._model)
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
             found = self._factors(few)
@@ -100,16 +110,54 @@ class Hooks:
                 gradients(self._model, self._loss_fn, map_examples(itemgetter(slice(i, i + 1)), few))
                 for i in range(_PROBED)
             ]
+        _require_unwritten(self._model, checksums)
+        # Room for a ReLU at its kink, and for the rounding of half precision where there is any.
+        tolerance = _TOLERANCE_HALF if self._half else _TOLERANCE
         whole_B = torch.tensor([sum(float(g.double().square().sum()) for g in single.values()) for single in singles])
         for name in trainable(self._model):
             wanted = torch.stack([single[name] for single in singles]).flatten(1).double()
             got = found[name].dense().flatten(1) if name in found else torch.zeros_like(wanted)
             error_B, wanted_B = (got - wanted).square().sum(1).sqrt(), wanted.square().sum(1).sqrt()
-            # Wide enough for bfloat16 and for a ReLU at its kink; a mix of examples is off by much more.
-            if bool((error_B > 0.05 * wanted_B + 0.005 * whole_B.sqrt().to(error_B)).any()):
+            if bool((error_B > tolerance * (wanted_B + 0.1 * whole_B.sqrt().to(error_B))).any()):
                 self._layouts = None
-                remedy = f"keep examples in dimension 0 (batch_first=True) and apart in every layer, or {REMEDY}"
+                remedy = (
+                    "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
+                    f"rule for this layer or the next, correct it; or {REMEDY}"
+                )
                 raise refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
+        self._reached = set(found)
+        if self._model.training:
+            layouts = self._layouts
+            self._require_apart_in_training(few, tolerance)
+            self._layouts = layouts
+        _require_unwritten(self._model, checksums)
+
+    def _require_apart_in_training(self, few: Any, tolerance: float) -> None:
+        """With the same random draws, an example's gradient may not move when the others are exchanged."""
+
+        def rows(order: list[int]) -> dict[str, Tensor]:
+            def take(leaf: Tensor) -> Tensor:
+                return leaf[order]
+
+            chosen = map_examples(take, few)
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                try:
+                    factors = self._factors(chosen)
+                except OtherCallsError:
+                    self._layouts = self._learn_layouts(chosen)
+                    torch.manual_seed(0)
+                    factors = self._factors(chosen)
+            return {name: factor.dense().flatten(1).double() for name, factor in factors.items()}
+
+        for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):
+            beside_one, beside_other = rows(one), rows(other)
+            for name in beside_one.keys() & beside_other.keys():
+                here, there = beside_one[name], beside_other[name]
+                if _norm(here[kept] - there[kept]) > tolerance * (_norm(here) + _norm(there)):
+                    self._layouts = None
+                    remedy = f"keep examples apart in training mode too, or {REMEDY}"
+                    raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
 
     def _learn_layouts(self, few: Any) -> list[tuple[str, Layout]]:
         """Compare two batch sizes: a dimension that grows with the batch holds examples."""
@@ -143,6 +191,7 @@ class Hooks:
             # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
             grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
         names = {id(parameter): name for name, parameter in parameters.items()}
+        self._half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
         # Gradients written out for their norms are kept to the sum where they do not raise the peak much.
@@ -175,6 +224,23 @@ def _few(examples: Any) -> Any:
     return few if size >= _PROBED else map_examples(partial(_filled, missing=_PROBED - size), few)
 
 
+def _norm(x: Tensor) -> float:
+    return float(cast(Tensor, torch.linalg.vector_norm(x)))
+
+
+def _require_unwritten(model: nn.Module, checksums: list[str]) -> None:
+    if _checksums(model) != checksums:
+        remedy = "do not write to parameters in training; the model now holds private values: load it anew"
+        raise refused("parameters", "not to be written by the forward pass", "other values", remedy)
+
+
+def _checksums(model: nn.Module) -> list[str]:
+    """Two numbers a parameter, that tell whether it was written, even past autograd's own count."""
+    with torch.no_grad():
+        whole = [parameter.detach().double() for parameter in model.parameters()]
+        return [f"{float(p.sum())!r} {float(p.square().sum())!r}" for p in whole]
+
+
 def _filled(leaf: Tensor, *, missing: int) -> Tensor:
     return torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])])
 
@@ -185,5 +251,8 @@ def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]
     for source in sources([losses]):
         name = names.get(id(source))
         if name is not None:
-            remedy = f"use it in its own module's forward only, or {REMEDY}"
+            remedy = (
+                "use it in its own module's forward only (a tied layer: a module that is given the parameter, as "
+                f"head.weight = table.weight; a rule: through `parameters`), or {REMEDY}"
+            )
             raise refused(f"parameter {name!r}", "to be used by its own module only", "a use elsewhere", remedy)

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from privgrad.errors import expected
 
+_SMALLEST = 1e-12  # float32 holds the squares of all that lies between its inverse and this
+
 
 @dataclass(frozen=True)
 class Preconditioner:
     """Scales A by parameter name: each example's gradient g becomes g / A before it is clipped.
 
     Args:
-        scales: positive finite tensors that broadcast to their parameters; parameters without one keep A = 1.
+        scales: tensors with values from 1e-12 to 1e12 that broadcast to their parameters; parameters without one keep
+            A = 1.
     Privacy:
         None of its own: the scales must be public, or post-processing of what was released. The bound C then holds
         in the preconditioned space, and the released gradient stays there.
@@ -51,7 +54,10 @@ def fixed(scales: Mapping[str, Tensor]) -> Preconditioner:
     Raises:
         PrivacyError: (when PrivateGradient is constructed) a name, shape or value that does not fit.
     """
-    return Preconditioner(scales)
+    if not isinstance(scales, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        got, remedy = type(scales).__name__, 'give {"layer.weight": scale, ...}'
+        raise expected("precondition.fixed", "scales", "to be a mapping by parameter name", got, remedy)
+    return Preconditioner({name: torch.as_tensor(scale) for name, scale in scales.items()})
 
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
@@ -62,7 +68,9 @@ def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
         got = f"shape {tuple(scale.shape)} for {tuple(parameter.shape)}"
         raise expected("precondition", f"scales of {name!r}", "to fit", got, "broadcast to the parameter") from None
     inverse = 1 / whole
-    if not bool(((whole > 0) & torch.isfinite(whole) & torch.isfinite(inverse)).all()):
-        remedy = "add a small constant, as 1e-5"
-        raise expected("precondition", f"scales of {name!r}", "to be positive and finite", "others", remedy)
+    if not bool(((whole >= _SMALLEST) & (whole <= 1 / _SMALLEST)).all()):
+        got = f"values from {float(whole.min()):g} to {float(whole.max()):g}"
+        remedy = "add a small constant, as 1e-5, or scale them together: only their ratios matter once C is tuned"
+        condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"
+        raise expected("precondition", f"scales of {name!r}", condition, got, remedy)
     return inverse.contiguous()

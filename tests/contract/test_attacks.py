@@ -1,0 +1,203 @@
+"""Ways in which the fast engine could be fooled, each tried: the bound holds, or the model is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_rules import losses_of
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import privgrad as pg
+from conftest import first_batch, make_data, make_plan
+from privgrad.gradient.clipping import Clipping, clipped_sum
+from privgrad.gradient.factors import Factor, Outer
+from privgrad.gradient.hooks import Hooks
+
+
+class WritesToParameters(nn.Module):
+    """Past autograd's count of writes, or in its sight."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.code, self.way = nn.Linear(4, 3), nn.Parameter(torch.zeros(3), requires_grad=False), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.way == "data":
+            self.code.data.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        else:
+            with torch.no_grad():
+                self.code.add_(h.mean(0))
+        return h + self.code.detach()
+
+
+@pytest.mark.parametrize("way", ["data", "no_grad"])
+def test_a_forward_pass_that_writes_to_parameters_is_refused(way: str):
+    engine = Hooks(WritesToParameters(way), losses_of)
+    with pytest.raises(pg.UnsupportedModuleError, match="parameters"):
+        engine(torch.randn(6, 4))
+
+
+def test_embeddings_that_shorten_their_rows_in_place_are_refused():
+    with pytest.raises(pg.UnsupportedModuleError, match="max_norm"):
+        pg.PrivateGradient(nn.Embedding(10, 3, max_norm=1.0), losses_of, make_plan())
+
+
+class SortedByLength(nn.Module):
+    """Sorts, works, sorts back: each example's output is its own, but rows change places inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort(stable=True)
+        return self.second(torch.tanh(self.first(x[order])[order.argsort()]))
+
+
+def test_rows_that_change_places_are_caught_when_examples_show_it():
+    engine, x = Hooks(SortedByLength().double(), losses_of), torch.randn(8, 3, dtype=torch.float64)
+    alike = x.clone()
+    alike[:, 0] = 1.0
+    engine(alike)  # already in order: the first audit cannot see it
+    x[:3, 0] = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
+    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+        engine(x)
+
+
+class ShufflesInTraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.randperm(len(x)).flip(0) if self.training else torch.arange(len(x))
+        return self.second(torch.tanh(self.first(x[order])[order.argsort()]))
+
+
+class NormsGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.training and h.requires_grad:
+            h.register_hook(lambda grad: grad / grad.norm())
+        return self.second(torch.tanh(h))
+
+
+@pytest.mark.parametrize("make", [ShufflesInTraining, NormsGradients])
+def test_what_mixes_in_training_mode_only_is_caught(make: Callable[[], nn.Module]):
+    x = torch.randn(8, 3, dtype=torch.float64)
+    with pytest.raises(pg.UnsupportedModuleError, match="other examples"):
+        Hooks(make().double(), losses_of)(x)
+    Hooks(make().double().eval(), losses_of)(x)
+
+
+def test_an_operation_in_place_on_a_layers_output_keeps_its_gradient():
+    rows: list[Tensor] = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        dropout, relu = nn.Dropout(0.3, inplace=inplace), nn.ReLU(inplace=inplace)
+        model = nn.Sequential(nn.Linear(4, 4), dropout, relu, nn.Linear(4, 2))
+        engine, x = Hooks(model, losses_of), torch.randn(6, 5, 4)
+        engine.audit(x)
+        torch.manual_seed(1)
+        rows.append(engine._factors(x)["0.weight"].dense())  # pyright: ignore[reportPrivateUsage]
+    torch.testing.assert_close(*rows)
+    assert rows[0].abs().sum() > 0
+
+
+class Centred(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight - weight.mean((1, 2, 3), keepdim=True)
+
+
+class OneRow(nn.Module):
+    """One row of a table, looked up again and again and weighted by the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(torch.zeros_like(x, dtype=torch.long)) * x[..., None]
+
+
+def cancelling(kind: str, big: float) -> tuple[nn.Module, Tensor]:
+    """A model, and eight examples of which the fourth has a small gradient made of large terms."""
+    signs = (-1.0) ** torch.arange(81)
+    if kind == "linear":
+        x = torch.randn(8, 2, 6)
+        x[3] = big * signs[:2, None]
+        return nn.Linear(6, 4), x
+    if kind == "embedding":
+        x = torch.randn(8, 4)
+        x[3] = big * signs[:4]
+        return OneRow(), x
+    model, x = nn.Conv2d(1, 3, 3), torch.randn(8, 1, 9, 9)
+    if kind == "standardized":
+        x[3] = big
+        parametrize.register_parametrization(model, "weight", Centred())
+    else:
+        x[3] = big * signs.view(9, 9)
+    return model, x
+
+
+@pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic()])
+@pytest.mark.parametrize("big", [1e4, 1e6, 1e8])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "embedding", "standardized"])
+def test_terms_that_cancel_within_an_example_do_not_pass_the_bound(kind: str, big: float, clip: Clipping):
+    """Their sum is small and unclipped, but float32 rounds them by far more than C."""
+    torch.manual_seed(0)
+    model, x = cancelling(kind, big)
+    parameters = dict(model.named_parameters())
+    factors = Hooks(model, lambda m, x: m(x).flatten(1).mean(1))(x)
+    sums: list[Tensor] = []
+    for kept in (torch.ones(8, dtype=torch.bool), torch.arange(8) != 3):
+        chunk: dict[str, Factor] = {name: factor.keep(kept) for name, factor in factors.items()}
+        clipped, _ = clipped_sum([chunk], like=parameters, clip=clip, max_grad_norm=1.0)
+        sums.append(torch.cat([clipped.values[name].flatten().double() for name in parameters]))
+    assert (sums[0] - sums[1]).norm() <= 1.02
+
+
+@pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic()])
+@pytest.mark.parametrize(
+    ("scale", "a", "b"), [(1e12, 1e15, 1e15), (1e12, 1e10, 1e10), (1e-12, 1e8, 1e-23), (1.0, 2e-23, 5e18)]
+)
+def test_squares_that_underflow_do_not_hide_a_gradient(scale: float, a: float, b: float, clip: Clipping):
+    factor = Outer(torch.full((2, 1, 784), a), torch.full((2, 1, 3), b))
+    clipped, _ = clipped_sum(
+        [{"p": factor}],
+        like={"p": torch.zeros(3, 784)},
+        clip=clip,
+        max_grad_norm=1e-3,
+        inverse_scales={"p": torch.full((3, 784), 1 / scale)},
+    )
+    assert clipped.values["p"].double().norm() <= 2e-3 * (1 + 1e-4)
+
+
+class Remembers(nn.Module):
+    """Keeps private tensors in nested containers, and writes to a plain tensor attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(5, 3), torch.zeros(3)
+        self.seen: dict[str, list[Tensor]] = {"outputs": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        self.seen["outputs"].append(h.detach())
+        return h
+
+
+def test_nothing_private_stays_in_attributes_however_deep():
+    model = Remembers()
+    oracle = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())
+    with pytest.warns(UserWarning, match="mean, seen"):
+        oracle(first_batch(oracle.plan, make_data()))
+    assert model.mean.tolist() == [0, 0, 0]
+    assert model.seen == {"outputs": []}
