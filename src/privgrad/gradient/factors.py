@@ -198,12 +198,11 @@ class Outer(Factor):
     def _scaled_norms(self, square: Tensor) -> Tensor:
         """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel.
 
-        Every factor's largest entry is 1 here, so that no square underflows that counts.
+        The largest entries of W and of each row of b are 1 here, so that no square underflows that counts.
         """
-        a_BI, b_BO = self.a_BTI[:, 0], self.b_BTO[:, 0]
-        (a_BI, a_B), (b_BO, b_B) = _unit(a_BI), _unit(b_BO)
+        b_BO, b_B = _unit(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
-        return _norms(square_BI.sqrt_().mul_(a_BI)) * a_B * b_B
+        return _norms(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
 
 
 class Rows(Factor):
@@ -506,8 +505,8 @@ def _norms(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
     norm_B = _blockwise_norms(grads_BP)
     # Squares of entries below 1e-19 vanish in float32: rows of such once more.
-    tiny = (norm_B < _TINY).nonzero()[:, 0]
-    if len(tiny) > 0:
+    if len(norm_B) > 0 and float(norm_B.min()) < _TINY:
+        tiny = (norm_B < _TINY).nonzero()[:, 0]
         norm_B[tiny] = _long_norms(grads_BP[tiny])
     return norm_B
 
