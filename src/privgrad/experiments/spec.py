@@ -18,7 +18,20 @@ from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan
 from privgrad.types import SamplingScheme
 
-OptimizerName = Literal["SGD", "Adam", "AdamBC", "NAdam", "RMSprop", "Adagrad"]
+OptimizerName = Literal[
+    "SGD",
+    "MomentumSGD",
+    "Adam",
+    "AdamBC",
+    "AdamW",
+    "AdamWBC",
+    "NAdam",
+    "NAdamBC",
+    "RMSprop",
+    "RMSpropBC",
+    "Adagrad",
+    "AdagradBC",
+]
 
 
 class _Table(BaseModel):
