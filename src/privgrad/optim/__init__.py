@@ -5,6 +5,7 @@ from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, P
 from privgrad.optim.debias import debias, default_floor
 
 __all__ = [
+    "SGD",
     "Adagrad",
     "AdagradBC",
     "Adam",
@@ -17,7 +18,6 @@ __all__ = [
     "PrivateOptimizer",
     "RMSprop",
     "RMSpropBC",
-    "SGD",
     "debias",
     "default_floor",
 ]
