@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 import privgrad as pg
-from privgrad.gradient import hooks
+from privgrad.gradient import capture
 from privgrad.gradient.factors import Dense
 from privgrad.gradient.hooks import Hooks
 
@@ -154,7 +154,7 @@ def test_taken_whole_only_where_it_must_be(name: str, monkeypatch: pytest.Monkey
         calls.append(args)
         return vmap(*args, **kwargs)
 
-    monkeypatch.setattr(hooks, "vmap", counted)
+    monkeypatch.setattr(capture, "vmap", counted)
     make, inputs = (BY_PRODUCTS | WHOLE)[name]
     Hooks(make().double(), losses_of)(inputs(7))
     assert bool(calls) == (name in WHOLE)

@@ -5,11 +5,9 @@ Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 1024  # float32 entries summed before they are joined in float64
@@ -96,7 +94,7 @@ class Dense(Factor):
         return (weight_B.to(self.grads_BP.dtype) @ self.grads_BP.flatten(1)).view(self.shape)
 
     def keep(self, kept_B: Tensor) -> "Dense":
-        return Dense(_kept(self.grads_BP, kept_B))
+        return Dense(kept(self.grads_BP, kept_B))
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         return _norms(self.grads_BP, inverse_scales) if inverse_scales is None else super().norms(inverse_scales)
@@ -139,7 +137,7 @@ class Outer(Factor):
         return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
 
     def keep(self, kept_B: Tensor) -> "Outer":
-        return Outer(_kept(self.a_BTI, kept_B), _kept(self.b_BTO, kept_B))
+        return Outer(kept(self.a_BTI, kept_B), kept(self.b_BTO, kept_B))
 
     def merge(self, parts: int) -> "Outer":
         return Outer(_merged(self.a_BTI, parts), _merged(self.b_BTO, parts))
@@ -219,7 +217,7 @@ class Rows(Factor):
         total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
     def keep(self, kept_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, _kept(self.r_BTD, kept_B), self.shape[0])
+        return Rows(self.ids_BT, kept(self.r_BTD, kept_B), self.shape[0])
 
     def merge(self, parts: int) -> "Rows":
         ids_BT = self.ids_BT.reshape(self.examples // parts, -1)
@@ -246,85 +244,6 @@ class Rows(Factor):
         """One number for every (example, id), shape (B T,)."""
         example_B = torch.arange(self.examples, device=self.ids_BT.device)
         return (self.ids_BT + example_B[:, None] * self.shape[0]).flatten()
-
-
-class Convolution(Factor):
-    """The weight of a convolution in 1, 2 or 3 dimensions, shape (O, I / groups, *kernel).
-
-    Args:
-        x: inputs, shape (B, I, *space).
-        b: gradients of the outputs, shape (B, O, *places).
-        kernel, stride, padding, dilation: in space.
-        groups: of channels.
-    """
-
-    def __init__(self, x: Tensor, b: Tensor, *, kernel: Sequence[int], groups: int, **options: Sequence[int]) -> None:
-        super().__init__(len(x), torch.Size((b.shape[1], x.shape[1] // groups, *kernel)))
-        self.x, self.b, self.groups = wide(x), wide(b), groups
-        self._options = options
-
-    def __getitem__(self, examples: slice) -> "Convolution":
-        return self._like(self.x[examples], self.b[examples])
-
-    def dense(self) -> Tensor:
-        """For few places a product of patches; else one grouped convolution, an example a group."""
-        if self.examples == 0:
-            return self.b.new_zeros(0, *self.shape)
-        if self._few_places:
-            return self.unfolded().dense().view(self.examples, *self.shape)
-        x, b = (z.reshape(1, -1, *z.shape[2:]) for z in (self.x, self.b))
-        shape = (self.examples * self.shape[0], *self.shape[1:])
-        return self._weight_gradient(x, b, shape, self.examples * self.groups).view(self.examples, *self.shape)
-
-    def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        b = self.b * weight_B.to(self.b.dtype).view(-1, *[1] * (self.b.dim() - 1))
-        return self._weight_gradient(self.x, b, tuple(self.shape), self.groups)
-
-    def keep(self, kept_B: Tensor) -> "Convolution":
-        return self._like(_kept(self.x, kept_B), _kept(self.b, kept_B))
-
-    @property
-    def worth_keeping(self) -> bool:
-        return not self._by_inner_products
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        if inverse_scales is not None or not self._by_inner_products:
-            return super().norms(inverse_scales)
-        few = self._split(cached(self._places * int(self.shape[1:].numel())))
-        return torch.cat([cast(Convolution, part).unfolded().norms_by_inner_products() for part in few])
-
-    def unfolded(self) -> Outer:
-        """The same as a linear map of patches, shape (O, I * kernel); for one group."""
-        patches = F.pad(self.x, [size for size in reversed(self._options["padding"]) for _ in range(2)])
-        for dim, size in enumerate(self.shape[2:]):
-            stride, dilation = self._options["stride"][dim], self._options["dilation"][dim]
-            patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        space = self.b.dim() - 2
-        patches = patches.movedim(1, 1 + space)
-        return Outer(patches.flatten(1, space).flatten(2), self.b.flatten(2).mT)
-
-    @property
-    def _places(self) -> int:
-        return int(self.b.shape[2:].numel())
-
-    @property
-    def _few_places(self) -> bool:
-        return self.groups == 1 and self._places <= 64
-
-    @property
-    def _by_inner_products(self) -> bool:
-        outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
-        return self._few_places and 2 * self._places * (fan_in + outputs) < fan_in * outputs
-
-    def _like(self, x: Tensor, b: Tensor) -> "Convolution":
-        return Convolution(x, b, kernel=self.shape[2:], groups=self.groups, **self._options)
-
-    def _weight_gradient(self, x: Tensor, b: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
-        stand_in = x.new_empty(1).expand(shape)  # only its shape is read
-        stride, padding, dilation = (self._options[name] for name in ("stride", "padding", "dilation"))
-        backward = cast("Callable[..., tuple[Any, Tensor, Any]]", torch.ops.aten.convolution_backward)
-        mask = (False, True, False)
-        return backward(b, x, stand_in, None, stride, padding, dilation, False, [0] * len(padding), groups, mask)[1]
 
 
 class Sum(Factor):
@@ -505,7 +424,8 @@ def _merged(x: Tensor, parts: int) -> Tensor:
     return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
 
 
-def _kept(x: Tensor, kept_B: Tensor) -> Tensor:
+def kept(x: Tensor, kept_B: Tensor) -> Tensor:
+    """x with zeros for every example that is not kept."""
     return torch.where(kept_B.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient.factors import Convolution, Dense, Factor, Outer, Rows, cached, wide
+from privgrad.gradient.convolution import Convolution
+from privgrad.gradient.factors import Dense, Factor, Outer, Rows, cached, wide
 
 
 class Rule(ABC):

@@ -1,0 +1,352 @@
+"""What passes through the units of a model while a loss is computed: their inputs, and the places to ask for gradients.
+
+Every unit (the smallest module that owns trainable parameters) has its forward replaced: it computes the same from
+stand-ins of its parameters, and notes inputs and the graph's edge at its output.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call, vmap
+from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.adapters import find_adapter
+from privgrad.gradient.factors import Dense, Factor, Pulled
+from privgrad.gradient.products import Product, Products, sources
+from privgrad.gradient.rules import Rule, find_rule
+
+REMEDY = "use engine='vmap'"
+
+# Where the examples are in each tensor, in order: (dimension, rows an example); None: the same for all examples.
+Layout = tuple[tuple[int, int] | None, ...]
+
+
+@dataclass
+class Tap:
+    """A place in the graph whose gradient is asked for, and what it says of the parameters."""
+
+    path: str
+    edge: GradientEdge
+    factors: Callable[[Tensor], Mapping[Tensor, Factor]]
+    inputs: list[tuple[Tensor, int]]  # with their version when they were used
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit: where, and the shapes of the tensors in and out of it."""
+
+    path: str
+    shapes: tuple[torch.Size, ...]
+
+
+class OtherCallsError(Exception):
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class Capture:
+    """Replaces the units' forwards while it is open, and notes what passes through them."""
+
+    def __init__(self, model: nn.Module, layouts: list[tuple[str, Layout]] | None, size: int, whole: set[str]) -> None:
+        self._model, self._layouts, self._size, self._whole = model, layouts, size, whole
+        self.by_products = set[str]()
+        self.taps: list[Tap] = []
+        self.calls: list[Call] = []
+        self._finished = False
+        self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Capture":
+        # Compiled code knows nothing of replaced forwards.
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in self._model.modules():
+            buffers = vars(module)["_buffers"]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    self._stack.callback(buffers.__setitem__, name, buffer)
+                    buffers[name] = buffer.clone()
+                    self._buffers.append((buffers, name, buffers[name]))
+        for path, module in _units(self._model):
+            original = module.forward
+            self._stack.callback(_restore, module, vars(module).get("forward"))
+            adapter, rule = find_adapter(module), find_rule(module)
+            if adapter is not None:
+                forward = partial(self._adapted, path, module, adapter)
+            elif rule is not None:
+                forward = partial(self._ruled, path, module, rule, original)
+            else:
+                forward = partial(self._generic, path, module, original)
+            vars(module)["forward"] = forward
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def finish(self) -> None:
+        """The forward pass is over: check it, and note nothing from here on."""
+        self._finished = True
+        changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
+        if changed:
+            remedy = "do not write to buffers in training, for what is written there is private"
+            raise refused("buffers", "not to be written", ", ".join(changed), remedy)
+        if self._layouts is not None and len(self.calls) != len(self._layouts):
+            raise OtherCallsError(self._layouts[len(self.calls)][0])
+
+    def _enter(self, path: str) -> Layout | None:
+        """The layout of the next call; None while layouts are learned."""
+        if self._layouts is None:
+            return None
+        if self._finished:
+            return next(layout for known, layout in self._layouts if known == path)
+        index = len(self.calls)
+        if index >= len(self._layouts) or self._layouts[index][0] != path:
+            raise OtherCallsError(path)
+        return self._layouts[index][1]
+
+    def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
+        if not self._finished:
+            self.calls.append(Call(path, tuple(tensor.shape for tensor in tensors)))
+
+    def _tap(
+        self,
+        path: str,
+        tensor: Tensor,
+        factors: Callable[[Tensor], Mapping[Tensor, Factor]],
+        *,
+        inputs: Sequence[Tensor],
+    ) -> None:
+        versions = [(x, x._version) for x in inputs]
+        if not self._finished and tensor.requires_grad:
+            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions))
+
+    def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) != 1:
+            return self._generic(path, module, original, *args, **kwargs)
+        (x,) = (*args, *kwargs.values())
+        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
+        weights = {name: weight for name, weight in read.items() if weight is not None}
+        return self._by_rule(path, rule, module, weights, x)
+
+    def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One call of a rule: the weights replaced by stand-ins, the output tapped."""
+        layout = self._enter(path)
+        stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
+        if layout is not None:
+            x = self._with_examples(path, x, layout[0])
+            if layout[0] is not None and layout[0][0] != 0:
+                raise misplaced(path)
+        output = rule.forward(layer, stand_ins, x)
+        self._note(path, [x, output])
+        if layout is None:
+            return output
+
+        def factors(grad: Tensor) -> dict[Tensor, Factor]:
+            found: dict[Tensor, Factor] = {}
+            for name, weight in weights.items():
+                if not weight.requires_grad:
+                    continue
+                factor = rule.factor(layer, name, stand_ins, x.detach(), grad)
+                for parameter in {id(source): source for source in sources([weight])}.values():
+                    part = factor if parameter is weight else Pulled(factor, weight, parameter)
+                    found[parameter] = found[parameter] + part if parameter in found else part
+            return found
+
+        self._tap(path, output, factors, inputs=[x])
+        return output
+
+    def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
+        layout = self._enter(path)
+        self._note(path, [])
+        if layout is None:
+            return adapter(module, _ignore, *args, **kwargs)
+        return adapter(module, partial(self._tap, path, inputs=()), *args, **kwargs)
+
+    def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """A unit without a rule: by its linear maps and convolutions, or, if they are not all, under vmap."""
+        if path not in self._whole:
+            start = len(self.calls)
+            output = self._by_products_of(path, module, original, *args, **kwargs)
+            if self._layouts is not None or path in self.by_products:
+                return output
+            del self.calls[start:]
+            self._whole.add(path)
+        return self._by_vmap(path, module, original, *args, **kwargs)
+
+    def _by_products_of(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        own = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        numbers = count()
+
+        def take(product: Product) -> Tensor:
+            return self._by_rule(f"{path}[{next(numbers)}]", product.rule, product.layer, product.weights, product.x)
+
+        with Products(own, take):
+            output = original(*args, **kwargs)
+        if next(numbers) > 0 and not {id(p) for p in own} & {id(source) for source in sources(_tensors(output))}:
+            self.by_products.add(path)
+        return output
+
+    def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """The unit with its own copy of the parameters for every example."""
+        layout = self._enter(path)
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if layout is None:
+            output = original(*args, **kwargs)
+            self._note(path, [*tensors, *_tensors(output)])
+            return output
+        places = layout[: len(tensors)]
+        mapped = [self._split(path, x, place) for x, place in zip(tensors, places, strict=True)]
+        dims = tuple(None if place is None else place[0] for place in places)
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        copies = {name: p.detach().expand(self._size, *p.shape).requires_grad_() for name, p in own.items()}
+        rest = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
+        unit = _Unit(module, original)
+        found: Any = None
+
+        def single(parameters: dict[str, Tensor], *inputs: Tensor) -> list[Tensor]:
+            nonlocal found
+            remaining = iter(inputs)
+            filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            call_args, call_kwargs = tree_unflatten(filled, structure)
+            state = {f"module.{name}": p for name, p in (parameters | rest).items()}
+            found = tree_flatten(functional_call(unit, state, call_args, call_kwargs))
+            return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
+
+        try:
+            produced = vmap(single, in_dims=(0, *dims), randomness="different")(copies, *mapped)
+        except RuntimeError:  # an operation that vmap has no rule for
+            rows = [
+                single(
+                    {name: p[i] for name, p in copies.items()},
+                    *(x if dim is None else x.select(dim, i) for x, dim in zip(mapped, dims, strict=True)),
+                )
+                for i in range(self._size)
+            ]
+            produced = [torch.stack(row) for row in zip(*rows, strict=True)]
+        joined = map(partial(_joined, path), produced, layout[len(tensors) :])
+        output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
+        self._note(path, [*tensors, *_tensors(output)])
+        for name, parameter in own.items():
+            self._tap(path, copies[name], partial(_written_out, parameter), inputs=[])
+        return output
+
+    def _with_examples(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
+        """What is the same for all examples is repeated in dimension 0, as a view."""
+        if place is None:
+            x = x[0] if x.dim() > 0 and len(x) == 1 else x
+            return x.expand(self._size, *x.shape)
+        dim, parts = place
+        if x.shape[dim] != self._size * parts:
+            raise OtherCallsError(path)
+        return x
+
+    def _split(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
+        """(..., B parts, ...) -> (..., B, parts, ...)."""
+        if place is None:
+            return x
+        dim, parts = place
+        whole = self._with_examples(path, x, place)
+        return whole.reshape(*x.shape[:dim], self._size, parts, *x.shape[dim + 1 :])
+
+
+class _Unit(nn.Module):
+    """A module with a given forward, so that its parameters can be swapped around that."""
+
+    def __init__(self, module: nn.Module, forward: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def _units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """The smallest modules that own trainable parameters, by path; each once."""
+    seen = set() if seen is None else seen
+    if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
+        return
+    seen.add(id(model))
+    owns = any(p.requires_grad for p in model.parameters(recurse=False))
+    if owns or find_adapter(model) is not None or parametrize.is_parametrized(model):
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name, seen)
+
+
+def _ignore(*tap: object) -> None:
+    """Stands for a tap while layouts are learned."""
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
+    return {parameter: Dense(grads_BP)}
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+
+
+def _joined(path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
+    """From (B, ..., parts, ...) to (..., B parts, ...), as the module itself would return it."""
+    if place is None:
+        return x.flatten(0, 1) if x.dim() > 1 and x.shape[1] == 1 else x
+    dim, parts = place
+    if x.dim() < dim + 2 or x.shape[dim + 1] != parts:
+        raise misplaced(path)
+    return x.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
+    if [len(shape) for shape in one.shapes] != [len(shape) for shape in other.shapes]:
+        raise refused(f"the calls of '{one.path}'", "not to depend on the examples", "a change", REMEDY)
+    return tuple(_place(one.path, *shapes, sizes) for shapes in zip(one.shapes, other.shapes, strict=True))
+
+
+def mixes(unit: str, one: Call, other: Call, sizes: tuple[int, int]) -> bool:
+    """Whether this is a linear map or convolution of the unit that does not keep examples in dimension 0."""
+    if not one.path.startswith(f"{unit}["):
+        return False
+    try:
+        return any(place is None or place[0] != 0 for place in find_layout(one, other, sizes))
+    except UnsupportedModuleError:
+        return True
+
+
+def _place(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int]) -> tuple[int, int] | None:
+    """The dimension that grows with the batch, and rows an example; None for what does not grow."""
+    growing = [dim for dim in range(len(more)) if more[dim] != fewer[dim]]
+    if not growing:
+        return None
+    dim = growing[0]
+    if len(growing) > 1 or more[dim] * sizes[1] != fewer[dim] * sizes[0] or more[dim] % sizes[0] != 0:
+        raise misplaced(path)
+    return dim, more[dim] // sizes[0]
+
+
+def misplaced(path: str) -> UnsupportedModuleError:
+    remedy = f"keep examples in dimension 0 (batch_first=True), or {REMEDY}"
+    return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", "another layout", remedy)
+
+
+def refused(name: str, condition: str, got: object, remedy: str) -> UnsupportedModuleError:
+    return cast(
+        UnsupportedModuleError, expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)
+    )
