@@ -19,7 +19,7 @@ Group = dict[str, Any]
 State = dict[str, Any]
 
 
-class _Debiased(PrivateOptimizer):
+class Debiased(PrivateOptimizer):
     """What the family shares: one pass over memory, and noise that may change over time.
 
     Computes, elementwise, with g the released gradient, noise_std its noise, and what a subclass says of a group:
@@ -102,7 +102,7 @@ class _Debiased(PrivateOptimizer):
         return 1.0
 
 
-class AdamBC(_Debiased):
+class AdamBC(Debiased):
     """DP-AdamBC: Adam whose denominator is the gradient's own second moment, not the noise's.
 
     Computes, elementwise, with g the released gradient and noise_std its noise:
@@ -185,7 +185,7 @@ class AdamWBC(AdamBC):
     ) -> None:
         require_nonnegative("AdamWBC", "weight_decay", weight_decay, "1e-2 is usual")
         options = _adam_options("AdamWBC", lr, betas, debias_floor, floor_rule)
-        _Debiased.__init__(self, params, defaults=options | {"weight_decay": weight_decay})
+        Debiased.__init__(self, params, defaults=options | {"weight_decay": weight_decay})
 
 
 class NAdamBC(AdamBC):
@@ -213,7 +213,7 @@ class NAdamBC(AdamBC):
     ) -> None:
         require_nonnegative("NAdamBC", "momentum_decay", momentum_decay, "4e-3 is usual")
         options = _adam_options("NAdamBC", lr, betas, debias_floor, floor_rule)
-        _Debiased.__init__(self, params, defaults=options | {"momentum_decay": momentum_decay})
+        Debiased.__init__(self, params, defaults=options | {"momentum_decay": momentum_decay})
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         def mu(t: int) -> float:
@@ -226,7 +226,7 @@ class NAdamBC(AdamBC):
         return size * (1 - now) / (1 - product), size * following / (1 - product * following)
 
 
-class RMSpropBC(_Debiased):
+class RMSpropBC(Debiased):
     """RMSprop whose denominator is the gradient's own second moment, not the noise's.
 
     Computes: v = alpha v + (1 - alpha) g**2;  n = alpha n + (1 - alpha) noise_std**2;
@@ -266,7 +266,7 @@ class RMSpropBC(_Debiased):
         return group["lr"], 0.0
 
 
-class AdagradBC(_Debiased):
+class AdagradBC(Debiased):
     """Adagrad whose denominator is the sum of the gradient's own squares, not the noise's.
 
     Computes: v = v + g**2;  n = n + noise_std**2;  p = p - lr * g / sqrt(debias(v, less n, floor)).
