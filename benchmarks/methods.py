@@ -33,6 +33,7 @@ class Setup:
         engine: privgrad's.
         microbatch_size: privgrad's; None is the whole batch.
         memory_limit: GiB that a method may spend on per-sample gradients.
+        examples: size of the batch; None is the workload's own.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Setup:
     engine: str = "hooks"
     microbatch_size: int | None = None
     memory_limit: float = 4.0
+    examples: int | None = None
 
     @property
     def workload(self) -> Workload:
@@ -48,7 +50,7 @@ class Setup:
 
     @property
     def batch_size(self) -> int:
-        return self.workload.batch_size
+        return min(self.examples or self.workload.batch_size, self.workload.batch_size)
 
     def model(self) -> nn.Module:
         """A new model; the same parameters every time."""
@@ -59,7 +61,7 @@ class Setup:
     def batch(self) -> tuple[Tensor, Tensor]:
         torch.manual_seed(1)
         x, y = self.workload.data()
-        return x.to(self.device), y.to(self.device)
+        return x[: self.batch_size].to(self.device), y[: self.batch_size].to(self.device)
 
     def losses(self, model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
         """One loss an example."""

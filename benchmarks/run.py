@@ -143,6 +143,7 @@ def main(
     ] = False,
     engine: Annotated[Literal["hooks", "vmap"], typer.Option(help="privgrad's engine.")] = "hooks",
     microbatch_size: Annotated[int | None, typer.Option(help="privgrad's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Fewer examples than the workload's own.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",
     dtype: Annotated[Literal["float32", "bf16"], typer.Option(help="bf16: forward pass under autocast.")] = "float32",
     threads: Annotated[int, typer.Option(help="Of torch on CPU; 0: all cores.")] = 0,
@@ -165,7 +166,7 @@ def main(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("")
         for name in names:
-            setup = Setup(name, device, dtype, engine, microbatch_size, memory_limit)
+            setup = Setup(name, device, dtype, engine, microbatch_size, memory_limit, batch_size)
             for row in measure(
                 setup,
                 list(dict.fromkeys(["ordinary", *wanted])),

@@ -175,16 +175,22 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"lr": 0.5}, "options"), ({"kind": pg.optim.SGD, "lr": 0.05}, "AdamBC"), ({"clip": pg.clip.Automatic()}, "clip")],
+    [
+        ({"lr": 0.5}, "options"),
+        ({"kind": pg.optim.SGD, "lr": 0.05}, "AdamBC"),
+        ({"clip": pg.clip.Automatic()}, "clip"),
+        ({"precondition": pg.precondition.fixed({"0.bias": torch.tensor(2.0)})}, "precondition"),
+    ],
 )
 def test_another_runs_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str):
     run(tmp_path)
-    kind, clip = options.pop("kind", pg.optim.AdamBC), options.pop("clip", None)
+    kind = options.pop("kind", pg.optim.AdamBC)
+    ways = {name: options.pop(name, None) for name in ("clip", "precondition")}
     model = make_model()
     optimizer = kind(model.named_parameters(), **({"lr": 0.05} | options))
     plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
     with pytest.raises(pg.PrivacyError, match=message):
-        pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=tmp_path, clip=clip)
+        pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=tmp_path, **ways)
 
 
 def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

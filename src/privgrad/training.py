@@ -124,7 +124,12 @@ def fit(
             memory_mb=memory_mb,
             ledger=ledger,
         )
-        settings = {"clip": repr(clip), "optimizer": type(optimizer).__name__, "options": repr(optimizer.defaults)}
+        settings = {
+            "precondition": repr(precondition),
+            "clip": repr(clip),
+            "optimizer": type(optimizer).__name__,
+            "options": repr(optimizer.defaults),
+        }
         run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint, settings)
         if evaluate is not None:
             _evaluate(model, evaluate, plan, 0)

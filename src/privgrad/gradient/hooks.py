@@ -27,8 +27,7 @@ from privgrad.gradient.factors import Factor
 from privgrad.gradient.products import sources
 from privgrad.types import count_examples, map_examples
 
-_TOGETHER = 1 << 23  # floats of output gradients that are worth a pass of their own
-_KEPT = 1 << 24  # floats of per-example gradients that are kept from their norms to the sum
+_TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
 _PROBED = 3  # examples of the audit
 
 
@@ -82,6 +81,9 @@ class Hooks:
         parameters = sum(int(p.numel()) for p in trainable(self._model).values())
         room = max(_TOGETHER, 4 * parameters) if self._room is None else self._room
         size, most = count_examples(examples), max(1, room // max(1, self._floats))
+        if self._room is None and size * self._floats > 12 * parameters:
+            # Inputs and output gradients of all layers are held at once: two parts keep that near an ordinary peak.
+            most = min(most, -(-size // 2))
         return -(-size // -(-size // most))
 
     def audit(self, examples: Any) -> None:
@@ -143,7 +145,8 @@ class Hooks:
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
-        room = _KEPT if self._room is None else self._room
+        # Gradients written out for their norms are kept to the sum where they do not raise the peak much.
+        room = size * self._floats // 4 if self._room is None else self._room
         with torch.autocast(losses.device.type, enabled=False):
             for tap, grad in zip(capture.taps, grads, strict=True):
                 for tensor, version in tap.inputs:

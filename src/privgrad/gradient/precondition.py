@@ -1,5 +1,6 @@
 """AdaDPS: divide each example's gradient by public scales before it is clipped."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,13 @@ class Preconditioner:
     """
 
     scales: Mapping[str, Tensor]
+
+    def __repr__(self) -> str:
+        """Names, and a hash of the scales: equal for equal preconditioners, and short enough for a record."""
+        state = hashlib.blake2b(digest_size=8)
+        for scale in self.scales.values():
+            state.update(repr(tuple(scale.shape)).encode() + scale.detach().cpu().double().numpy().tobytes())
+        return f"Preconditioner({', '.join(self.scales)}; {state.hexdigest()})"
 
     def inverse_scales(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """1 / A by name, shaped and placed like the parameters, float32 or wider.
