@@ -1,6 +1,7 @@
 """Loss and accuracy by how frequent a class is: where heavy tails hide."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def by_frequency(
         raise expected("by_frequency", "labels", f"to be in [0, {len(counts)})", got, "give a count for each class")
     keys = counts if edges is None else torch.bucketize(counts, torch.tensor(sorted(edges)), right=True)
     groups: list[dict[str, float]] = []
-    for key in sorted(set(keys.tolist()), reverse=True):
+    for key in sorted(set(cast("list[int]", keys.tolist())), reverse=True):
         members = keys == key
         chosen = members[labels]
         if bool(chosen.any()):

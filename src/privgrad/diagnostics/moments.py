@@ -1,6 +1,7 @@
 """Adam's moments of the released gradient, beside the same moments of the gradient before its noise."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def five_numbers(values: Tensor) -> dict[str, float]:
     ordered = values.double().flatten().sort().values
     places = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64) * (len(ordered) - 1)
     below, above = ordered[places.floor().long()], ordered[places.ceil().long()]
-    found = torch.lerp(below, above, places - places.floor()).tolist()
+    found = cast("list[float]", torch.lerp(below, above, places - places.floor()).tolist())
     return dict(zip(("min", "q1", "median", "q3", "max"), found, strict=True)) | {"mean": float(ordered.mean())}
 
 

@@ -70,9 +70,10 @@ class Debiased(PrivateOptimizer):
                     if keep != 1:
                         square.mul_(keep)
                     square.addcmul_(grad, grad, value=add)
-                    if average is not None:
+                    moment_sq = None
+                    if beta is not None:
                         average.lerp_(grad, 1 - beta)
-                    moment_sq = average.square().mul_(moment_scale) if rule == "moment" else None
+                        moment_sq = average.square().mul_(moment_scale) if rule == "moment" else None
                     root = debias(square, std, floor=lowest, rule=rule, moment_sq=moment_sq).sqrt_()
                     if decay:
                         values.mul_(1 - decay)
