@@ -33,7 +33,7 @@ def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    loop, rule, fit = code_blocks("docs/guide.md")
+    loop, rule, watched, fit = code_blocks("docs/guide.md")
     names: dict[str, Any] = {
         "pg": pg,
         "model": make_model(),
@@ -53,6 +53,8 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert old in loop
         loop = loop.replace(old, new)
     exec(loop, names)
+    names["private_grad"] = pg.PrivateGradient(names["model"], loss_fn, names["plan"])
+    exec(watched, names)
     exec(fit.replace('folder="runs/mine"', 'folder="runs/mine", progress=False'), names)
     assert names["result"].curve[-1]["step"] == 10
     assert (tmp_path / "runs/mine/ledger.jsonl").exists()

@@ -10,7 +10,8 @@ from privgrad.cli import app
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
     "SamplingError UnsupportedModuleError clip fit optim precondition",
-    "optim": "SGD Adagrad Adam AdamBC NAdam PrivateOptimizer RMSprop debias default_floor",
+    "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamW AdamWBC MomentumSGD NAdam NAdamBC PrivateOptimizer RMSprop "
+    "RMSpropBC debias default_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
@@ -24,9 +25,14 @@ SIGNATURES = {
     pg.NoisyGradient.assign: "self model",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
-    pg.optim.AdamBC: "params lr betas debias_floor",
+    pg.optim.AdamBC: "params lr betas debias_floor floor_rule",
+    pg.optim.AdamWBC: "params lr betas weight_decay debias_floor floor_rule",
+    pg.optim.NAdamBC: "params lr betas momentum_decay debias_floor floor_rule",
+    pg.optim.RMSpropBC: "params lr alpha debias_floor",
+    pg.optim.AdagradBC: "params lr debias_floor",
+    pg.optim.MomentumSGD: "params lr momentum",
     pg.optim.PrivateOptimizer.step: "self closure grad",
-    pg.optim.debias: "exp_avg_sq_hat noise_std floor",
+    pg.optim.debias: "exp_avg_sq_hat noise_std floor rule moment_sq",
     pg.precondition.fixed: "scales",
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
@@ -37,6 +43,7 @@ SIGNATURES = {
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --json",
+    "reproduce": "item --out --smoke --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
     "doctor": "factory --json",

@@ -78,6 +78,36 @@ def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_
 
 
 @app.command()
+def reproduce(
+    item: Annotated[str | None, typer.Argument(metavar="PAPER/ITEM", help="Without it, all are listed.")] = None,
+    out: OutFolder = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A tiny version, in seconds; its numbers mean nothing.")
+    ] = False,
+    restart: Restart = False,
+    as_json: AsJson = False,
+) -> None:
+    """A table or figure of a paper, run here and set beside the paper's numbers. Run again to go on."""
+    from privgrad.experiments import reproduce as papers
+
+    if item is None:
+        _out.print("\n".join(papers.items()))
+        return
+    folder = Path("runs") / item.replace("/", "-") if out is None else out
+    if smoke and out is None:
+        folder = folder.with_name(f"{folder.name}-smoke")
+    if restart and (aside := runs.restart(folder)):
+        _err.print(f"{folder} is now {aside}")
+    with _stoppable():
+        found, table = papers.reproduce(item, folder, smoke=smoke, progress=not as_json)
+    if as_json:
+        print(json.dumps(found))  # noqa: T201
+        return
+    _out.print(table)
+    _out.print(f"Records: {folder}")
+
+
+@app.command()
 def epsilon(
     delta: Delta,
     ledger: Annotated[Path | None, typer.Argument(help="A ledger file; or give the three numbers.")] = None,

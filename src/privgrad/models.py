@@ -43,6 +43,13 @@ def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh")
     return nn.Sequential(*layers)
 
 
+def linear(*, in_features: int, num_classes: int) -> nn.Sequential:
+    """Softmax regression without bias, from zero, on flattened input, (B, ...) -> logits (B, num_classes)."""
+    layer = nn.Linear(in_features, num_classes, bias=False)
+    nn.init.zeros_(layer.weight)
+    return nn.Sequential(nn.Flatten(), layer)
+
+
 def mlp(*, in_features: int, hidden: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
     """One hidden layer on flattened input, (B, ...) -> logits (B, num_classes)."""
     return nn.Sequential(

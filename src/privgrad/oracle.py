@@ -3,7 +3,8 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import SamplingError, expected, require_integer, require_positive
 from privgrad.gradient.checks import check_loss, require_supported
-from privgrad.gradient.clipping import Clipping, Flat, clipped_sum
+from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum
 from privgrad.gradient.engines import LossFunction, Vmap, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.hooks import Hooks
@@ -24,6 +25,23 @@ from privgrad.rng import RandomSource
 from privgrad.types import Batch, NoisyGradient, count_examples, map_examples
 
 _ENGINES = {"hooks": Hooks, "vmap": Vmap}
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """One step as it was before the noise, for diagnostics. NOT PRIVATE: nothing of it is covered by any epsilon.
+
+    Attributes:
+        step: index of the release, from 0.
+        raw_mean: clipped sum / B, by parameter name: the released gradient without its noise.
+        clipping: norms and factors of the examples.
+        released: the gradient that left.
+    """
+
+    step: int
+    raw_mean: Mapping[str, Tensor]
+    clipping: RawClipping
+    released: NoisyGradient
 
 
 class PrivateGradient:
@@ -47,6 +65,10 @@ class PrivateGradient:
     Privacy:
         T calls cost what T Poisson-subsampled Gaussian mechanisms of the plan's sigma and q cost, neighbours by
         adding or removing one example. Whatever is computed from what it returns is post-processing.
+    Attributes:
+        raw_observers: functions that are given each step before its noise, once it is charged (see RawStep and
+            privgrad.diagnostics). Empty unless asked for; what they see is NOT private.
+        raw_nonfinite_examples: how many gradients were not finite. NOT private.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1, with the public expected batch size as divisor.
     """
@@ -88,6 +110,7 @@ class PrivateGradient:
         self._step = 0
         self._checked: frozenset[str] = frozenset()
         self.raw_nonfinite_examples = 0
+        self.raw_observers: list[Callable[[RawStep], None]] = []
 
     @property
     def ledger(self) -> Ledger:
@@ -124,7 +147,7 @@ class PrivateGradient:
                 check_loss(self._model, self._loss_fn, batch.examples)
                 self._checked = frozenset(parameters)
             try:
-                gradient, nonfinite = self._noisy(batch, parameters)
+                gradient, raw = self._noisy(batch, parameters)
                 # Only a research seed can draw the same noise again, so only then can a release be known as the same.
                 digest = _digest(gradient.values) if seeded else None
                 self._ledger.charge(self._plan.release, draw=draw, limit=self._plan.steps, digest=digest)
@@ -133,27 +156,32 @@ class PrivateGradient:
                 self._make_streams()
                 raise
             self._step += 1
-            self.raw_nonfinite_examples += nonfinite
+            self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
+            for observe in self.raw_observers:
+                observe(raw)
             return gradient
 
-    def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, int]:
+    def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, RawStep]:
         with torch.random.fork_rng():
             torch.manual_seed(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1))
-            clipped, nonfinite = clipped_sum(
+            clipped, clipping = clipped_sum(
                 self._chunks(batch),
                 like=parameters,
                 clip=self._clip,
                 max_grad_norm=self._plan.max_grad_norm,
                 inverse_scales=self._inverse_scales,
             )
+        divisor, raw_mean = self._plan.expected_batch_size, dict[str, Tensor]()
+        if self.raw_observers:  # a copy: the noise is added in place
+            raw_mean = {name: value / divisor for name, value in clipped.values.items()}
         gradient = add_noise(
             clipped,
             noise_multiplier=self._plan.noise_multiplier,
-            expected_batch_size=self._plan.expected_batch_size,
+            expected_batch_size=divisor,
             stream=self._noise_stream,
             step=self._step,
         )
-        return gradient, nonfinite
+        return gradient, RawStep(self._step, raw_mean, clipping, gradient)
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint needs: the index of the next release. No key, and nothing computed before the noise."""

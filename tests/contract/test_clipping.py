@@ -32,9 +32,9 @@ def summed(rows: list[Any], clip: Any, max_grad_norm: float = 1.5, chunk: int = 
         for part in stacked.split(chunk)
         if len(part)
     ]
-    result, nonfinite = clipped_sum(parts, like=LIKE, clip=clip, max_grad_norm=max_grad_norm)
+    result, raw = clipped_sum(parts, like=LIKE, clip=clip, max_grad_norm=max_grad_norm)
     assert result.sensitivity == max_grad_norm
-    return torch.cat([result.values["a.weight"].flatten(), result.values["b"]]), nonfinite
+    return torch.cat([result.values["a.weight"].flatten(), result.values["b"]]), raw.raw_nonfinite_examples
 
 
 @pytest.mark.parametrize("name", CLIPPINGS)
@@ -159,10 +159,10 @@ def test_a_gradient_of_many_small_entries_is_still_bounded():
 @pytest.mark.parametrize("entry", [1e-19, 1e16])
 def test_tiny_and_huge_gradients_are_bounded(entry: float):
     gradient = torch.full((1, 3000), entry)
-    total, nonfinite = clipped_sum(
+    total, raw = clipped_sum(
         [{"p": Dense(gradient)}], like={"p": gradient[0]}, clip=pg.clip.Flat(), max_grad_norm=1e-10
     )
-    assert nonfinite == 0
+    assert raw.raw_nonfinite_examples == 0
     assert total.values["p"].double().norm().item() <= 1e-10 * (1 + 1e-6)
 
 

@@ -1,6 +1,7 @@
 """spec -> training runs -> JSON lines, one a run; a comparison goes on where it stopped."""
 
 import json
+import math
 import os
 import platform
 import shutil
@@ -19,14 +20,19 @@ from torch.utils.data import TensorDataset
 from privgrad import models, optim
 from privgrad.accounting import epsilon
 from privgrad.data import DataSet
+from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
 from privgrad.experiments.spec import MethodTable, Spec, make_data
+from privgrad.gradient.checks import evaluating
 from privgrad.ledger import Ledger
+from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.training import FitResult, fit
 
 Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
+
+_MOST_RATES = 16  # learning rates of one method; a grid that has not turned by then never will
 
 
 @dataclass(frozen=True)
@@ -85,22 +91,27 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         PrivacyError: bad input.
     """
     data = _open_folder(spec, out)
-    grid, tuning_seeds = (spec.tuning.lr, spec.tuning.seeds) if spec.tuning else ([], [])
     tuned = [method for method in spec.methods if method.lr is None]
-    tuning = [Run(method, lr, seed, "tuning") for method in tuned for lr in grid for seed in tuning_seeds]
+    planned = len(tuned) * len(spec.tuning.lr) * len(spec.tuning.seeds) if spec.tuning else 0
     columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, disable=not progress) as bar:
-        task = bar.add_task("", total=len(tuning) + len(spec.methods) * len(spec.run.seeds))
+        task = bar.add_task("", total=planned + len(spec.methods) * len(spec.run.seeds))
 
         def do(runs: Sequence[Run]) -> None:
+            bar.update(task, total=max(bar.tasks[task].total or 0, bar.tasks[task].completed + len(runs)))
             for run in runs:
                 bar.update(task, description=f"{run.phase}  {run.method.name}  lr {run.lr:g}  seed {run.seed}")
                 if _find(_read(out), run) is None:
                     _append(out, _train_one(spec, run, data, out, progress=False))
                 bar.advance(task)
 
-        do(tuning)
-        chosen = {method.name: method.lr or _best_lr(_read(out), method.name) for method in spec.methods}
+        if spec.tuning is not None:
+            do([Run(m, lr, seed, "tuning") for m in tuned for lr in spec.tuning.lr for seed in spec.tuning.seeds])
+            for method in tuned:
+                while spec.tuning.extend and (lr := _beyond_edge(_read(out), method.name, spec.tuning.by)) is not None:
+                    do([Run(method, lr, seed, "tuning") for seed in spec.tuning.seeds])
+        by = spec.tuning.by if spec.tuning else "accuracy"
+        chosen = {method.name: method.lr or best_lr(_read(out), method.name, by) for method in spec.methods}
         do([Run(m, chosen[m.name], seed, "final") for m in spec.methods for seed in spec.run.seeds])
     return _read(out)
 
@@ -144,7 +155,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     model = _make_model(spec, data)
     optimizer = run.method.make(model.named_parameters(), run.lr)
     plan = spec.plan(run.seed)
-    measured_on = data.validation if run.phase == "tuning" else data.test
+    by_accuracy = spec.tuning is None or spec.tuning.by == "accuracy"
+    measured_on = data.validation if run.phase == "tuning" and by_accuracy else data.test
     result = fit(
         model,
         _loss,
@@ -165,7 +177,12 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
             stacklevel=2,
         )
-    return _record(run, plan, data, result, optimizer)
+    record = _record(run, plan, data, result, optimizer)
+    if data.grouped:
+        record["raw_groups"] = _groups(model, data)
+    if not by_accuracy:
+        record["raw_train_loss"] = _measure(model, data.train)["loss"]
+    return record
 
 
 def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optimizer: optim.PrivateOptimizer) -> Record:
@@ -184,7 +201,7 @@ def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optim
         "test_accuracy": last["accuracy"] if final else None,
         "test_loss": last["loss"] if final else None,
         "validation_accuracy": None if final else last["accuracy"],
-        "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, optim.AdamBC) else None,
+        "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
         "curve": result.curve,
         "updates": result.updates,
         "seconds": result.seconds,
@@ -195,11 +212,13 @@ def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optim
 
 
 def _make_model(spec: Spec, data: DataSet) -> nn.Module:
-    options = spec.model
+    options, in_features = spec.model, torch.Size(data.input_shape).numel()
+    if options.name == "linear":
+        return models.linear(in_features=in_features, num_classes=data.num_classes)
     if options.name == "cnn5":
         return models.cnn5(in_channels=data.input_shape[0], num_classes=data.num_classes, activation=options.activation)
     return models.mlp(
-        in_features=torch.Size(data.input_shape).numel(),
+        in_features=in_features,
         hidden=options.hidden,
         num_classes=data.num_classes,
         activation=options.activation,
@@ -220,13 +239,38 @@ def _measure(model: nn.Module, held_out: TensorDataset) -> dict[str, float]:
     }
 
 
-def _best_lr(records: Sequence[Record], method: str) -> float:
-    """The learning rate of the best mean validation accuracy; the smaller of two equal ones."""
-    accuracies: dict[float, list[float]] = {}
+def _groups(model: nn.Module, data: DataSet) -> list[dict[str, float]]:
+    """Loss and accuracy on the training examples by how frequent their class is. NOT private."""
+    inputs, labels = data.train.tensors
+    with evaluating(model), torch.no_grad():
+        logits = torch.cat([model(part) for part in inputs.split(1000)])
+    losses, correct = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels
+    return by_frequency(losses, correct, labels, torch.bincount(labels, minlength=data.num_classes))
+
+
+def best_lr(records: Sequence[Record], method: str, by: str) -> float:
+    """The learning rate of the best mean validation accuracy or training loss; the smaller of two equal ones."""
+    costs = _tuning_costs(records, method, by)
+    return min(costs, key=lambda lr: (costs[lr], lr))
+
+
+def _beyond_edge(records: Sequence[Record], method: str, by: str) -> float | None:
+    """The next learning rate, half a power of ten beyond the best, if that is the first or last of those tried."""
+    costs, best = _tuning_costs(records, method, by), best_lr(records, method, by)
+    if len(costs) >= _MOST_RATES or best not in (min(costs), max(costs)) or math.isinf(costs[best]):
+        return None
+    factor = 10**0.5 if best == max(costs) else 10**-0.5
+    return float(f"{best * factor:.2g}")
+
+
+def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[float, float]:
+    """What tuning minimises, by learning rate: mean over seeds of minus the accuracy, or of the loss."""
+    found: dict[float, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
-            accuracies.setdefault(record["lr"], []).append(record["validation_accuracy"])
-    return min(accuracies, key=lambda lr: (-sum(accuracies[lr]) / len(accuracies[lr]), lr))
+            cost = -record["validation_accuracy"] if by == "accuracy" else record["raw_train_loss"]
+            found.setdefault(record["lr"], []).append(cost if math.isfinite(cost) else math.inf)
+    return {lr: sum(costs) / len(costs) for lr, costs in found.items()}
 
 
 def _open_folder(spec: Spec, out: Path) -> DataSet:

@@ -18,7 +18,20 @@ from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan
 from privgrad.types import SamplingScheme
 
-OptimizerName = Literal["SGD", "Adam", "AdamBC", "NAdam", "RMSprop", "Adagrad"]
+OptimizerName = Literal[
+    "SGD",
+    "MomentumSGD",
+    "Adam",
+    "AdamBC",
+    "AdamW",
+    "AdamWBC",
+    "NAdam",
+    "NAdamBC",
+    "RMSprop",
+    "RMSpropBC",
+    "Adagrad",
+    "AdagradBC",
+]
 
 
 class _Table(BaseModel):
@@ -28,23 +41,26 @@ class _Table(BaseModel):
 class DataTable(_Table):
     """Which data, and how much of its training part is held out for tuning."""
 
-    name: Literal["digits", "fashion-mnist"]
+    name: Literal["digits", "fashion-mnist", "heavy-tail"]
     path: str | None = None
     validation: int = Field(default=0, ge=0)
+    groups: int | None = Field(default=None, ge=1)
+    log_size: int | None = Field(default=None, ge=0)
 
 
 class ModelTable(_Table):
     """Which model."""
 
-    name: Literal["mlp", "cnn5"]
+    name: Literal["linear", "mlp", "cnn5"]
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
 
 
 class PrivacyTable(_Table):
-    """What decides privacy: no defaults, save for the way of sampling."""
+    """What decides privacy: no defaults, save for the way of sampling. Either a budget or the noise itself."""
 
-    target_epsilon: float
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
     delta: float
     max_grad_norm: float
     num_examples: int
@@ -68,10 +84,16 @@ class MethodTable(_Table):
 
 
 class TuningTable(_Table):
-    """The learning-rate grid that every method without its own lr is tuned on, by validation accuracy."""
+    """The learning-rate grid that every method without its own lr is tuned on.
+
+    By accuracy on the validation examples, or by loss on the training examples (NOT private). `extend`: while a
+    method's best is at an edge, its grid grows there by half a power of ten.
+    """
 
     lr: list[float] = Field(min_length=1)
     seeds: list[int] = Field(min_length=1)
+    by: Literal["accuracy", "train_loss"] = "accuracy"
+    extend: bool = False
 
 
 class RunTable(_Table):
@@ -94,10 +116,19 @@ class Spec(_Table):
     methods: list[MethodTable] = Field(min_length=1)
     tuning: TuningTable | None = None
     run: RunTable = RunTable()
+    paper: dict[str, Any] = Field(default_factory=dict)
 
     def plan(self, seed: int | None) -> PrivacyPlan:
         """The plan that every method of the experiment trains under."""
-        return PrivacyPlan.for_budget(**self.privacy.model_dump(), seed=seed)
+        numbers = self.privacy.model_dump(exclude_none=True)
+        if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
+            got = "neither" if self.privacy.target_epsilon is None else "both"
+            remedy = "give the budget, or the noise itself"
+            raise expected("load_spec", "privacy.target_epsilon or noise_multiplier", "to be given", got, remedy)
+        if self.privacy.noise_multiplier is None:
+            return PrivacyPlan.for_budget(**numbers, seed=seed)
+        rate = self.privacy.expected_batch_size / self.privacy.num_examples
+        return PrivacyPlan(**numbers, sample_rate=rate, seed=seed)
 
 
 def load_spec(path: str | Path) -> Spec:
@@ -113,6 +144,18 @@ def load_spec(path: str | Path) -> Spec:
         raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
     except tomllib.TOMLDecodeError as error:
         raise expected("load_spec", f"{path}", "to be TOML", error, "correct that place") from error
+    return check_spec(raw, path)
+
+
+def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
+    """Turn what a TOML file says into a Spec.
+
+    Args:
+        raw: the file's tables.
+        path: named in errors.
+    Raises:
+        PrivacyError: an unknown option, or a wrong value.
+    """
     _require_known(raw, Spec, "")
     try:
         spec = Spec.model_validate(raw)
@@ -165,7 +208,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     if method.lr is None and spec.tuning is None:
         remedy = "give the method its lr, or a [tuning] table with a grid"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", "none", remedy)
-    if method.lr is None and spec.data.validation == 0:
+    if method.lr is None and spec.tuning is not None and spec.tuning.by == "accuracy" and spec.data.validation == 0:
         remedy = "hold out validation examples: learning rates are not to be chosen on the test set"
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
 
@@ -176,12 +219,11 @@ def make_data(spec: Spec) -> data.DataSet:
     Raises:
         PrivacyError: no source has it, or it does not hold num_examples training examples.
     """
-    options: dict[str, Any] = {"validation": spec.data.validation}
-    if spec.data.path is not None:
-        if spec.data.name == "digits":
-            raise expected("load_spec", "data.path", "to be absent for digits", spec.data.path, "remove it")
-        options["path"] = spec.data.path
-    loaded = data.LOADERS[spec.data.name](**options)
+    loader, options = data.LOADERS[spec.data.name], spec.data.model_dump(exclude={"name"}, exclude_none=True)
+    for name, value in options.items():
+        if name not in inspect.signature(loader).parameters:
+            raise expected("load_spec", f"data.{name}", f"to be absent for {spec.data.name}", value, "remove it")
+    loaded = loader(**options)
     if len(loaded.train) != spec.privacy.num_examples:
         raise PrivacyError(
             f"make_data: expected privacy.num_examples to be the size of the training set, got "

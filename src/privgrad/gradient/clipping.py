@@ -133,6 +133,22 @@ class PerLayer:
         return max(matching, key=len)
 
 
+@dataclass(frozen=True)
+class RawClipping:
+    """What clipping saw of each example, in the batch's order. PRIVATE: never released, for diagnostics only.
+
+    Attributes:
+        raw_norms: L2 norm of each example's whole gradient (divided by its scales), shape (B,), float64; 0 where it
+            was not finite.
+        raw_factors: the smallest of the factors that each was multiplied with, shape (B,).
+        raw_nonfinite_examples: how many were not finite.
+    """
+
+    raw_norms: Tensor
+    raw_factors: Tensor
+    raw_nonfinite_examples: int
+
+
 def clipped_sum(
     chunks: Iterable[Mapping[str, Factor]],
     *,
@@ -140,7 +156,7 @@ def clipped_sum(
     clip: Clipping,
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor] | None = None,
-) -> tuple[ClippedSum, int]:
+) -> tuple[ClippedSum, RawClipping]:
     """Clip every example's gradient and add them up.
 
     Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A; in float32 or wider, autocast or not. An
@@ -155,20 +171,21 @@ def clipped_sum(
         max_grad_norm: C > 0.
         inverse_scales: 1 / A by parameter name, elementwise; missing names and None are 1. Public.
     Returns:
-        The sum, with its sensitivity; and the number of non-finite examples, which is PRIVATE.
+        The sum, with its sensitivity; and what clipping saw, which is PRIVATE.
     Privacy:
         One example added or removed moves the sum by at most C in L2 norm (up to rounding), however the batch is
         chunked: each contribution is bounded by itself, before it meets another.
     """
     total: dict[str, Tensor] = {}
-    nonfinite = 0
+    seen: list[RawClipping] = []
     devices = {value.device.type for value in like.values()}
     with ExitStack() as stack:
         for device in devices:
             # Half-precision products under an ambient autocast would break the bound by a factor, not by rounding.
             stack.enter_context(torch.autocast(device, enabled=False))
         for chunk in chunks:
-            nonfinite += _add_clipped(total, chunk, clip, max_grad_norm, inverse_scales or {})
+            if chunk:
+                seen.append(_add_clipped(total, chunk, clip, max_grad_norm, inverse_scales or {}))
     for name, scale in (inverse_scales or {}).items():
         if name in total:
             total[name] *= scale
@@ -176,7 +193,13 @@ def clipped_sum(
         if name not in total:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             total[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    return ClippedSum({name: total[name] for name in like}, sensitivity=max_grad_norm), nonfinite
+    nothing = torch.zeros(0, dtype=torch.float64)
+    raw = RawClipping(
+        torch.cat([part.raw_norms for part in seen] or [nothing]),
+        torch.cat([part.raw_factors for part in seen] or [nothing]),
+        sum(part.raw_nonfinite_examples for part in seen),
+    )
+    return ClippedSum({name: total[name] for name in like}, sensitivity=max_grad_norm), raw
 
 
 def _add_clipped(
@@ -185,24 +208,21 @@ def _add_clipped(
     clip: Clipping,
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
-) -> int:
-    """Add one chunk's clipped gradients to the total; return how many examples were not finite."""
-    if not chunk:
-        return 0
+) -> RawClipping:
+    """Add one chunk's clipped gradients to the total."""
     norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
     finite_B = torch.isfinite(_joint_norm(norms.values()))
-    nonfinite = int((~finite_B).sum())
     if not bool(finite_B.all()):
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
         chunk = {name: factor.keep(finite_B) for name, factor in chunk.items()}
         norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
     factors = clip.factors(norms, max_grad_norm)
-    cancelling_B = _cancelling(chunk, factors, max_grad_norm, inverse_scales)
+    cancelling_B, apart = _cancelling(chunk, factors, max_grad_norm, inverse_scales), dict[int, RawClipping]()
     if bool(cancelling_B.any()):
         # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
         for index in cast("list[int]", cancelling_B.nonzero()[:, 0].tolist()):
             alone = {name: Dense(factor[index : index + 1].dense()) for name, factor in chunk.items()}
-            nonfinite += _add_clipped(total, alone, clip, max_grad_norm, inverse_scales)
+            apart[index] = _add_clipped(total, alone, clip, max_grad_norm, inverse_scales)
         chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
         norms = {name: torch.where(cancelling_B, 0.0, norm_B) for name, norm_B in norms.items()}
         factors = clip.factors(norms, max_grad_norm)
@@ -215,7 +235,11 @@ def _add_clipped(
             chunk[name].add_weighted_sum(total[name], factor_B)
         else:
             total[name] = chunk[name].weighted_sum(factor_B)
-    return nonfinite
+    norm_B, smallest_B = _joint_norm(norms.values()), torch.stack(list(factors.values())).amin(0)
+    for index, raw in apart.items():
+        norm_B[index], smallest_B[index] = raw.raw_norms[0], raw.raw_factors[0]
+    nonfinite = int((~finite_B).sum()) + sum(raw.raw_nonfinite_examples for raw in apart.values())
+    return RawClipping(norm_B, smallest_B, nonfinite)
 
 
 def _cancelling(
@@ -225,11 +249,12 @@ def _cancelling(
     inverse_scales: Mapping[str, Tensor],
 ) -> Tensor:
     """Which examples' gradients are small differences of terms so large that their rounding would pass the bound."""
-    exceeding: list[Tensor] = [torch.zeros(next(iter(chunk.values())).examples, dtype=torch.bool)]
+    first_B = next(iter(factors.values()))
+    exceeding = [torch.zeros_like(first_B, dtype=torch.bool)]
     for name, factor in chunk.items():
         terms_B = factor.terms(inverse_scales.get(name)) if name in factors else None
         if terms_B is not None:
-            exceeding.append(~(factors[name] * terms_B <= _TERMS * max_grad_norm).cpu())
+            exceeding.append(~(factors[name] * terms_B <= _TERMS * max_grad_norm))
     return torch.stack(exceeding).any(0)
 
 

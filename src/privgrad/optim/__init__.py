@@ -1,17 +1,23 @@
 """Optimizers for released gradients: real torch optimizers, pure post-processing."""
 
-from privgrad.optim.adam import AdamBC
-from privgrad.optim.base import SGD, Adagrad, Adam, NAdam, PrivateOptimizer, RMSprop
+from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
+from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop
 from privgrad.optim.debias import debias, default_floor
 
 __all__ = [
     "SGD",
     "Adagrad",
+    "AdagradBC",
     "Adam",
     "AdamBC",
+    "AdamW",
+    "AdamWBC",
+    "MomentumSGD",
     "NAdam",
+    "NAdamBC",
     "PrivateOptimizer",
     "RMSprop",
+    "RMSpropBC",
     "debias",
     "default_floor",
 ]

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import expected, require_nonnegative
 from privgrad.types import NoisyGradient
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
@@ -105,8 +105,50 @@ class SGD(PrivateOptimizer, torch.optim.SGD):
     """torch.optim.SGD for released gradients: DP-SGD, and DP-GDM with momentum."""
 
 
+class MomentumSGD(PrivateOptimizer):
+    """Momentum SGD with Adam's startup correction: what DP-Adam is where noise fills its denominator.
+
+    Computes: b = momentum * b + g;  p = p - lr * b / (1 - momentum**t). With lr = lr_adam (1 - momentum) / noise_std
+    this is DP-Adam once the noise outweighs the gradient. (SGD(momentum=...) is DP-GDM: without the correction.)
+
+    Args:
+        params: `model.named_parameters()`, or param groups of named parameters.
+        lr: learning rate, >= 0.
+        momentum: in [0, 1).
+    Raises:
+        PrivacyError: parameters without names, or a number out of its range.
+    Privacy:
+        Post-processing.
+    Reference:
+        Tang, Lecuyer 2023 (DP-AdamBC), their comparison of DP-Adam with DP-SGD.
+    """
+
+    def __init__(self, params: NamedParameters, *, lr: float, momentum: float = 0.9) -> None:
+        require_nonnegative("MomentumSGD", "lr", lr, "give the learning rate")
+        if not 0 <= momentum < 1:
+            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", momentum, "0.9 is usual")
+        super().__init__(params, defaults={"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for group in self.param_groups:
+            for _, parameter in self._active(group):
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["momentum_buffer"] = 0, torch.zeros_like(parameter)
+                assert parameter.grad is not None
+                state["step"] += 1
+                state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+                correction = 1 - group["momentum"] ** state["step"]
+                parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
+
+
 class Adam(PrivateOptimizer, torch.optim.Adam):
     """torch.optim.Adam for released gradients: DP-Adam, its second moment biased by the noise (see AdamBC)."""
+
+
+class AdamW(PrivateOptimizer, torch.optim.AdamW):
+    """torch.optim.AdamW for released gradients, its second moment biased by the noise (see AdamWBC)."""
 
 
 class NAdam(PrivateOptimizer, torch.optim.NAdam):

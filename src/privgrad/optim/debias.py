@@ -1,31 +1,47 @@
 """Second moment minus noise variance, and its floor: the formula, once."""
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from privgrad.errors import require_nonnegative, require_positive
+from privgrad.errors import expected, require_nonnegative, require_positive
+
+FloorRule = Literal["max", "negative_only", "moment", "add"]
 
 # Without noise nothing is subtracted, and the floor only has to keep 0 / 0 away: (1e-8)**2, torch's eps inside
 # the root.
 _NOISELESS_FLOOR = 1e-16
 
 
-def debias(exp_avg_sq_hat: Tensor, noise_std: float | Tensor, *, floor: float | Tensor) -> Tensor:
+def debias(
+    exp_avg_sq_hat: Tensor,
+    noise_std: float | Tensor,
+    *,
+    floor: float | Tensor,
+    rule: FloorRule = "max",
+    moment_sq: Tensor | None = None,
+) -> Tensor:
     """Subtract the known noise variance from a startup-corrected second moment.
 
-    Computes: max(v - noise_std**2, floor), elementwise.
+    Computes, elementwise with d = v - noise_std**2, by rule:
+        "max": max(d, floor), the paper's and the only one that bounds steps on the noise's scale;
+        "negative_only": d where d > 0, else floor;
+        "moment": max(d, moment_sq) + floor;
+        "add": max(d, 0) + floor.
 
     Args:
         exp_avg_sq_hat: v, shape (P,) like the parameter, already divided by 1 - beta2**t (or not yet, if neither are
             noise_std**2 and floor). Units: gradient**2.
         noise_std: standard deviation of the noise in the averaged gradient, sigma C / B; scalar or (P,). >= 0.
-        floor: smallest value returned, > 0; scalar or (P,). The papers' gamma'. Units: gradient**2.
+        floor: > 0; scalar or (P,). The papers' gamma'. Units: gradient**2.
+        rule: how the floor enters; all but "max" are for ablations.
+        moment_sq: square of the first moment, shape (P,), for the rule "moment".
     Returns:
-        Tensor of the same shape and dtype, every entry >= floor.
+        Tensor of the same shape and dtype, positive; every entry >= floor but for "negative_only".
     Raises:
-        PrivacyError: noise_std is negative or floor is not positive.
+        PrivacyError: noise_std is negative, floor is not positive, or there is no such rule.
     Privacy:
         Post-processing of noisy gradients; uses public constants only.
     Reference:
@@ -33,7 +49,25 @@ def debias(exp_avg_sq_hat: Tensor, noise_std: float | Tensor, *, floor: float | 
     """
     require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
     require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
-    return (exp_avg_sq_hat - noise_std**2).clamp_(min=floor)
+    difference = exp_avg_sq_hat - noise_std**2
+    if rule == "max":
+        return difference.clamp_(min=floor)
+    require_rule("debias", rule)
+    if rule == "negative_only":
+        return torch.where(difference > 0, difference, floor)
+    if rule == "add":
+        return difference.clamp_(min=0).add_(floor)
+    if moment_sq is None:
+        raise expected("debias", "moment_sq", "to be given", "None", "the rule 'moment' needs the first moment")
+    return torch.maximum(difference, moment_sq).add_(floor)
+
+
+def require_rule(function: str, rule: str) -> None:
+    """Raise PrivacyError unless there is such a rule."""
+    if rule not in get_args(FloorRule):
+        raise expected(
+            function, "floor_rule", f"to be one of {', '.join(get_args(FloorRule))}", repr(rule), "choose one"
+        )
 
 
 def default_floor(noise_std: float | Tensor, beta2: float) -> float | Tensor:

@@ -1,0 +1,102 @@
+"""Adam's moments of the released gradient, beside the same moments of the gradient before its noise."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from privgrad.optim.debias import debias, default_floor
+from privgrad.oracle import PrivateGradient, RawStep
+
+
+class RawTwins:
+    """Moving averages of both gradients along a training. NOT private, and never part of any update.
+
+    Computes: with the same betas, m and v of the clipped mean before the noise (clean), and of the released gradient
+        (noisy); n of the noise's variance. All start at 0.
+
+    Args:
+        private_grad: watched from here on.
+        betas: decays (beta1, beta2).
+    Attributes:
+        steps: how many have been seen.
+        raw_exp_avg, raw_exp_avg_sq: clean m and v by parameter name. NOT private.
+        exp_avg, exp_avg_sq, noise_var: of the released gradient. Post-processing.
+    Reference:
+        Tang, Lecuyer 2023 (DP-AdamBC), table 1 and figure 2.
+    """
+
+    def __init__(self, private_grad: PrivateGradient, *, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        self.betas = betas
+        self.steps = 0
+        self.raw_exp_avg: dict[str, Tensor] = {}
+        self.raw_exp_avg_sq: dict[str, Tensor] = {}
+        self.exp_avg: dict[str, Tensor] = {}
+        self.exp_avg_sq: dict[str, Tensor] = {}
+        self.noise_var: dict[str, float | Tensor] = {}
+        private_grad.raw_observers.append(self.observe)
+
+    def observe(self, raw: RawStep) -> None:
+        """Take in one step."""
+        self.steps += 1
+        beta1, beta2 = self.betas
+        for name, clean in raw.raw_mean.items():
+            noisy = raw.released.values[name]
+            for average, square, value in (
+                (self.raw_exp_avg, self.raw_exp_avg_sq, clean),
+                (self.exp_avg, self.exp_avg_sq, noisy),
+            ):
+                average.setdefault(name, torch.zeros_like(value)).lerp_(value, 1 - beta1)
+                square.setdefault(name, torch.zeros_like(value)).mul_(beta2).addcmul_(value, value, value=1 - beta2)
+            variance = raw.released.noise_std_of(name) ** 2
+            self.noise_var[name] = beta2 * self.noise_var.get(name, 0.0) + (1 - beta2) * variance
+
+    def table(self, *, corrected: bool = False) -> dict[str, dict[str, float]]:
+        """Five numbers and the mean of v over all coordinates, clean, noisy and debiased.
+
+        Args:
+            corrected: divide by 1 - beta2**t first; the paper's table does not.
+        Returns:
+            {"raw_clean", "noisy", "debiased"} -> see `five_numbers`. NOT private.
+        """
+        correction = 1 - self.betas[1] ** self.steps if corrected else 1.0
+        debiased = {name: v - self.noise_var[name] for name, v in self.exp_avg_sq.items()}
+        rows = {"raw_clean": self.raw_exp_avg_sq, "noisy": self.exp_avg_sq, "debiased": debiased}
+        return {name: five_numbers(_flat(values) / correction) for name, values in rows.items()}
+
+    def updates(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
+        """Adam's step over its learning rate, by the denominator: clean, noisy, debiased; the numerator always clean.
+
+        Args:
+            debias_floor: as AdamBC's.
+        Returns:
+            "raw_clean", "raw_noisy", "raw_debiased": one number a coordinate, shape (P,). NOT private.
+        """
+        beta1, beta2 = self.betas
+        correction = 1 - beta2**self.steps
+        numerator = _flat(self.raw_exp_avg) / (1 - beta1**self.steps)
+        debiased: list[Tensor] = []
+        for name, v in self.exp_avg_sq.items():
+            noise_std = (self.noise_var[name] / correction) ** 0.5
+            floor = default_floor(noise_std, beta2) if debias_floor is None else debias_floor
+            debiased.append(debias(v / correction, noise_std, floor=floor).flatten())
+        tiny = torch.finfo(numerator.dtype).tiny
+        return {
+            "raw_clean": numerator / (_flat(self.raw_exp_avg_sq) / correction).clamp(min=tiny).sqrt(),
+            "raw_noisy": numerator / (_flat(self.exp_avg_sq) / correction).clamp(min=tiny).sqrt(),
+            "raw_debiased": numerator / torch.cat(debiased).sqrt(),
+        }
+
+
+def five_numbers(values: Tensor) -> dict[str, float]:
+    """min, q1, median, q3, max and mean of a tensor."""
+    ordered = values.double().flatten().sort().values
+    places = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64) * (len(ordered) - 1)
+    below, above = ordered[places.floor().long()], ordered[places.ceil().long()]
+    found = cast("list[float]", torch.lerp(below, above, places - places.floor()).tolist())
+    return dict(zip(("min", "q1", "median", "q3", "max"), found, strict=True)) | {"mean": float(ordered.mean())}
+
+
+def _flat(values: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in values.values()])

@@ -1,0 +1,112 @@
+"""What an engineer asks first: is it noise or clipping that hurts?"""
+
+import math
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from privgrad.oracle import PrivateGradient, RawStep
+
+
+class RawWatch:
+    """Sums up along a training what clipping and noise do to the gradient. NOT private.
+
+    Args:
+        private_grad: watched from here on.
+    Attributes:
+        steps: how many have been seen.
+    """
+
+    def __init__(self, private_grad: PrivateGradient) -> None:
+        self.steps = 0
+        self._examples = self._clipped = 0
+        self._norms = self._kept = 0.0
+        self._signal: dict[str, float] = {}  # squared lengths, summed over steps
+        self._noise: dict[str, float] = {}
+        self._released: dict[str, float] = {}
+        private_grad.raw_observers.append(self.observe)
+
+    def observe(self, raw: RawStep) -> None:
+        """Take in one step."""
+        self.steps += 1
+        norms_B, factors_B = raw.clipping.raw_norms, raw.clipping.raw_factors
+        self._examples += len(norms_B)
+        self._clipped += int((factors_B < 1).sum())
+        self._norms += float(norms_B.sum())
+        self._kept += float((norms_B * factors_B).sum())
+        for name, clean in raw.raw_mean.items():
+            released, variance = raw.released.values[name], raw.released.noise_std_of(name) ** 2
+            noise = variance.sum() if isinstance(variance, torch.Tensor) else variance * clean.numel()
+            for sums, value in (
+                (self._signal, clean.double().square().sum()),
+                (self._noise, noise),
+                (self._released, released.double().square().sum()),
+            ):
+                sums[name] = sums.get(name, 0.0) + float(value)
+
+    def layers(self) -> list[dict[str, Any]]:
+        """By parameter: "name"; "raw_signal_to_noise", the length of the clipped mean over that of its noise (NOT
+        private); "noise_share", the share of the released second moment that is noise (post-processing).
+        """
+        return [
+            {
+                "name": name,
+                "raw_signal_to_noise": math.sqrt(_ratio(self._signal[name], self._noise[name])),
+                "noise_share": _ratio(self._noise[name], self._released[name]),
+            }
+            for name in self._signal
+        ]
+
+    def summary(self) -> dict[str, float]:
+        """Over all steps. NOT private.
+
+        Returns:
+            "raw_clip_fraction": share of examples that were shortened; "raw_kept": length of the contributions over
+            that of the gradients (1: clipping took nothing); "raw_signal_to_noise"; "noise_share", about 1 where
+            Adam's denominator is noise only. nan before the first example.
+        """
+        return {
+            "raw_clip_fraction": _ratio(self._clipped, self._examples),
+            "raw_kept": _ratio(self._kept, self._norms),
+            "raw_signal_to_noise": math.sqrt(_ratio(sum(self._signal.values()), sum(self._noise.values()))),
+            "noise_share": _ratio(sum(self._noise.values()), sum(self._released.values())),
+        }
+
+    def verdict(self) -> str:
+        """The answer in plain language. NOT private."""
+        found = self.summary()
+        if math.isnan(found["raw_clip_fraction"]):
+            return "NOT PRIVATE. No example has been seen yet."
+        sentences = [
+            "NOT PRIVATE.",
+            f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} "
+            f"of their length; the signal is {found['raw_signal_to_noise']:.2g} times as long as the noise.",
+        ]
+        noisy, clipped = found["raw_signal_to_noise"] < 1, found["raw_kept"] < 0.5
+        if noisy and found["raw_clip_fraction"] < 0.1:
+            sentences.append("Noise hurts, and the bound is loose: try a smaller max_grad_norm.")
+        elif noisy:
+            sentences.append("Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters.")
+        elif clipped:
+            sentences.append("Clipping hurts more than noise: try a larger max_grad_norm.")
+        else:
+            sentences.append("Neither dominates.")
+        if found["noise_share"] > 0.5:
+            share = min(found["noise_share"], 1.0)
+            sentences.append(f"{share:.0%} of Adam's second moment is noise: AdamBC takes it out.")
+        return " ".join(sentences)
+
+    def table(self) -> Table:
+        """By parameter, for the terminal. NOT private."""
+        table = Table("parameter", "signal / noise", "noise in the second moment", title="NOT PRIVATE")
+        for row in self.layers():
+            table.add_row(row["name"], f"{row['raw_signal_to_noise']:.3g}", f"{row['noise_share']:.1%}")
+        return table
+
+
+def _ratio(part: float, whole: float) -> float:
+    """part / whole; nan for 0 / 0, inf for the rest by 0."""
+    if whole == 0:
+        return math.nan if part == 0 else math.inf
+    return part / whole

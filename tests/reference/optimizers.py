@@ -1,0 +1,127 @@
+"""Every optimizer as the papers write it: one parameter, float64, nothing shared with the library.
+
+step(theta, g, s) -> theta: g the released gradient, s the standard deviation of its noise, each of shape (d,) or a
+number. The state is in attributes.
+"""
+
+import numpy as np
+
+Array = np.ndarray
+
+
+class Plain:
+    def __init__(self, lr: float, **options: float | str | None) -> None:
+        self.lr, self.t = lr, 0
+        for name, value in options.items():
+            setattr(self, name, value)
+
+
+class SGD(Plain):
+    momentum = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.t += 1
+        self.b = g if self.t == 1 else self.momentum * self.b + g
+        return theta - self.lr * self.b
+
+
+class MomentumSGD(Plain):
+    momentum = 0.9
+    b: Array | float = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.t += 1
+        self.b = self.momentum * self.b + g
+        return theta - self.lr * self.b / (1 - self.momentum**self.t)
+
+
+class Moments(Plain):
+    beta1, beta2, gamma = 0.9, 0.999, 1e-8
+    weight_decay = 0.0
+    gamma_prime: float | None = None
+    rule = "max"
+    m: Array | float = 0.0
+    v: Array | float = 0.0
+    phi: Array | float = 0.0
+
+    def hats(self, g: Array, s: Array | float) -> tuple[Array, Array, Array]:
+        self.t += 1
+        self.m = self.beta1 * self.m + (1 - self.beta1) * g
+        self.v = self.beta2 * self.v + (1 - self.beta2) * g**2
+        self.phi = self.beta2 * self.phi + (1 - self.beta2) * np.asarray(s) ** 2
+        correction = 1 - self.beta2**self.t
+        return self.m / (1 - self.beta1**self.t), self.v / correction, self.phi / correction
+
+    def floored(self, v_hat: Array, phi_hat: Array, m_hat: Array) -> Array:
+        floor = 1.3 * phi_hat * np.sqrt(2 * (1 - self.beta2) / (1 + self.beta2))
+        floor = floor if self.gamma_prime is None else self.gamma_prime
+        d = v_hat - phi_hat
+        return {
+            "max": np.maximum(d, floor),
+            "negative_only": np.where(d > 0, d, floor),
+            "moment": np.maximum(d, m_hat**2) + floor,
+            "add": np.maximum(d, 0) + floor,
+        }[self.rule]
+
+
+class Adam(Moments):
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        m_hat, v_hat, _ = self.hats(g, s)
+        return (1 - self.lr * self.weight_decay) * theta - self.lr * m_hat / (np.sqrt(v_hat) + self.gamma)
+
+
+class AdamBC(Moments):
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        m_hat, v_hat, phi_hat = self.hats(g, s)
+        root = np.sqrt(self.floored(v_hat, phi_hat, m_hat))
+        return (1 - self.lr * self.weight_decay) * theta - self.lr * m_hat / root
+
+
+class NAdam(Moments):
+    momentum_decay = 4e-3
+    debiased = False
+    product = 1.0
+
+    def mu(self, t: int) -> float:
+        return self.beta1 * (1 - 0.5 * 0.96 ** (t * self.momentum_decay))
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        m_hat, v_hat, phi_hat = self.hats(g, s)
+        self.product *= self.mu(self.t)
+        now, following = self.mu(self.t), self.mu(self.t + 1)
+        step = (1 - now) * g / (1 - self.product) + following * self.m / (1 - self.product * following)
+        root = np.sqrt(self.floored(v_hat, phi_hat, m_hat)) if self.debiased else np.sqrt(v_hat) + self.gamma
+        return theta - self.lr * step / root
+
+
+class RMSprop(Plain):
+    beta, epsilon = 0.99, 1e-8
+    debiased = False
+    v: Array | float = 0.0
+    phi: Array | float = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.t += 1
+        self.v = self.beta * self.v + (1 - self.beta) * g**2
+        self.phi = self.beta * self.phi + (1 - self.beta) * np.asarray(s) ** 2
+        if not self.debiased:
+            return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
+        scale = np.sqrt(2 * (1 - self.beta) / (1 + self.beta))
+        floor = 1.3 * self.phi / (1 - self.beta**self.t) * scale
+        return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))
+
+
+class Adagrad(Plain):
+    epsilon = 1e-10
+    debiased = False
+    v: Array | float = 0.0
+    phi: Array | float = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.t += 1
+        self.v = self.v + g**2
+        self.phi = self.phi + np.asarray(s) ** 2
+        if not self.debiased:
+            return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
+        floor = 1.3 * self.phi * np.sqrt(2 / self.t)
+        return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))

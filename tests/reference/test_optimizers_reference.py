@@ -1,0 +1,101 @@
+"""Every optimizer against the papers' formulas in plain float64: parameters and state, noise that changes over time."""
+
+from typing import Any
+
+import numpy as np
+import optimizers as plain
+import pytest
+import torch
+from torch import nn
+
+import privgrad as pg
+from privgrad.types import NoisyGradient
+
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
+DEBIASED = MOMENTS | {"phi": "exp_avg_noise_var"}
+
+# ours, its options, the plain version, its options, state: plain -> ours
+ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]] = {
+    "DP-SGD": (pg.optim.SGD, {}, plain.SGD, {}, {}),
+    "DP-GDM": (pg.optim.SGD, {"momentum": 0.9}, plain.SGD, {"momentum": 0.9}, {"b": "momentum_buffer"}),
+    "MomentumSGD": (
+        pg.optim.MomentumSGD,
+        {"momentum": 0.8},
+        plain.MomentumSGD,
+        {"momentum": 0.8},
+        {"b": "momentum_buffer"},
+    ),
+    "DP-Adam": (pg.optim.Adam, {"betas": (0.8, 0.99)}, plain.Adam, {"beta1": 0.8, "beta2": 0.99}, MOMENTS),
+    "DP-AdamW": (pg.optim.AdamW, {"weight_decay": 0.1}, plain.Adam, {"weight_decay": 0.1}, MOMENTS),
+    "DP-NAdam": (pg.optim.NAdam, {}, plain.NAdam, {}, MOMENTS),
+    "DP-RMSProp": (
+        pg.optim.RMSprop,
+        {"alpha": 0.9, "eps": 1e-5},
+        plain.RMSprop,
+        {"beta": 0.9, "epsilon": 1e-5},
+        {"v": "square_avg"},
+    ),
+    "DP-AdaGrad": (pg.optim.Adagrad, {}, plain.Adagrad, {}, {"v": "sum"}),
+    "AdamBC": (pg.optim.AdamBC, {"betas": (0.8, 0.99)}, plain.AdamBC, {"beta1": 0.8, "beta2": 0.99}, DEBIASED),
+    "AdamBC, floor": (pg.optim.AdamBC, {"debias_floor": 0.3}, plain.AdamBC, {"gamma_prime": 0.3}, DEBIASED),
+    "AdamBC, negative only": (
+        pg.optim.AdamBC,
+        {"floor_rule": "negative_only"},
+        plain.AdamBC,
+        {"rule": "negative_only"},
+        DEBIASED,
+    ),
+    "AdamBC, moment": (pg.optim.AdamBC, {"floor_rule": "moment"}, plain.AdamBC, {"rule": "moment"}, DEBIASED),
+    "AdamBC, add": (pg.optim.AdamBC, {"floor_rule": "add"}, plain.AdamBC, {"rule": "add"}, DEBIASED),
+    "AdamWBC": (pg.optim.AdamWBC, {"weight_decay": 0.1}, plain.AdamBC, {"weight_decay": 0.1}, DEBIASED),
+    "NAdamBC": (
+        pg.optim.NAdamBC,
+        {"momentum_decay": 0.01},
+        plain.NAdam,
+        {"momentum_decay": 0.01, "debiased": True},
+        DEBIASED,
+    ),
+    "RMSpropBC": (
+        pg.optim.RMSpropBC,
+        {"alpha": 0.9},
+        plain.RMSprop,
+        {"beta": 0.9, "debiased": True},
+        {"v": "exp_avg_sq", "phi": "exp_avg_noise_var"},
+    ),
+    "AdagradBC": (
+        pg.optim.AdagradBC,
+        {},
+        plain.Adagrad,
+        {"debiased": True},
+        {"v": "sum", "phi": "noise_var_sum"},
+    ),
+}
+
+
+@pytest.mark.parametrize("by_coordinate", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_fifty_steps_agree_with_the_plain_version(name: str, by_coordinate: bool):
+    """Two parameter groups with learning rates of their own; noise by time, by parameter, by coordinate."""
+    ours, options, reference, plain_options, state = ROWS[name]
+    tolerance = 1e-6 if name == "DP-NAdam" else 1e-10  # torch keeps its momentum product in float32
+    rng = np.random.default_rng(0)
+    start = {"first": rng.normal(size=7), "second": rng.normal(size=11)}
+    lrs = {"first": 0.02, "second": 0.005}
+    parameters = {key: nn.Parameter(torch.from_numpy(value.copy())) for key, value in start.items()}
+    groups = [{"params": [(key, p)], "lr": lrs[key]} for key, p in parameters.items()]
+    optimizer = ours(groups, lr=1.0, **options)
+    twins = {key: reference(lrs[key], **plain_options) for key in start}
+    for t in range(50):
+        signal = {key: 0.3 * np.sin(t / 5 + value) for key, value in start.items()}
+        std = {"first": 0.5 / (1 + t / 10), "second": 0.2 + 0.1 * np.cos(t)}
+        if by_coordinate:
+            std = {key: s * np.linspace(0.5, 1.5, len(start[key])) for key, s in std.items()}
+        gradient = {key: signal[key] + std[key] * rng.normal(size=len(start[key])) for key in start}
+        given: Any = {k: torch.as_tensor(s) if by_coordinate else float(s) for k, s in std.items()}
+        optimizer.step(grad=NoisyGradient({k: torch.from_numpy(g) for k, g in gradient.items()}, given))
+        for key, twin in twins.items():
+            start[key] = twin.step(start[key], gradient[key], std[key])
+            np.testing.assert_allclose(parameters[key].detach().numpy(), start[key], rtol=tolerance, atol=1e-13)
+            for theirs, mine in state.items():
+                found = optimizer.state[parameters[key]][mine]
+                np.testing.assert_allclose(np.asarray(found), getattr(twin, theirs), rtol=tolerance, atol=1e-14)

@@ -1,0 +1,170 @@
+"""Diagnostics: what they measure is what the definitions say, and none of it reaches a training."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import privgrad as pg
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad import diagnostics
+from privgrad.gradient.engines import per_sample_gradients
+
+
+def trained(watch: bool, steps: int = 6) -> tuple[Any, nn.Module, dict[str, Any]]:
+    plan = make_plan(seed=3, steps=steps, max_grad_norm=0.5)
+    model = make_model(torch.float64)
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    watches = {"twins": diagnostics.RawTwins(oracle), "watch": diagnostics.RawWatch(oracle)} if watch else {}
+    for batch in plan.batches(make_data(dtype=torch.float64)):
+        optimizer.step(grad=oracle(batch))
+    return optimizer, model, watches
+
+
+def test_watching_changes_nothing():
+    (_, plain, _), (_, watched, _) = trained(False), trained(True)
+    for mine, theirs in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_twins_are_the_moments_with_and_without_noise():
+    optimizer, model, watches = trained(True)
+    twins = watches["twins"]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(twins.exp_avg[name], optimizer.state[parameter]["exp_avg"])
+        torch.testing.assert_close(twins.exp_avg_sq[name], optimizer.state[parameter]["exp_avg_sq"])
+        assert twins.noise_var[name] == pytest.approx(optimizer.state[parameter]["exp_avg_noise_var"])
+
+    plan = make_plan(seed=3, steps=6, max_grad_norm=0.5)
+    clean = make_model(torch.float64)
+    oracle = pg.PrivateGradient(clean, loss_fn, plan)
+    raw: list[Any] = []
+    oracle.raw_observers.append(raw.append)
+    batch = next(iter(plan.batches(make_data(dtype=torch.float64))))
+    released = oracle(batch)
+    silent = pg.PrivateGradient(clean, loss_fn, make_plan(seed=3, steps=6, max_grad_norm=0.5, noise_multiplier=0.0))
+    exact = silent(first_batch(silent.plan, make_data(dtype=torch.float64)))
+    for name, value in exact.values.items():
+        torch.testing.assert_close(raw[0].raw_mean[name], value)
+        assert not torch.allclose(released.values[name], value)
+    assert raw[0].step == 0
+    assert len(raw[0].clipping.raw_norms) == batch.size
+
+
+def test_table_and_updates_follow_the_papers_definitions():
+    _, _, watches = trained(True)
+    twins = watches["twins"]
+    table = twins.table()
+    noisy = torch.cat([v.flatten() for v in twins.exp_avg_sq.values()])
+    assert table["noisy"]["median"] == pytest.approx(float(noisy.quantile(0.5)))
+    assert table["noisy"]["q1"] == pytest.approx(float(noisy.quantile(0.25)))
+    assert table["noisy"]["max"] == float(noisy.max())
+    assert table["raw_clean"]["mean"] < table["noisy"]["mean"]
+    corrected = twins.table(corrected=True)
+    assert corrected["noisy"]["mean"] == pytest.approx(table["noisy"]["mean"] / (1 - 0.999**6))
+    updates = twins.updates(debias_floor=1e9)
+    numerator = torch.cat([m.flatten() for m in twins.raw_exp_avg.values()]) / (1 - 0.9**6)
+    torch.testing.assert_close(updates["raw_debiased"], numerator / math.sqrt(1e9))
+    assert updates["raw_noisy"].abs().sum() < updates["raw_clean"].abs().sum()
+
+
+def test_an_observer_sees_only_what_was_charged():
+    plan = make_plan(steps=1)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    seen: list[Any] = []
+    oracle.raw_observers.append(seen.append)
+    data = make_data()
+    oracle(first_batch(plan, data))
+    with pytest.raises(pg.BudgetExceededError):
+        oracle(first_batch(plan, data))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "noise_multiplier", "says"),
+    [(1e4, 1.0, "smaller max_grad_norm"), (1e-3, 1e3, "larger batch"), (1e-3, 1e-6, "larger max_grad_norm")],
+)
+def test_watch_tells_noise_from_clipping(max_grad_norm: float, noise_multiplier: float, says: str):
+    plan = make_plan(seed=1, steps=3, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    watch = diagnostics.RawWatch(oracle)
+    assert "yet" in watch.verdict()
+    for batch in plan.batches(make_data()):
+        oracle(batch)
+    verdict = watch.verdict()
+    assert says in verdict
+    assert verdict.startswith("NOT PRIVATE")
+    assert {row["name"] for row in watch.layers()} == {name for name, _ in make_model().named_parameters()}
+    assert watch.table().row_count == 4
+
+
+def test_watch_measures_what_the_definitions_say():
+    plan = make_plan(seed=1, steps=1, max_grad_norm=0.3, sample_rate=1.0, expected_batch_size=32)
+    model, data = make_model(torch.float64), make_data(dtype=torch.float64)
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    watch = diagnostics.RawWatch(oracle)
+    oracle(first_batch(plan, data))
+    rows = torch.cat([g.flatten(1) for g in per_sample_gradients(model, loss_fn, data.tensors).values()], 1)
+    norms = rows.norm(dim=1)
+    factors = (0.3 / norms).clamp(max=1)
+    mean = (factors[:, None] * rows).sum(0) / 32
+    found = watch.summary()
+    assert found["raw_clip_fraction"] == pytest.approx(float((norms > 0.3).double().mean()))
+    assert found["raw_kept"] == pytest.approx(float((factors * norms).sum() / norms.sum()))
+    noise = plan.noise_multiplier * 0.3 / 32 * math.sqrt(rows.shape[1])
+    assert found["raw_signal_to_noise"] == pytest.approx(float(mean.norm()) / noise)
+
+
+def test_groups_by_frequency():
+    labels, counts = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3]), torch.tensor([400, 20, 10, 10])
+    losses = torch.tensor([1.0, 1.0, 2.0, 4.0, 3.0, 5.0, 6.0, 8.0])
+    correct = torch.tensor([1, 1, 0, 1, 0, 1, 0, 0]).bool()
+    groups = diagnostics.by_frequency(losses, correct, labels, counts)
+    assert [(g["from"], g["classes"], g["examples"], g["loss"], g["accuracy"]) for g in groups] == [
+        (400, 1, 4, 2.0, 0.75),
+        (20, 1, 2, 4.0, 0.5),
+        (10, 2, 2, 7.0, 0.0),
+    ]
+    few = diagnostics.by_frequency(losses, correct, labels, counts, edges=[100])
+    assert [(g["from"], g["to"], g["classes"]) for g in few] == [(400, 400, 1), (10, 20, 3)]
+    with pytest.raises(pg.PrivacyError, match="labels"):
+        diagnostics.by_frequency(losses, correct, labels + 1, counts)
+    with pytest.raises(pg.PrivacyError, match="one length"):
+        diagnostics.by_frequency(losses[1:], correct, labels, counts)
+
+
+def test_pairwise_cosines_match_the_closed_form_of_softmax_regression():
+    """cos = <r_i, r_j> <x_i, x_j> over the norms, r = p - e_y (SPEC D11)."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 5, bias=False).double()
+    x, y = torch.rand(20, 12, dtype=torch.float64), torch.arange(20) % 5
+    found = diagnostics.raw_pairwise_cosines(
+        model, lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="none"), (x, y), y
+    )
+    residual = F.normalize(model(x).softmax(1).detach() - F.one_hot(y, 5))
+    wanted = (residual @ residual.T) * (F.normalize(x) @ F.normalize(x).T)
+    order = found["order"]
+    torch.testing.assert_close(found["cosines"], wanted[order][:, order])
+    assert (y[order].diff() >= 0).all()
+    same = y[:, None] == y
+    assert found["within"] == pytest.approx(float(wanted[same & ~torch.eye(20).bool()].mean()))
+    assert found["across"] == pytest.approx(float(wanted[~same].mean()))
+
+
+def test_cosines_at_zero_weights_are_what_uniform_inputs_give():
+    """Within a class .75, across -.75 / (c - 1): inputs uniform in [0, 1]^d, weights zero (SPEC D11)."""
+    torch.manual_seed(0)
+    model = nn.Linear(2000, 9, bias=False)
+    nn.init.zeros_(model.weight)
+    x, y = torch.rand(90, 2000), torch.arange(90) % 9
+    found = diagnostics.raw_pairwise_cosines(
+        model, lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="none"), (x, y), y
+    )
+    assert found["within"] == pytest.approx(0.75, abs=0.01)
+    assert found["across"] == pytest.approx(-0.75 / 8, abs=0.01)
+    with pytest.raises(pg.PrivacyError, match="parameters"):
+        diagnostics.raw_pairwise_cosines(model, lambda m, b: m(b[0])[:, 0], (x, y), y, parameters=["nothing"])
