@@ -106,25 +106,13 @@ class Hooks:
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
             found = self._factors(few)
-            singles = [
-                gradients(self._model, self._loss_fn, map_examples(itemgetter(slice(i, i + 1)), few))
-                for i in range(_PROBED)
-            ]
-        _require_unwritten(self._model, checksums)
-        # Room for a ReLU at its kink, and for the rounding of half precision where there is any.
-        tolerance = _TOLERANCE_HALF if self._half else _TOLERANCE
-        whole_B = torch.tensor([sum(float(g.double().square().sum()) for g in single.values()) for single in singles])
-        for name in trainable(self._model):
-            wanted = torch.stack([single[name] for single in singles]).flatten(1).double()
-            got = found[name].dense().flatten(1) if name in found else torch.zeros_like(wanted)
-            error_B, wanted_B = (got - wanted).square().sum(1).sqrt(), wanted.square().sum(1).sqrt()
-            if bool((error_B > tolerance * (wanted_B + 0.1 * whole_B.sqrt().to(error_B))).any()):
-                self._layouts = None
-                remedy = (
-                    "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
-                    f"rule for this layer or the next, correct it; or {REMEDY}"
+            # Room for a ReLU at its kink, and for the rounding of half precision where there is any.
+            tolerance = _TOLERANCE_HALF if self._half else _TOLERANCE
+            for index in range(_PROBED):
+                part = map_examples(itemgetter(slice(index, index + 1)), few)
+                self._require_that_of_one(
+                    found, index, gradients(self._model, self._loss_fn, part), tolerance, checksums
                 )
-                raise refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
         self._reached = set(found)
         if self._model.training:
             layouts = self._layouts
@@ -132,10 +120,32 @@ class Hooks:
             self._layouts = layouts
         _require_unwritten(self._model, checksums)
 
+    def _require_that_of_one(
+        self,
+        found: Mapping[str, Factor],
+        index: int,
+        single: Mapping[str, Tensor],
+        tolerance: float,
+        checksums: list[str],
+    ) -> None:
+        """Row `index` of the factors is the gradient of that example alone."""
+        _require_unwritten(self._model, checksums)
+        whole = sum(_norm(wanted) ** 2 for wanted in single.values()) ** 0.5
+        for name in trainable(self._model):
+            wanted = single[name]
+            got = found[name][index : index + 1].dense()[0] if name in found else torch.zeros_like(wanted)
+            if not _norm(got - wanted) <= tolerance * (_norm(wanted) + 0.1 * whole):
+                self._layouts = None
+                remedy = (
+                    "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
+                    f"rule for this layer or the next, correct it; or {REMEDY}"
+                )
+                raise refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
+
     def _require_apart_in_training(self, few: Any, tolerance: float) -> None:
         """With the same random draws, an example's gradient may not move when the others are exchanged."""
 
-        def rows(order: list[int]) -> dict[str, Tensor]:
+        def factors_of(order: list[int]) -> dict[str, Factor]:
             def take(leaf: Tensor) -> Tensor:
                 return leaf[order]
 
@@ -143,18 +153,18 @@ class Hooks:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 try:
-                    factors = self._factors(chosen)
+                    return self._factors(chosen)
                 except OtherCallsError:
                     self._layouts = self._learn_layouts(chosen)
                     torch.manual_seed(0)
-                    factors = self._factors(chosen)
-            return {name: factor.dense().flatten(1).double() for name, factor in factors.items()}
+                    return self._factors(chosen)
 
         for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):
-            beside_one, beside_other = rows(one), rows(other)
+            beside_one, beside_other = factors_of(one), factors_of(other)
             for name in beside_one.keys() & beside_other.keys():
                 here, there = beside_one[name], beside_other[name]
-                if _norm(here[kept] - there[kept]) > tolerance * (_norm(here) + _norm(there)):
+                moved = _norm(here[kept : kept + 1].dense() - there[kept : kept + 1].dense())
+                if moved > tolerance * float(here.norms().sum() + there.norms().sum()):
                     self._layouts = None
                     remedy = f"keep examples apart in training mode too, or {REMEDY}"
                     raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
@@ -225,7 +235,7 @@ def _few(examples: Any) -> Any:
 
 
 def _norm(x: Tensor) -> float:
-    return float(cast(Tensor, torch.linalg.vector_norm(x)))
+    return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
 
 
 def _require_unwritten(model: nn.Module, checksums: list[str]) -> None:
@@ -237,8 +247,7 @@ def _require_unwritten(model: nn.Module, checksums: list[str]) -> None:
 def _checksums(model: nn.Module) -> list[str]:
     """Two numbers a parameter, that tell whether it was written, even past autograd's own count."""
     with torch.no_grad():
-        whole = [parameter.detach().double() for parameter in model.parameters()]
-        return [f"{float(p.sum())!r} {float(p.square().sum())!r}" for p in whole]
+        return [f"{float(p.sum(dtype=torch.float64))!r} {_norm(p.detach())!r}" for p in model.parameters()]
 
 
 def _filled(leaf: Tensor, *, missing: int) -> Tensor:
