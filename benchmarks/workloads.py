@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from privgrad.data import heavy_tail
+
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -190,11 +192,9 @@ def autoencoder_data(count: int) -> tuple[Tensor, Tensor]:
     return x, x
 
 
-def heavy_tail_data(groups: int = 8, log_size: int = 10) -> tuple[Tensor, Tensor]:
-    """Group i has 2**i classes of 2**(log_size - i) examples; uniform inputs that tell nothing of the class."""
-    sizes = torch.tensor([2 ** (log_size - group) for group in range(groups) for _ in range(2**group)])
-    labels = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    return torch.rand(len(labels), len(labels) + 2**log_size), labels
+def heavy_tail_data() -> tuple[Tensor, Tensor]:
+    inputs, labels = heavy_tail().train.tensors
+    return inputs, labels
 
 
 WORKLOADS: dict[str, Workload] = {

@@ -1,5 +1,6 @@
 """The replacement forward of attention against torch's own, and against a loop over single examples."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError
-from privgrad.gradient.attention import Contributions, attention_forward
+from privgrad.gradient.attention import attention_forward
 
 HEADS, LENGTH, KEYS = 2, 3, 5
 MODULES: dict[str, dict[str, Any]] = {
@@ -29,9 +30,9 @@ class Taps:
 
     def __init__(self) -> None:
         self.edges: list[Any] = []
-        self.contributions: list[Contributions] = []
+        self.contributions: list[Callable[[Tensor], Sequence[Any]]] = []
 
-    def __call__(self, tensor: Tensor, contributions: Contributions) -> Tensor:
+    def __call__(self, tensor: Tensor, contributions: Callable[[Tensor], Sequence[Any]]) -> Tensor:
         self.edges.append(get_gradient_edge(tensor))
         self.contributions.append(contributions)
         return tensor

@@ -21,7 +21,8 @@ from privgrad.gradient.clipping import Clipping, clipped_sum
 from privgrad.gradient.engines import Vmap
 from privgrad.gradient.factors import Dense, Outer
 from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.rules import Rule, find_rule, register_rule
+from privgrad.gradient.rules import Linear as LinearRule
+from privgrad.gradient.rules import Rule, register_rule
 
 
 def labelled(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,14 +204,9 @@ def test_a_wrong_rule_is_caught_by_the_first_batch():
         pass
 
     @register_rule(Doubling)
-    class _Wrong(Rule):
-        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
-            return F.linear(x, parameters["weight"], parameters["bias"])
-
+    class _Wrong(LinearRule):
         def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
-            right = find_rule(nn.Linear(1, 1))
-            assert right is not None
-            return right.factor(layer, name, parameters, x, 1.2 * grad)
+            return super().factor(layer, name, parameters, x, 1.2 * grad)
 
     with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
         Hooks(nn.Sequential(Doubling(5, 3)), loss_fn)(make_data().tensors)
@@ -363,10 +359,7 @@ def test_a_rule_that_is_a_little_wrong_is_caught_too(scale: float):
         pass
 
     @register_rule(Weighted)
-    class Wrong(Rule):  # pyright: ignore[reportUnusedClass]
-        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
-            return F.linear(x, parameters["weight"], parameters["bias"])
-
+    class Wrong(LinearRule):  # pyright: ignore[reportUnusedClass]
         def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
             return Outer(x[:, None], scale * grad[:, None]) if name == "weight" else Dense(grad)
 
@@ -384,10 +377,7 @@ def test_what_is_not_a_rule_is_refused():
         pass
 
     @register_rule(Bare)
-    class NoFactor(Rule):  # pyright: ignore[reportUnusedClass]
-        def forward(self, layer: Any, parameters: Any, x: Tensor) -> Tensor:
-            return F.linear(x, parameters["weight"], parameters["bias"])
-
+    class NoFactor(LinearRule):  # pyright: ignore[reportUnusedClass]
         def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
             return grad
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_attention import Taps
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.recurrent import Contributions, recurrent_forward
+from privgrad.gradient.recurrent import recurrent_forward
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lstm": (nn.LSTM, {}),
@@ -25,33 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bidirectional": {"bidirectional": True},
     "all": {"num_layers": 2, "bidirectional": True, "batch_first": True},
 }
-
-
-class Taps:
-    """Collects what is tapped, as the engine does: the gradient's edge, and the contributions."""
-
-    def __init__(self) -> None:
-        self.edges: list[Any] = []
-        self.contributions: list[Contributions] = []
-
-    def __call__(self, tensor: Tensor, contributions: Contributions) -> Tensor:
-        self.edges.append(get_gradient_edge(tensor))
-        self.contributions.append(contributions)
-        return tensor
-
-    def gradients(self, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Per-sample gradients by parameter name."""
-        found: dict[str, Tensor] = {}
-        for contributions, grad in zip(self.contributions, grads, strict=True):
-            for name, kind, a, b in contributions(grad):
-                assert name not in found
-                if a is None:
-                    assert kind == "bias"
-                    found[name] = b.sum(1)
-                else:
-                    assert kind == "outer"
-                    found[name] = torch.einsum("bto,bti->boi", b, a)
-        return found
 
 
 def make(kind: str, option: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -109,7 +82,7 @@ def test_same_outputs_and_gradients(
     grads = torch.autograd.grad(loss_of(results), [*leaves, *taps.edges])
     for grad, truth in zip(grads[: len(leaves)], truths, strict=False):
         torch.testing.assert_close(grad, truth, rtol=close, atol=close)
-    rows = taps.gradients(grads[len(leaves) :])
+    rows = taps.gradients(module, grads[len(leaves) :])
     assert rows.keys() == dict(module.named_parameters()).keys()
     for (name, _), truth in zip(module.named_parameters(), truths[len(leaves) :], strict=True):
         torch.testing.assert_close(rows[name].sum(0), truth, rtol=10 * close, atol=10 * close)
@@ -135,7 +108,7 @@ def test_rows_are_the_gradients_of_single_examples(kind: str, option: str, size:
     results = recurrent_forward(module, taps, inputs, state)
     output, *lasts = flat(results)
     losses = [loss_of((output.narrow(batch, i, 1), tuple(last[:, i : i + 1] for last in lasts))) for i in range(size)]
-    rows = taps.gradients(torch.autograd.grad(torch.stack(losses).sum(), taps.edges))
+    rows = taps.gradients(module, torch.autograd.grad(torch.stack(losses).sum(), taps.edges))
     for index in range(size):
         truths = torch.autograd.grad(loss_of(single(index)), list(module.parameters()))
         for (name, _), truth in zip(module.named_parameters(), truths, strict=True):
@@ -207,7 +180,7 @@ def test_changes_in_place_are_refused_not_believed(kind: str):
     grads = torch.autograd.grad(loss, taps.edges)
     inputs.mul_(2)
     with pytest.raises(UnsupportedModuleError, match="not in place"):
-        taps.gradients(grads)
+        taps.gradients(module, grads)
     taps = Taps()
     output = recurrent_forward(module, taps, inputs)[0]
     output.mul_(2)
@@ -220,7 +193,7 @@ def test_nothing_is_tapped_in_vain():
     inputs = torch.randn(0, 5, 4, dtype=torch.float64)
     taps = Taps()
     loss = loss_of(recurrent_forward(module, taps, inputs))
-    rows = taps.gradients(torch.autograd.grad(loss, taps.edges))
+    rows = taps.gradients(module, torch.autograd.grad(loss, taps.edges))
     assert {name: row.shape for name, row in rows.items()} == {
         name: (0, *parameter.shape) for name, parameter in module.named_parameters()
     }

@@ -230,9 +230,13 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs), labels, reduction="none")
 
 
+def _logits(model: nn.Module, examples: TensorDataset) -> Tensor:
+    with evaluating(model), torch.no_grad():
+        return torch.cat([model(part) for part in examples.tensors[0].split(1000)])
+
+
 def _measure(model: nn.Module, held_out: TensorDataset) -> dict[str, float]:
-    inputs, labels = held_out.tensors
-    logits = torch.cat([model(part) for part in inputs.split(1000)])
+    logits, labels = _logits(model, held_out), held_out.tensors[1]
     return {
         "accuracy": (logits.argmax(1) == labels).double().mean().item(),
         "loss": F.cross_entropy(logits, labels).item(),
@@ -241,9 +245,7 @@ def _measure(model: nn.Module, held_out: TensorDataset) -> dict[str, float]:
 
 def _groups(model: nn.Module, data: DataSet) -> list[dict[str, float]]:
     """Loss and accuracy on the training examples by how frequent their class is. NOT private."""
-    inputs, labels = data.train.tensors
-    with evaluating(model), torch.no_grad():
-        logits = torch.cat([model(part) for part in inputs.split(1000)])
+    logits, labels = _logits(model, data.train), data.train.tensors[1]
     losses, correct = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels
     return by_frequency(losses, correct, labels, torch.bincount(labels, minlength=data.num_classes))
 

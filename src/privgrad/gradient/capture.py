@@ -102,8 +102,7 @@ class Capture:
         self._finished = True
         written = [name for name, parameter, version in self._parameters if parameter._version != version]
         if written:
-            remedy = "do not write to parameters in training; the model now holds private values: load it anew"
-            raise refused("parameters", "not to be written by the forward pass", ", ".join(written), remedy)
+            raise written_to(", ".join(written))
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
             remedy = "do not write to buffers in training, for what is written there is private"
@@ -156,7 +155,7 @@ class Capture:
             x = self._with_examples(path, x, layout[0])
             if layout[0] is not None and layout[0][0] != 0:
                 raise misplaced(path)
-        output = _own(rule.forward(layer, stand_ins, x))
+        output = rule.forward(layer, stand_ins, x)
         self._note(path, [x, output])
         if layout is None:
             return output
@@ -175,8 +174,7 @@ class Capture:
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
-        self._tap(path, output, factors, inputs=[x])
-        return output
+        return self._tap(path, output, factors, inputs=[x])
 
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
@@ -366,6 +364,11 @@ def _place(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int
 def misplaced(path: str) -> UnsupportedModuleError:
     remedy = f"keep examples in dimension 0 (batch_first=True), or {REMEDY}"
     return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", "another layout", remedy)
+
+
+def written_to(parameters: str) -> UnsupportedModuleError:
+    remedy = "do not write to parameters in training; the model now holds private values: load it anew"
+    return refused("parameters", "not to be written by the forward pass", parameters, remedy)
 
 
 def refused(name: str, condition: str, got: object, remedy: str) -> UnsupportedModuleError:

@@ -216,7 +216,7 @@ def _add_clipped(
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
         chunk = {name: factor.keep(finite_B) for name, factor in chunk.items()}
         norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
-    factors = clip.factors(norms, max_grad_norm)
+    factors = _factors(clip, norms, max_grad_norm)
     cancelling_B, apart = _cancelling(chunk, factors, max_grad_norm, inverse_scales), dict[int, RawClipping]()
     if bool(cancelling_B.any()):
         # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
@@ -225,10 +225,7 @@ def _add_clipped(
             apart[index] = _add_clipped(total, alone, clip, max_grad_norm, inverse_scales)
         chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
         norms = {name: torch.where(cancelling_B, 0.0, norm_B) for name, norm_B in norms.items()}
-        factors = clip.factors(norms, max_grad_norm)
-    if factors.keys() != norms.keys():
-        got, remedy = f"{sorted(factors)} for {sorted(norms)}", "correct the rule: nothing was released"
-        raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
+        factors = _factors(clip, norms, max_grad_norm)
     _require_bound(factors, norms, clip, max_grad_norm)
     for name, factor_B in factors.items():
         if name in total:
@@ -242,6 +239,15 @@ def _add_clipped(
     return RawClipping(norm_B, smallest_B, nonfinite)
 
 
+def _factors(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+    """The rule's factors, one for every parameter."""
+    factors = clip.factors(norms, max_grad_norm)
+    if factors.keys() != norms.keys():
+        got, remedy = f"{sorted(factors)} for {sorted(norms)}", "correct the rule: nothing was released"
+        raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
+    return factors
+
+
 def _cancelling(
     chunk: Mapping[str, Factor],
     factors: Mapping[str, Tensor],
@@ -252,7 +258,7 @@ def _cancelling(
     first_B = next(iter(factors.values()))
     exceeding = [torch.zeros_like(first_B, dtype=torch.bool)]
     for name, factor in chunk.items():
-        terms_B = factor.terms(inverse_scales.get(name)) if name in factors else None
+        terms_B = factor.terms(inverse_scales.get(name))
         if terms_B is not None:
             exceeding.append(~(factors[name] * terms_B <= _TERMS * max_grad_norm))
     return torch.stack(exceeding).any(0)

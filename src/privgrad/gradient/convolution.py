@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Outer, cached, kept, short_norms, wide
+from privgrad.gradient.factors import Factor, Outer, cached, kept, largest_scale, short_norms, wide
 
 
 class Convolution(Factor):
@@ -50,8 +50,7 @@ class Convolution(Factor):
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         x_B, b_B = short_norms(self.x.flatten(1)).double(), short_norms(self.b.flatten(1)).double()
-        largest = 1.0 if inverse_scales is None else float(inverse_scales.max())
-        return largest * self.shape[2:].numel() ** 0.5 * x_B * b_B
+        return largest_scale(inverse_scales) * self.shape[2:].numel() ** 0.5 * x_B * b_B
 
     @property
     def worth_keeping(self) -> bool:

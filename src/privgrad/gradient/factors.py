@@ -158,7 +158,7 @@ class Outer(Factor):
         if self.a_BTI.shape[1] == 1:
             return None
         a_BT, b_BT = short_norms(self.a_BTI).double(), short_norms(self.b_BTO).double()
-        return _largest(inverse_scales) * (a_BT * b_BT).sum(1)
+        return largest_scale(inverse_scales) * (a_BT * b_BT).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """By the cheapest exact formula for the shapes.
@@ -391,7 +391,7 @@ class Placed(Factor):
         return _long_norms(torch.stack(norms, dim=1))
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return _largest(inverse_scales) * _total([_terms(part, None) for _, part in self.parts])
+        return largest_scale(inverse_scales) * _total([_terms(part, None) for _, part in self.parts])
 
     def __add__(self, other: Factor) -> Factor:
         if not isinstance(other, Placed):
@@ -431,7 +431,7 @@ class Pulled(Factor):
         return Pulled(self.inner.keep(kept_B), self.weight, self.parameter)
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return _largest(inverse_scales) * _terms(self.inner, None)
+        return largest_scale(inverse_scales) * _terms(self.inner, None)
 
     def _pull(self, grad: Tensor, *, batched: bool) -> Tensor:
         if self.examples == 0:
@@ -473,7 +473,8 @@ def _terms(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
     return factor.norms(inverse_scales) if terms is None else terms
 
 
-def _largest(inverse_scales: Tensor | None) -> float:
+def largest_scale(inverse_scales: Tensor | None) -> float:
+    """The largest of the inverse scales; 1 without any."""
     return 1.0 if inverse_scales is None else float(inverse_scales.max())
 
 

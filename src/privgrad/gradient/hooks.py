@@ -20,6 +20,7 @@ from privgrad.gradient.capture import (
     misplaced,
     mixes,
     refused,
+    written_to,
 )
 from privgrad.gradient.checks import evaluating, gradients
 from privgrad.gradient.engines import LossFunction, preserved, require_losses, trainable
@@ -39,7 +40,7 @@ class Hooks:
         model: the module; never changed, its forwards are replaced during a call only.
         loss_fn: (model, examples) -> losses, shape (B,).
         memory_mb: MiB for what each example needs of its own, half of it for output gradients, half for gradients
-            that are kept from their norms to the sum; at least one example is taken. None: see the constants above.
+            that are kept from their norms to the sum; at least one example is taken. None: see `microbatch_size`.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
@@ -108,11 +109,10 @@ class Hooks:
             found = self._factors(few)
             # Room for a ReLU at its kink, and for the rounding of half precision where there is any.
             tolerance = _TOLERANCE_HALF if self._half else _TOLERANCE
+            _require_unwritten(self._model, checksums)
             for index in range(_PROBED):
                 part = map_examples(itemgetter(slice(index, index + 1)), few)
-                self._require_that_of_one(
-                    found, index, gradients(self._model, self._loss_fn, part), tolerance, checksums
-                )
+                self._require_that_of_one(found, index, gradients(self._model, self._loss_fn, part), tolerance)
         self._reached = set(found)
         if self._model.training:
             layouts = self._layouts
@@ -126,10 +126,8 @@ class Hooks:
         index: int,
         single: Mapping[str, Tensor],
         tolerance: float,
-        checksums: list[str],
     ) -> None:
         """Row `index` of the factors is the gradient of that example alone."""
-        _require_unwritten(self._model, checksums)
         whole = sum(_norm(wanted) ** 2 for wanted in single.values()) ** 0.5
         for name in trainable(self._model):
             wanted = single[name]
@@ -241,8 +239,7 @@ def _norm(x: Tensor) -> float:
 
 def _require_unwritten(model: nn.Module, checksums: list[str]) -> None:
     if _checksums(model) != checksums:
-        remedy = "do not write to parameters in training; the model now holds private values: load it anew"
-        raise refused("parameters", "not to be written by the forward pass", "other values", remedy)
+        raise written_to("other values")
 
 
 def _checksums(model: nn.Module) -> list[str]:
