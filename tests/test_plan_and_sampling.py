@@ -138,6 +138,20 @@ def test_a_tensor_data_set_that_hides_a_column_is_asked_for_its_items():
     assert len(batch.examples) == 1
 
 
+def test_full_batches_are_the_data_whatever_was_written_to_the_last_one():
+    x, y = make_data(8).tensors
+    dataset, kept = TensorDataset(x, y), x.clone()
+    plan = make_plan(sample_rate=1.0, expected_batch_size=8, num_examples=8, steps=4)
+    batches = iter(plan.batches(dataset))
+    first = next(batches).examples
+    assert next(batches).examples[0] is first[0]
+    first[0].mul_(2)
+    assert torch.equal(dataset.tensors[0], kept)
+    assert torch.equal(next(batches).examples[0], kept)
+    x.add_(1)
+    assert torch.equal(next(batches).examples[0], kept + 1)
+
+
 def test_data_sets_that_cannot_be_sampled_are_refused():
     class Stream(IterableDataset[int]):
         def __iter__(self):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -39,7 +39,8 @@ class DataSet:
         test: the set's own test part.
         num_classes: number of labels.
         input_shape: shape of one input, without the batch dimension.
-        grouped: whether classes are so unequal that results are told by how frequent a class is.
+        frequency_edges: where classes are so unequal that results are told by how frequent a class is: lower ends of
+            the groups' counts; () groups classes of equal count.
     """
 
     name: str
@@ -48,7 +49,7 @@ class DataSet:
     test: TensorDataset
     num_classes: int
     input_shape: tuple[int, ...]
-    grouped: bool = False
+    frequency_edges: tuple[int, ...] | None = None
 
 
 def digits(*, validation: int = 0) -> DataSet:
@@ -129,7 +130,7 @@ def heavy_tail(*, groups: int = 8, log_size: int = 10, seed: int = 0, validation
     whole = TensorDataset(inputs, labels)
     nothing = TensorDataset(inputs[:0], labels[:0])
     name = f"heavy-tail synthetic, {groups} groups"
-    return DataSet(name, whole, nothing, whole, len(sizes), (width,), grouped=True)
+    return DataSet(name, whole, nothing, whole, len(sizes), (width,), frequency_edges=())
 
 
 LOADERS: dict[str, Callable[..., DataSet]] = {

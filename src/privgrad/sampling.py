@@ -53,7 +53,8 @@ def batches(
         collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row is to
             depend on its own example only: pad to a public length, not to the batch's longest.
     Returns:
-        An iterator of Batch; examples have leading dimension `size`, 0 included.
+        An iterator of Batch; examples have leading dimension `size`, 0 included. Batches that hold a whole
+        TensorDataset may share memory.
     Raises:
         SamplingError: no length or no examples, or fewer examples than num_examples (raised by the call itself); a
             collate whose rows are not one an example, or depend on their companions (raised by the iterator).
@@ -107,8 +108,7 @@ def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Ca
     """A function from indices to collated examples that also serves an empty selection."""
     # Not for subclasses: theirs may be an indexing that hides or changes columns.
     if type(dataset) is TensorDataset and collate is None:
-        tensors = dataset.tensors
-        return lambda chosen: tuple(tensor[chosen] for tensor in tensors)
+        return _tensor_taker(dataset.tensors)
     data = cast(Sequence[Any], dataset)
     collate_list = cast(Collate, default_collate) if collate is None else collate
 
@@ -121,6 +121,22 @@ def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Ca
         if collate is not None:
             _require_rows(collate, items, examples)
         return examples
+
+    return take
+
+
+def _tensor_taker(tensors: tuple[Tensor, ...]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """As _taker; batches that hold everything share one copy until someone writes to it, or to the data set."""
+    whole: list[Tensor] = []
+    versions: list[int] = []
+
+    def take(chosen: Tensor) -> tuple[Tensor, ...]:
+        if len(chosen) < len(tensors[0]) or any(tensor.is_inference() for tensor in tensors):
+            return tuple(tensor[chosen] for tensor in tensors)
+        if not whole or [tensor._version for tensor in (*tensors, *whole)] != versions:
+            whole[:] = [tensor.clone() for tensor in tensors]
+            versions[:] = [tensor._version for tensor in (*tensors, *whole)]
+        return tuple(whole)
 
     return take
 

@@ -143,12 +143,12 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
         finals = [r for r in records if r["method"] == method.name and r["phase"] == "final"]
         tried = sorted({r["lr"] for r in records if r["method"] == method.name and r["phase"] == "tuning"})
         groups: dict[str, Any] = {}
-        for index, group in enumerate(finals[0]["raw_groups"]):
+        for index, group in enumerate(finals[0]["curve"][-1]["raw_groups"]):
             key = f"{group['from']:g}"
             paper = spec.paper.get(method.name, {}).get(key, {})
             row: dict[str, Any] = {"paper": paper}
             for number in ("loss", "accuracy"):
-                values = [final["raw_groups"][index][number] for final in finals]
+                values = [final["curve"][-1]["raw_groups"][index][number] for final in finals]
                 row[number] = {"mean": mean(values), "std": stdev(values) if len(values) > 1 else None}
                 if number in paper:
                     row[number]["difference"] = row[number]["mean"] - paper[number]

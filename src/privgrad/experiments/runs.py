@@ -7,7 +7,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,11 +63,11 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
     Raises:
         PrivacyError: bad input.
     """
-    if len(spec.methods) != 1 or spec.methods[0].lr is None:
+    if len(spec.methods) != 1 or (lr := spec.methods[0].fixed_lr) is None:
         remedy = "keep one in the file, or use `privgrad compare`"
         got = [method.name for method in spec.methods]
         raise expected("train", "methods", "to be one, with its lr", got, remedy)
-    run = Run(spec.methods[0], spec.methods[0].lr, seed, "final")
+    run = Run(spec.methods[0], lr, seed, "final")
     data = _open_folder(spec, out)
     others = {record["seed"] for record in _read(out)} - {seed}
     if others:
@@ -90,29 +90,30 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     Raises:
         PrivacyError: bad input.
     """
-    data = _open_folder(spec, out)
-    tuned = [method for method in spec.methods if method.lr is None]
-    planned = len(tuned) * len(spec.tuning.lr) * len(spec.tuning.seeds) if spec.tuning else 0
+    data, tuning = _open_folder(spec, out), spec.tuning
+    planned = sum(len(spec.grid(method)) for method in spec.methods) * (len(tuning.seeds) if tuning else 0)
     columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, disable=not progress) as bar:
         task = bar.add_task("", total=planned + len(spec.methods) * len(spec.run.seeds))
 
-        def do(runs: Sequence[Run]) -> None:
-            bar.update(task, total=max(bar.tasks[task].total or 0, bar.tasks[task].completed + len(runs)))
-            for run in runs:
+        def do(method: MethodTable, lr: float, seeds: Sequence[int], phase: Phase) -> None:
+            for run in (Run(method, lr, seed, phase) for seed in seeds):
                 bar.update(task, description=f"{run.phase}  {run.method.name}  lr {run.lr:g}  seed {run.seed}")
                 if _find(_read(out), run) is None:
-                    _append(out, _train_one(spec, run, data, out, progress=False))
+                    _append(out, _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False))
                 bar.advance(task)
 
-        if spec.tuning is not None:
-            do([Run(m, lr, seed, "tuning") for m in tuned for lr in spec.tuning.lr for seed in spec.tuning.seeds])
-            for method in tuned:
-                while spec.tuning.extend and (lr := _beyond_edge(_read(out), method.name, spec.tuning.by)) is not None:
-                    do([Run(method, lr, seed, "tuning") for seed in spec.tuning.seeds])
-        by = spec.tuning.by if spec.tuning else "accuracy"
-        chosen = {method.name: method.lr or best_lr(_read(out), method.name, by) for method in spec.methods}
-        do([Run(m, chosen[m.name], seed, "final") for m in spec.methods for seed in spec.run.seeds])
+        for method in spec.methods:
+            lr = method.fixed_lr
+            if lr is None:
+                assert tuning is not None
+                for rate in spec.grid(method):
+                    do(method, rate, tuning.seeds, "tuning")
+                while tuning.extend and (rate := _beyond_edge(_read(out), method.name, tuning.by)) is not None:
+                    bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
+                    do(method, rate, tuning.seeds, "tuning")
+                lr = best_lr(_read(out), method.name, tuning.by)
+            do(method, lr, spec.run.seeds, "final")
     return _read(out)
 
 
@@ -156,7 +157,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     optimizer = run.method.make(model.named_parameters(), run.lr)
     plan = spec.plan(run.seed)
     by_accuracy = spec.tuning is None or spec.tuning.by == "accuracy"
-    measured_on = data.validation if run.phase == "tuning" and by_accuracy else data.test
+    validated = run.phase == "tuning" and by_accuracy
     result = fit(
         model,
         _loss,
@@ -166,7 +167,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
-        evaluate=lambda model: _measure(model, measured_on),
+        evaluate=lambda model: _measure(model, data.validation if validated else data.test, data),
         evaluations=spec.run.evaluations,
         folder=out / "runs" / run.name,
         progress=progress,
@@ -177,18 +178,29 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
             stacklevel=2,
         )
-    record = _record(run, plan, data, result, optimizer)
-    if data.grouped:
-        record["raw_groups"] = _groups(model, data)
-    if not by_accuracy:
-        record["raw_train_loss"] = _measure(model, data.train)["loss"]
-    return record
+    record = _record(run, plan, data, result, optimizer, validated=validated)
+    return record if by_accuracy else record | {"raw_train_loss": float(_outcomes(model, data.train)[0].mean())}
 
 
-def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optimizer: optim.PrivateOptimizer) -> Record:
+def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
+    """A final run that was done in tuning: by training loss, both are the same training and the same measurements."""
+    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by == "accuracy":
+        return None
+    record = _find(_read(out), replace(run, phase="tuning"))
+    return None if record is None else record | {"phase": "final"}
+
+
+def _record(
+    run: Run,
+    plan: PrivacyPlan,
+    data: DataSet,
+    result: FitResult,
+    optimizer: optim.PrivateOptimizer,
+    *,
+    validated: bool,
+) -> Record:
     last = result.curve[-1]
     assert plan.delta is not None
-    final = run.phase == "final"
     return {
         "method": run.method.name,
         "optimizer": run.method.optimizer,
@@ -198,9 +210,9 @@ def _record(run: Run, plan: PrivacyPlan, data: DataSet, result: FitResult, optim
         "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
         "delta": plan.delta,
         "sampling": plan.sampling,
-        "test_accuracy": last["accuracy"] if final else None,
-        "test_loss": last["loss"] if final else None,
-        "validation_accuracy": None if final else last["accuracy"],
+        "test_accuracy": None if validated else last["accuracy"],
+        "test_loss": None if validated else last["loss"],
+        "validation_accuracy": last["accuracy"] if validated else None,
         "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
         "curve": result.curve,
         "updates": result.updates,
@@ -225,29 +237,38 @@ def _make_model(spec: Spec, data: DataSet) -> nn.Module:
     )
 
 
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of each label: one an example, shape (B,), or one a token, (B, T)."""
+    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+
+
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, labels = batch
-    return F.cross_entropy(model(inputs), labels, reduction="none")
+    return _losses(model(inputs), labels).flatten(1).mean(1) if labels.ndim > 1 else _losses(model(inputs), labels)
 
 
-def _logits(model: nn.Module, examples: TensorDataset) -> Tensor:
+def _outcomes(model: nn.Module, examples: TensorDataset) -> tuple[Tensor, Tensor]:
+    """Loss of each label and whether it was the likeliest, flat."""
+    losses: list[Tensor] = []
+    correct: list[Tensor] = []
     with evaluating(model), torch.no_grad():
-        return torch.cat([model(part) for part in examples.tensors[0].split(1000)])
+        for inputs, labels in zip(*(tensor.split(256) for tensor in examples.tensors), strict=True):
+            logits = model(inputs)
+            losses.append(_losses(logits, labels).flatten())
+            correct.append((logits.argmax(-1) == labels).flatten())
+    return torch.cat(losses), torch.cat(correct)
 
 
-def _measure(model: nn.Module, held_out: TensorDataset) -> dict[str, float]:
-    logits, labels = _logits(model, held_out), held_out.tensors[1]
-    return {
-        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
-        "loss": F.cross_entropy(logits, labels).item(),
-    }
-
-
-def _groups(model: nn.Module, data: DataSet) -> list[dict[str, float]]:
-    """Loss and accuracy on the training examples by how frequent their class is. NOT private."""
-    logits, labels = _logits(model, data.train), data.train.tensors[1]
-    losses, correct = F.cross_entropy(logits, labels, reduction="none"), logits.argmax(1) == labels
-    return by_frequency(losses, correct, labels, torch.bincount(labels, minlength=data.num_classes))
+def _measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
+    """Accuracy and loss on what is held out; where frequency matters, also by class on the training examples."""
+    losses, correct = _outcomes(model, held_out)
+    measured: dict[str, Any] = {"accuracy": correct.double().mean().item(), "loss": losses.double().mean().item()}
+    if data.frequency_edges is not None:
+        labels = data.train.tensors[1].flatten()
+        counts = torch.bincount(labels, minlength=data.num_classes)
+        edges = data.frequency_edges or None
+        measured["raw_groups"] = by_frequency(*_outcomes(model, data.train), labels, counts, edges=edges)
+    return measured
 
 
 def best_lr(records: Sequence[Record], method: str, by: str) -> float:
@@ -279,7 +300,7 @@ def _open_folder(spec: Spec, out: Path) -> DataSet:
     """Check all that can be checked, then make the folder or see that it holds runs of the same spec."""
     data = make_data(spec)
     spec.plan(None)
-    description = spec.model_dump_json(indent=1)
+    description = spec.model_dump_json(indent=1, exclude_defaults=True)
     path = out / "spec.json"
     if path.exists() and path.read_text() != description:
         remedy = "give another --out, or --restart to move the old folder aside"

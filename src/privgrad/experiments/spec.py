@@ -5,7 +5,7 @@ import inspect
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,7 +16,7 @@ from privgrad.errors import PrivacyError, expected
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan
-from privgrad.types import SamplingScheme
+from privgrad.types import NoisyGradient, SamplingScheme
 
 OptimizerName = Literal[
     "SGD",
@@ -32,6 +32,9 @@ OptimizerName = Literal[
     "Adagrad",
     "AdagradBC",
 ]
+
+
+Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
 class _Table(BaseModel):
@@ -70,27 +73,45 @@ class PrivacyTable(_Table):
 
 
 class MethodTable(_Table):
-    """One optimizer with its options; lr here, or in the grid of [tuning]."""
+    """One optimizer with its options.
+
+    `lr` is a number, or the method's own grid; without it, [tuning]'s grid. `assumed_noise_std` is what the optimizer
+    is told of the noise, true or not: for ablations.
+    """
 
     name: str = Field(min_length=1)
     optimizer: OptimizerName
-    lr: float | None = Field(default=None, gt=0)
+    lr: Annotated[float, Field(gt=0)] | Grid | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    assumed_noise_std: float | None = Field(default=None, ge=0)
+
+    @property
+    def fixed_lr(self) -> float | None:
+        """The learning rate, where it is not to be tuned."""
+        return None if isinstance(self.lr, list) else self.lr
 
     def make(self, named_parameters: NamedParameters, lr: float) -> optim.PrivateOptimizer:
         """The optimizer, over a model's parameters."""
         kind: type[optim.PrivateOptimizer] = getattr(optim, self.optimizer)
-        return kind(named_parameters, lr=lr, **self.options)
+        optimizer = kind(named_parameters, lr=lr, **self.options)
+        if (assumed := self.assumed_noise_std) is not None:
+
+            def tell(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+                return args, kwargs | {"grad": NoisyGradient(kwargs["grad"].values, assumed)}
+
+            optimizer.register_step_pre_hook(tell)
+        return optimizer
 
 
 class TuningTable(_Table):
-    """The learning-rate grid that every method without its own lr is tuned on.
+    """How methods without a number for lr are tuned.
 
-    By accuracy on the validation examples, or by loss on the training examples (NOT private). `extend`: while a
-    method's best is at an edge, its grid grows there by half a power of ten.
+    By accuracy on the validation examples, or by loss on the training examples (NOT private). `lr` is the grid of all
+    that have none of their own. `extend`: while a method's best is at an edge, its grid grows there by half a power of
+    ten.
     """
 
-    lr: list[float] = Field(min_length=1)
+    lr: Grid | None = None
     seeds: list[int] = Field(min_length=1)
     by: Literal["accuracy", "train_loss"] = "accuracy"
     extend: bool = False
@@ -117,6 +138,12 @@ class Spec(_Table):
     tuning: TuningTable | None = None
     run: RunTable = RunTable()
     paper: dict[str, Any] = Field(default_factory=dict)
+
+    def grid(self, method: MethodTable) -> list[float]:
+        """The learning rates that a method is tuned on at first; none if its lr is fixed."""
+        if isinstance(method.lr, list):
+            return method.lr
+        return [] if method.lr is not None or self.tuning is None else self.tuning.lr or []
 
     def plan(self, seed: int | None) -> PrivacyPlan:
         """The plan that every method of the experiment trains under."""
@@ -205,10 +232,12 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     except (TypeError, ValueError) as error:
         place = f"methods.{method.name}.options"
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
-    if method.lr is None and spec.tuning is None:
-        remedy = "give the method its lr, or a [tuning] table with a grid"
+    if method.fixed_lr is not None:
+        return
+    if spec.tuning is None or not spec.grid(method):
+        remedy = "give the method its lr, or a grid and a [tuning] table"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", "none", remedy)
-    if method.lr is None and spec.tuning is not None and spec.tuning.by == "accuracy" and spec.data.validation == 0:
+    if spec.tuning.by == "accuracy" and spec.data.validation == 0:
         remedy = "hold out validation examples: learning rates are not to be chosen on the test set"
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
 
