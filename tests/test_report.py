@@ -16,7 +16,8 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad.experiments.report import summarize, summary_table, write_report
+from privgrad.experiments.records import summarize
+from privgrad.experiments.report import summary_table, write_report
 
 FIXED_WARNING = "it is NOT covered by the accountant"
 SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import privgrad as pg
 from privgrad.cli import app
+from privgrad.experiments.records import in_phase
 from privgrad.experiments.reproduce import items, reproduce
 from privgrad.experiments.runs import best_lr
 
@@ -43,10 +44,34 @@ def test_noise_moments_beside_the_paper(tmp_path: Path):
 
 
 def test_the_grid_grows_until_its_best_is_inside(tmp_path: Path):
-    found, _ = reproduce("heavy-tail/fig2", tmp_path, smoke=True, progress=False)
+    found, table = reproduce("heavy-tail/fig2", tmp_path, smoke=True, progress=False)
     records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     for method, row in found.items():
         tried = row["lrs_tried"]
         assert row["lr"] == best_lr(records, method, "train_loss")
         assert len(tried) == 16 or min(tried) < row["lr"] < max(tried)
-        assert set(row["groups"]) == {"16", "8", "4"}
+        assert set(row["groups"]) == {"all", "16", "8", "4"}
+        # Tuning by training loss has already done seed 0 of the chosen rate.
+        runs = [record for record in records if (record["method"], record["lr"]) == (method, row["lr"])]
+        tuning, final = (in_phase(runs, phase) for phase in ("tuning", "final"))
+        assert final == [tuning[0] | {"phase": "final"}]
+    shown = tmp_path / "table.txt"
+    assert "DP-AdamBC" in shown.read_text()
+    assert table.row_count == 16
+    assert all((tmp_path / name).stat().st_size > 0 for name in ("index.html", "groups.png", "learning_rate.png"))
+
+
+def test_an_interrupted_item_is_shown_as_far_as_it_is(tmp_path: Path):
+    reproduce("heavy-tail/fig2", tmp_path, smoke=True, progress=False)
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if '"DP-Adam"' in line)
+    (tmp_path / "runs.jsonl").write_text("".join(lines[:last]))
+    found, table = reproduce("heavy-tail/fig2", tmp_path, smoke=True, so_far=True, progress=False)
+    assert [row["seeds"] for row in found.values()] == [1, 1, 0, 0]
+    assert found["DP-Adam"]["lrs_tried"]
+    assert found["DP-AdamBC"]["lrs_tried"] == []
+    assert "2 of 4 final runs were done" in str(table.caption)
+    with pytest.raises(pg.PrivacyError, match="so-far"):
+        reproduce("dp-adam/table1", tmp_path, smoke=True, so_far=True)
+    with pytest.raises(pg.PrivacyError, match="makes its own data"):
+        reproduce("heavy-tail/fig2", tmp_path, smoke=True, data=tmp_path)

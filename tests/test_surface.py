@@ -43,7 +43,7 @@ SIGNATURES = {
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --json",
-    "reproduce": "item --out --smoke --restart --json",
+    "reproduce": "item --out --data --smoke --so-far --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
     "doctor": "factory --json",

@@ -81,9 +81,11 @@ def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_
 def reproduce(
     item: Annotated[str | None, typer.Argument(metavar="PAPER/ITEM", help="Without it, all are listed.")] = None,
     out: OutFolder = None,
+    data: Annotated[Path | None, typer.Option(help="The paper's own data, where a stand-in is used.")] = None,
     smoke: Annotated[
         bool, typer.Option("--smoke", help="A tiny version, in seconds; its numbers mean nothing.")
     ] = False,
+    so_far: Annotated[bool, typer.Option("--so-far", help="Run nothing; show what there is so far.")] = False,
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
@@ -99,7 +101,9 @@ def reproduce(
     if restart and (aside := runs.restart(folder)):
         _err.print(f"{folder} is now {aside}")
     with _stoppable():
-        found, table = papers.reproduce(item, folder, smoke=smoke, progress=not as_json)
+        found, table = papers.reproduce(
+            item, folder, data=data, smoke=smoke, so_far=so_far, progress=not as_json, command=_command()
+        )
     if as_json:
         print(json.dumps(found))  # noqa: T201
         return
@@ -231,15 +235,19 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
 
 def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bool) -> None:
     # matplotlib is an extra, and slow to import: only what draws pays for it.
-    from privgrad.experiments.report import summarize, summary_table, write_report
+    from privgrad.experiments.records import summarize
+    from privgrad.experiments.report import summary_table, write_report
 
-    command = "privgrad " + " ".join(sys.argv[1:])
-    index = write_report(records, runs.context(spec, records, folder, command=command), folder)
+    index = write_report(records, runs.context(spec, records, folder, command=_command()), folder)
     if as_json:
         print(json.dumps({"report": str(index), "methods": summarize(records)}))  # noqa: T201
         return
     _out.print(summary_table(records))
     _out.print(f"Report: {index}")
+
+
+def _command() -> str:
+    return "privgrad " + " ".join(sys.argv[1:])
 
 
 def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:

@@ -37,11 +37,10 @@ def raw_pairwise_cosines(
     order = torch.argsort(labels, stable=True)
     gram = torch.zeros(len(labels), len(labels), dtype=torch.float64)
     for name in parameters or factors:
-        rows = factors[name].dense().flatten(1)
-        if len(rows) != len(labels):
-            got = f"{len(labels)} for {len(rows)} examples"
+        if factors[name].examples != len(labels):
+            got = f"{len(labels)} for {factors[name].examples} examples"
             raise expected("raw_pairwise_cosines", "labels", "to be one an example", got, "give one each")
-        gram += (rows @ rows.T).double()
+        gram += factors[name].gram().double()
     gram = gram[order][:, order]
     norms = gram.diagonal().sqrt()
     cosines = torch.where(gram == 0, 0.0, gram / (norms[:, None] * norms).clamp(min=torch.finfo(gram.dtype).tiny))

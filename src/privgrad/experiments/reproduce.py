@@ -2,41 +2,20 @@
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field
-from rich.progress import track
+from rich.console import Console
 from rich.table import Table
 
-from privgrad.diagnostics import five_numbers
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, compare
+from privgrad.experiments import probes
+from privgrad.experiments.records import in_phase, mean, std
+from privgrad.experiments.runs import Record, compare, context, read_records
 from privgrad.experiments.spec import Spec, check_spec
-from privgrad.optim import AdamBC
-from privgrad.types import NoisyGradient
-
-
-class NoiseMoments(BaseModel):
-    """An item of kind "noise-moments": the second moment of pure noise, for each divisor and step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: Literal["noise-moments"]
-    title: str
-    noise_multiplier: float = Field(gt=0)
-    max_grad_norm: float = Field(gt=0)
-    divisors: list[int]
-    beta2: float = Field(ge=0, lt=1)
-    steps: list[int]
-    coordinates: int = Field(ge=1)
-    seed: int
-    paper: dict[str, dict[str, float]]
 
 
 def items() -> list[str]:
@@ -44,30 +23,68 @@ def items() -> list[str]:
     return sorted(f"{paper.name}/{item.name.removesuffix('.toml')}" for paper, item in _files())
 
 
-def reproduce(name: str, out: Path, *, smoke: bool = False, progress: bool = True) -> tuple[dict[str, Any], Table]:
-    """Run an item, or go on with it; everything that was found is written to out/runs.jsonl and out/table.json.
+def reproduce(
+    name: str,
+    out: Path,
+    *,
+    data: Path | None = None,
+    smoke: bool = False,
+    so_far: bool = False,
+    progress: bool = True,
+    command: str = "",
+) -> tuple[dict[str, Any], Table]:
+    """Run an item, or go on with it.
+
+    Writes to out: runs.jsonl (every run, or every step looked at), table.json, table.txt, plots, and for a comparison
+    the report.
 
     Args:
         name: paper/item.
-        out: folder.
+        out: folder; a folder with an item's runs.jsonl and spec.json is gone on with.
+        data: the paper's own data, where the item says it can take it; else its stand-in is used.
         smoke: a tiny version that shows that it runs; its numbers mean nothing.
+        so_far: run nothing; show what an interrupted comparison has found.
         progress: show a progress bar.
+        command: told in the report.
     Returns:
         The numbers, ours and the paper's; and the same as a table.
     Raises:
-        PrivacyError: an unknown item, or a folder of another one.
+        PrivacyError: an unknown item, a folder of another one, or an item that cannot be so.
     """
     raw = _load(name)
-    tiny = raw.pop("smoke", {})
+    tiny, given, at = raw.pop("smoke", {}), raw.pop("given", None), raw.pop("at", [])
+    if data is not None:
+        if given is None:
+            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it makes its own data")
+        raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
     if smoke:
+        at = tiny.pop("at", at)
         raw = _merged(raw, tiny)
-    if raw.get("kind") == "noise-moments":
-        found, table = _noise_moments(NoiseMoments.model_validate(raw), out, progress=progress)
+        if "methods" in raw:
+            raw["paper"] = {}  # its numbers are of another size
+    kind = raw.get("kind", "comparison")
+    if so_far and kind != "comparison":
+        raise expected("reproduce", "--so-far", "to be for a comparison", name, "run it whole")
+    if kind == "noise-moments":
+        found, table = probes.noise_moments(raw, out, progress=progress)
     else:
-        spec = check_spec(raw, name)
-        found, table = _beside_paper(spec, compare(spec, out, progress=progress))
+        spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
+        if kind in _PROBES:
+            found, table = _PROBES[kind](spec, at, out, progress=progress)
+        else:
+            records = read_records(out) if so_far else compare(spec, out, progress=progress)
+            found, table = _beside_paper(spec, records)
+            _report(spec, records, out, command)
     (out / "table.json").write_text(json.dumps(found, indent=1))
+    with (out / "table.txt").open("w") as file:
+        Console(file=file, width=120).print(table)
     return found, table
+
+
+_PROBES: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
+    "moments": probes.moments,
+    "cosines": probes.cosines,
+}
 
 
 def _files() -> Iterator[tuple[Traversable, Traversable]]:
@@ -78,102 +95,82 @@ def _files() -> Iterator[tuple[Traversable, Traversable]]:
 
 
 def _load(name: str) -> dict[str, Any]:
+    """An item's tables, over those of the item that it names as its base."""
     for paper, item in _files():
         if f"{paper.name}/{item.name}" == f"{name}.toml":
-            return tomllib.loads(item.read_text())
+            raw = tomllib.loads(item.read_text())
+            base = raw.pop("base", None)
+            return raw if base is None else _merged(_load(base), raw)
     raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), "choose one")
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables within tables are merged; all else is replaced."""
     merged = dict(raw)
     for key, value in changes.items():
-        merged[key] = _merged(merged[key], value) if isinstance(value, dict) else value
+        merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
     return merged
 
 
-def _noise_moments(item: NoiseMoments, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """AdamBC's own second moment under gradients that are noise only, from each divisor; quantiles over coordinates."""
-    out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    table = Table("", "divisor", *_NUMBERS, title=item.title)
-    records: list[Record] = []
-    for divisor in item.divisors:
-        noise_std = item.noise_multiplier * item.max_grad_norm / divisor
-        parameter = torch.nn.Parameter(torch.zeros(item.coordinates))
-        optimizer = AdamBC([("p", parameter)], lr=0.0, betas=(0.9, item.beta2))
-        generator = torch.Generator().manual_seed(item.seed)
-        steps = range(1, max(item.steps) + 1)
-        for t in track(steps, f"divisor {divisor}", disable=not progress, transient=True):
-            noise = noise_std * torch.randn(item.coordinates, generator=generator)
-            optimizer.step(grad=NoisyGradient({"p": noise}, noise_std))
-            if t in item.steps:
-                numbers = five_numbers(optimizer.state[parameter]["exp_avg_sq"])
-                records.append({"t": t, "divisor": divisor, **numbers})
-    for t in item.steps:
-        paper = item.paper[f"t={t}"]
-        table.add_row(f"t = {t}", "paper", *(f"{paper[number]:.4g}" for number in _NUMBERS))
-        for record in (record for record in records if record["t"] == t):
-            differences = {number: record[number] / paper[number] - 1 for number in _NUMBERS}
-            cells = (f"{record[number]:.4g} ({differences[number]:+.1%})" for number in _NUMBERS)
-            table.add_row("", str(record["divisor"]), *cells)
-            numbers = {number: record[number] for number in _NUMBERS}
-            # The divisor that the authors' code really used comes first, and carries the plain name.
-            key = f"t={t}" if record["divisor"] == item.divisors[0] else f"t={t}, divisor {record['divisor']}"
-            found[key] = numbers | {"divisor": record["divisor"], "difference": differences}
-    inner = ("q1", "median", "q3", "mean")
-    last = found[f"t={max(item.steps)}"]
-    found["within_1_percent"] = all(abs(last["difference"][number]) < 0.01 for number in inner)
-    table.caption = (
-        f"With divisor {item.divisors[0]}, quartiles and mean at t = {max(item.steps)} are "
-        f"{'' if found['within_1_percent'] else 'NOT '}within 1 % of the paper's. Extremes grow with the number of "
-        f"coordinates: here {item.coordinates:,}."
-    )
-    (out / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return found, table
+def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> None:
+    if in_phase(records, "final"):
+        from privgrad.experiments.report import write_report
 
-
-_NUMBERS = ("min", "q1", "median", "q3", "max", "mean")
+        write_report(records, context(spec, records, out, command=command), out)
 
 
 def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any], Table]:
-    """By method and group of classes: mean and standard deviation over seeds, the paper's number, the difference."""
+    """By method, on all test examples and by group of classes: mean and spread, the paper's number, the difference."""
     found: dict[str, Any] = {}
-    table = Table("method", "lr", "examples a class", "loss", "paper", "accuracy", "paper", title=spec.title)
+    table = Table("method", "lr", "examples", "loss", "paper", "accuracy", "paper", title=spec.title)
     for method in spec.methods:
-        finals = [r for r in records if r["method"] == method.name and r["phase"] == "final"]
-        tried = sorted({r["lr"] for r in records if r["method"] == method.name and r["phase"] == "tuning"})
-        groups: dict[str, Any] = {}
-        for index, group in enumerate(finals[0]["curve"][-1]["raw_groups"]):
+        runs = [record for record in records if record["method"] == method.name]
+        finals, paper = in_phase(runs, "final"), spec.paper.get(method.name, {})
+        rows: dict[str, Any] = {}
+        if finals:
+            tests = [{"loss": final["test_loss"], "accuracy": final["test_accuracy"]} for final in finals]
+            rows["all"] = {"title": "all, test"} | _numbers(tests, paper.get("all", {}))
+        for index, group in enumerate(finals[0]["curve"][-1].get("raw_groups", []) if finals else []):
             key = f"{group['from']:g}"
-            paper = spec.paper.get(method.name, {}).get(key, {})
-            row: dict[str, Any] = {"paper": paper}
-            for number in ("loss", "accuracy"):
-                values = [final["curve"][-1]["raw_groups"][index][number] for final in finals]
-                row[number] = {"mean": mean(values), "std": stdev(values) if len(values) > 1 else None}
-                if number in paper:
-                    row[number]["difference"] = row[number]["mean"] - paper[number]
-            groups[key] = row
-            table.add_row(
-                method.name if index == 0 else "",
-                f"{finals[0]['lr']:g}" if index == 0 else "",
-                f"{group['classes']:g} x {key}",
-                _spread(row["loss"], "{:.2f}"),
-                f"{paper['loss']:.2f}" if "loss" in paper else "–",
-                _spread(row["accuracy"], "{:.1%}"),
-                f"{paper['accuracy']:.1%}" if "accuracy" in paper else "–",
-            )
-        overall = [final["test_loss"] for final in finals]
+            groups = [final["curve"][-1]["raw_groups"][index] for final in finals]
+            rows[key] = {"title": f"{group['classes']:g} x {key}, train"} | _numbers(groups, paper.get(key, {}))
+        tried = sorted({record["lr"] for record in in_phase(runs, "tuning")})
         found[method.name] = {
-            "lr": finals[0]["lr"],
+            "lr": finals[0]["lr"] if finals else None,
             "lrs_tried": tried,
             "seeds": len(finals),
-            "overall_loss": {"mean": mean(overall), "std": stdev(overall) if len(overall) > 1 else None},
-            "groups": groups,
+            "seeds_planned": len(spec.run.seeds),
+            "fraction_floored": mean([f["fraction_floored"] for f in finals if f["fraction_floored"] is not None]),
+            "groups": rows,
         }
-    table.caption = "Mean ± standard deviation over seeds, on the training examples. NOT PRIVATE for those."
+        for index, row in enumerate(rows.values()):
+            first = (method.name, f"{finals[0]['lr']:g}") if index == 0 else ("", "")
+            table.add_row(*first, row["title"], *(cell for n in ("loss", "accuracy") for cell in _cells(row, n)))
+        if not rows:
+            table.add_row(
+                method.name, "–", f"no final run yet; tried {', '.join(f'{lr:g}' for lr in tried) or 'nothing'}"
+            )
+    done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
+    sources = ", ".join(sorted({record["data"] for record in records}))
+    spread = "Mean ± standard deviation over seeds; groups of classes on training examples, NOT PRIVATE."
+    table.caption = f"{sources}. {spread}" + (f" {done} of {planned} final runs were done." if done < planned else "")
     return found, table
 
 
-def _spread(row: Mapping[str, Any], form: str) -> str:
-    text = form.format(row["mean"])
-    return text if row["std"] is None else f"{text} ± {form.format(row['std'])}"
+def _numbers(runs: Sequence[Mapping[str, float]], paper: Mapping[str, float]) -> dict[str, Any]:
+    """Loss and accuracy: mean, standard deviation, and where the paper has the number, the difference from it."""
+    found: dict[str, Any] = {"paper": dict(paper)}
+    for number in ("loss", "accuracy"):
+        values = [run[number] for run in runs]
+        found[number] = {"mean": mean(values), "std": std(values)}
+        if number in paper:
+            found[number]["difference"] = found[number]["mean"] - paper[number]
+    return found
+
+
+def _cells(row: Mapping[str, Any], number: str) -> tuple[str, str]:
+    """Ours and the paper's, as text."""
+    form = "{:.2f}" if number == "loss" else "{:.1%}"
+    ours, spread = form.format(row[number]["mean"]), row[number]["std"]
+    theirs = form.format(row["paper"][number]) if number in row["paper"] else "–"
+    return (ours if spread is None else f"{ours} ± {form.format(spread)}"), theirs

@@ -68,14 +68,14 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         got = [method.name for method in spec.methods]
         raise expected("train", "methods", "to be one, with its lr", got, remedy)
     run = Run(spec.methods[0], lr, seed, "final")
-    data = _open_folder(spec, out)
-    others = {record["seed"] for record in _read(out)} - {seed}
+    data = open_folder(spec, out)
+    others = {record["seed"] for record in read_records(out)} - {seed}
     if others:
         remedy = "give each its own --out: they are different experiments"
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
-    if _find(_read(out), run) is None:
+    if _find(read_records(out), run) is None:
         _append(out, _train_one(spec, run, data, out, progress=progress))
-    return _read(out)
+    return read_records(out)
 
 
 def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
@@ -90,7 +90,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     Raises:
         PrivacyError: bad input.
     """
-    data, tuning = _open_folder(spec, out), spec.tuning
+    data, tuning = open_folder(spec, out), spec.tuning
     planned = sum(len(spec.grid(method)) for method in spec.methods) * (len(tuning.seeds) if tuning else 0)
     columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, disable=not progress) as bar:
@@ -99,7 +99,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         def do(method: MethodTable, lr: float, seeds: Sequence[int], phase: Phase) -> None:
             for run in (Run(method, lr, seed, phase) for seed in seeds):
                 bar.update(task, description=f"{run.phase}  {run.method.name}  lr {run.lr:g}  seed {run.seed}")
-                if _find(_read(out), run) is None:
+                if _find(read_records(out), run) is None:
                     _append(out, _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False))
                 bar.advance(task)
 
@@ -109,12 +109,12 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 assert tuning is not None
                 for rate in spec.grid(method):
                     do(method, rate, tuning.seeds, "tuning")
-                while tuning.extend and (rate := _beyond_edge(_read(out), method.name, tuning.by)) is not None:
+                while tuning.extend and (rate := _beyond_edge(read_records(out), method.name, tuning.by)) is not None:
                     bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
                     do(method, rate, tuning.seeds, "tuning")
-                lr = best_lr(_read(out), method.name, tuning.by)
+                lr = best_lr(read_records(out), method.name, tuning.by)
             do(method, lr, spec.run.seeds, "final")
-    return _read(out)
+    return read_records(out)
 
 
 def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
@@ -153,14 +153,14 @@ def restart(out: Path) -> Path | None:
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool) -> Record:
     if run.seed is not None:
         torch.manual_seed(run.seed)
-    model = _make_model(spec, data)
+    model = make_model(spec, data)
     optimizer = run.method.make(model.named_parameters(), run.lr)
     plan = spec.plan(run.seed)
     by_accuracy = spec.tuning is None or spec.tuning.by == "accuracy"
     validated = run.phase == "tuning" and by_accuracy
     result = fit(
         model,
-        _loss,
+        losses_of,
         optimizer,
         plan,
         data.train,
@@ -186,7 +186,7 @@ def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
     """A final run that was done in tuning: by training loss, both are the same training and the same measurements."""
     if run.phase == "tuning" or spec.tuning is None or spec.tuning.by == "accuracy":
         return None
-    record = _find(_read(out), replace(run, phase="tuning"))
+    record = _find(read_records(out), replace(run, phase="tuning"))
     return None if record is None else record | {"phase": "final"}
 
 
@@ -223,7 +223,7 @@ def _record(
     }
 
 
-def _make_model(spec: Spec, data: DataSet) -> nn.Module:
+def make_model(spec: Spec, data: DataSet) -> nn.Module:
     options, in_features = spec.model, torch.Size(data.input_shape).numel()
     if options.name == "linear":
         return models.linear(in_features=in_features, num_classes=data.num_classes)
@@ -242,7 +242,7 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, labels = batch
     return _losses(model(inputs), labels).flatten(1).mean(1) if labels.ndim > 1 else _losses(model(inputs), labels)
 
@@ -296,7 +296,7 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[float
     return {lr: sum(costs) / len(costs) for lr, costs in found.items()}
 
 
-def _open_folder(spec: Spec, out: Path) -> DataSet:
+def open_folder(spec: Spec, out: Path) -> DataSet:
     """Check all that can be checked, then make the folder or see that it holds runs of the same spec."""
     data = make_data(spec)
     spec.plan(None)
@@ -310,7 +310,7 @@ def _open_folder(spec: Spec, out: Path) -> DataSet:
     return data
 
 
-def _read(out: Path) -> list[Record]:
+def read_records(out: Path) -> list[Record]:
     path = out / "runs.jsonl"
     if not path.exists():
         return []

@@ -70,6 +70,11 @@ class Factor(ABC):
         """Every `parts` neighbouring rows are one example: the sum of their gradients."""
         return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
 
+    def gram(self) -> Tensor:
+        """Inner products of all pairs of examples' gradients, shape (B, B)."""
+        rows_BP = self.dense().flatten(1)
+        return rows_BP @ rows_BP.mT
+
     def __add__(self, other: "Factor") -> "Factor":
         """The gradient of a parameter that is used in two places."""
         return Sum([self, other])
@@ -145,6 +150,12 @@ class Outer(Factor):
 
     def keep(self, kept_B: Tensor) -> "Outer":
         return Outer(kept(self.a_BTI, kept_B), kept(self.b_BTO, kept_B))
+
+    def gram(self) -> Tensor:
+        if self.a_BTI.shape[1] > 1:
+            return super().gram()
+        a_BI, b_BO = self.a_BTI.flatten(1), self.b_BTO.flatten(1)
+        return (a_BI @ a_BI.mT) * (b_BO @ b_BO.mT)
 
     def merge(self, parts: int) -> "Outer":
         return Outer(_merged(self.a_BTI, parts), _merged(self.b_BTO, parts))

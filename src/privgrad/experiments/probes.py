@@ -1,0 +1,184 @@
+"""Items that look at the gradient on its way: its moments with and without noise, and how examples agree."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from privgrad.data import DataSet
+from privgrad.diagnostics import RawTwins, RawWatch, five_numbers, raw_pairwise_cosines
+from privgrad.errors import expected
+from privgrad.experiments.runs import Record, losses_of, make_model, open_folder, read_records
+from privgrad.experiments.spec import Spec
+from privgrad.optim import AdamBC
+from privgrad.oracle import PrivateGradient
+from privgrad.types import NoisyGradient
+
+NUMBERS = ("min", "q1", "median", "q3", "max", "mean")
+_INNER = ("q1", "median", "q3", "mean")
+_BINS = 80
+_PAIRED = 520  # examples, as in the paper's figure
+
+
+class NoiseMoments(BaseModel):
+    """An item of kind "noise-moments": the second moment of pure noise, for each divisor and step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["noise-moments"]
+    title: str
+    noise_multiplier: float = Field(gt=0)
+    max_grad_norm: float = Field(gt=0)
+    divisors: list[int]
+    beta2: float = Field(ge=0, lt=1)
+    steps: list[int]
+    coordinates: int = Field(ge=1)
+    seed: int
+    paper: dict[str, dict[str, float]]
+
+
+def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """AdamBC's own second moment under gradients that are noise only, from each divisor; quantiles over coordinates."""
+    item = NoiseMoments.model_validate(raw)
+    out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    table = Table("", "divisor", *NUMBERS, title=item.title)
+    records: list[Record] = []
+    for divisor in item.divisors:
+        noise_std = item.noise_multiplier * item.max_grad_norm / divisor
+        parameter = nn.Parameter(torch.zeros(item.coordinates))
+        optimizer = AdamBC([("p", parameter)], lr=0.0, betas=(0.9, item.beta2))
+        generator = torch.Generator().manual_seed(item.seed)
+        steps = range(1, max(item.steps) + 1)
+        for t in track(steps, f"divisor {divisor}", disable=not progress, transient=True):
+            noise = noise_std * torch.randn(item.coordinates, generator=generator)
+            optimizer.step(grad=NoisyGradient({"p": noise}, noise_std))
+            if t in item.steps:
+                numbers = five_numbers(optimizer.state[parameter]["exp_avg_sq"])
+                records.append({"t": t, "divisor": divisor, **numbers})
+    for t in item.steps:
+        paper = item.paper[f"t={t}"]
+        table.add_row(f"t = {t}", "paper", *(f"{paper[number]:.4g}" for number in NUMBERS))
+        for record in (record for record in records if record["t"] == t):
+            differences = {number: record[number] / paper[number] - 1 for number in NUMBERS}
+            cells = (f"{record[number]:.4g} ({differences[number]:+.1%})" for number in NUMBERS)
+            table.add_row("", str(record["divisor"]), *cells)
+            numbers = {number: record[number] for number in NUMBERS}
+            # The divisor that the authors' code really used comes first, and carries the plain name.
+            key = f"t={t}" if record["divisor"] == item.divisors[0] else f"t={t}, divisor {record['divisor']}"
+            found[key] = numbers | {"divisor": record["divisor"], "difference": differences}
+    last = found[f"t={max(item.steps)}"]
+    found["within_1_percent"] = all(abs(last["difference"][number]) < 0.01 for number in _INNER)
+    table.caption = (
+        f"With divisor {item.divisors[0]}, quartiles and mean at t = {max(item.steps)} are "
+        f"{'' if found['within_1_percent'] else 'NOT '}within 1 % of the paper's. Extremes grow with the number of "
+        f"coordinates: here {item.coordinates:,}."
+    )
+    _write(out, records)
+    return found, table
+
+
+def moments(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """Along one training: the moments of the released gradient beside those of the gradient before its noise."""
+    from privgrad.experiments.figures import histograms_figure, png
+
+    records = _read(out, at)
+    if not records:
+        stops = _stops(spec, at, out, progress=progress)
+        _, oracle, _, _ = next(stops)
+        twins, watch = RawTwins(oracle), RawWatch(oracle)
+        for t, *_ in stops:
+            found = {"raw_moments": twins.table(), "raw_watch": watch.summary()}
+            records.append({"t": t, **found, "raw_histograms": _histograms(twins)})
+        _write(out, records)
+    (out / "histograms.png").write_bytes(png(partial(histograms_figure, records[-1]["raw_histograms"])))
+    table = Table("step", "second moment", *_INNER, title=spec.title, caption="NOT PRIVATE")
+    for record in records:
+        for row, numbers in record["raw_moments"].items():
+            shown = (f"{numbers[number]:.3g}" for number in _INNER)
+            table.add_row(str(record["t"]), row.removeprefix("raw_"), *shown)
+    return {f"t={r['t']}": {key: r[key] for key in ("raw_moments", "raw_watch")} for r in records}, table
+
+
+def cosines(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """Cosines between the gradients of random pairs of examples, at several steps of one training."""
+    from privgrad.experiments.figures import cosines_figure, png
+
+    records = _read(out, at)
+    if not records:
+        matrices: dict[int, Tensor] = {}
+        for t, _, model, data in _stops(spec, at, out, progress=progress):
+            if t in at:
+                chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
+                inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
+                found = raw_pairwise_cosines(model, losses_of, (inputs, labels), labels)
+                matrices[t] = found["cosines"]
+                records.append({"t": t, "raw_within": found["within"], "raw_across": found["across"]})
+        (out / "cosines.png").write_bytes(png(partial(cosines_figure, matrices)))
+        _write(out, records)
+    table = Table("step", "within a class", "across classes", title=spec.title, caption="Mean cosines. NOT PRIVATE")
+    for record in records:
+        table.add_row(str(record["t"]), f"{record['raw_within']:.4f}", f"{record['raw_across']:.5f}")
+    return {f"t={record['t']}": record for record in records}, table
+
+
+def _stops(
+    spec: Spec, at: Sequence[int], out: Path, *, progress: bool
+) -> Iterator[tuple[int, PrivateGradient, nn.Module, DataSet]]:
+    """Train the one method of a spec; stop before the first step, and after each of `at`."""
+    method, seed = spec.methods[0], spec.run.seeds[0]
+    if len(spec.methods) != 1 or method.fixed_lr is None or max(at) > spec.privacy.steps:
+        got, remedy = f"{len(spec.methods)}, and {max(at)}", "correct the item's file"
+        condition = f"to be one with its lr, and at within its {spec.privacy.steps} steps"
+        raise expected("reproduce", "methods", condition, got, remedy)
+    data, plan = open_folder(spec, out), spec.plan(seed)
+    torch.manual_seed(seed)
+    model = make_model(spec, data)
+    optimizer = method.make(model.named_parameters(), method.fixed_lr)
+    oracle = PrivateGradient(model, losses_of, plan, engine=spec.run.engine, memory_mb=spec.run.memory_mb)
+    yield 0, oracle, model, data
+    batches = track(plan.batches(data.train), total=plan.steps, disable=not progress, transient=True)
+    for t, batch in enumerate(batches, start=1):
+        optimizer.step(grad=oracle(batch))
+        if t in at:
+            yield t, oracle, model, data
+
+
+def _histograms(twins: RawTwins) -> dict[str, dict[str, Any]]:
+    """By panel: "edges" of the bins, and how many coordinates of each kind lie in each."""
+    clean, noisy = twins.raw_exp_avg_sq, twins.exp_avg_sq
+    debiased = {name: v - twins.noise_var[name] for name, v in noisy.items()}
+    panels: dict[str, dict[str, Tensor]] = {
+        "first moment": {"clean": _flat(twins.raw_exp_avg), "noisy": _flat(twins.exp_avg)},
+        "second moment": {"clean": _flat(clean), "noisy": _flat(noisy), "debiased": _flat(debiased)},
+        "step / lr, clean numerator": {k.removeprefix("raw_"): x for k, x in twins.updates().items()},
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for title, values in panels.items():
+        ends = [np.quantile(x.numpy(), [0.001, 0.999]) for x in values.values()]
+        edges = np.linspace(min(low for low, _ in ends), max(high for _, high in ends), _BINS + 1)
+        found[title] = {"edges": edges.tolist()}
+        found[title] |= {name: np.histogram(x.numpy(), edges)[0].tolist() for name, x in values.items()}
+    return found
+
+
+def _flat(values: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in values.values()])
+
+
+def _read(out: Path, at: Sequence[int]) -> list[Record]:
+    """The records of a finished item; none of an unfinished one."""
+    records = read_records(out)
+    return records if [record["t"] for record in records][-1:] == [max(at)] else []
+
+
+def _write(out: Path, records: Sequence[Record]) -> None:
+    (out / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,0 +1,125 @@
+"""Records of trainings -> the numbers that tables and plots show."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Reduce the records to one row a method, in first-seen order.
+
+    Computes: mean and standard deviation (ddof = 1) over the final runs. A mean is None unless every final
+    run has the number: a mean over the rest would flatter a method that diverged. So is epsilon.
+
+    Args:
+        records: one mapping a training run, phase "tuning" or "final".
+    Returns:
+        Rows with the keys method; lr (None if the final runs differ in it); lr_at_edge (None unless more than
+        one lr was tuned); seeds (number of final runs); test_accuracy_mean, test_accuracy_std,
+        test_loss_mean, test_loss_std (std is None with one seed); epsilon (max); sampling ("fixed" if any
+        run was); fraction_floored and seconds (means, or None).
+    Privacy:
+        NOT private for the held-out examples that accuracy and loss were measured on.
+    """
+    return [summary_row(method, runs) for method, runs in by_method(records).items()]
+
+
+def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
+    finals = in_phase(runs, "final")
+    schemes = {run.get("sampling") for run in runs}
+    rates, grid = ({run["lr"] for run in in_phase(runs, phase)} for phase in ("final", "tuning"))
+    lr = rates.pop() if len(rates) == 1 else None
+    accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
+    return {
+        "method": method,
+        "lr": lr,
+        "lr_at_edge": (lr <= min(grid) or lr >= max(grid)) if len(grid) > 1 and lr is not None else None,
+        "seeds": len(finals),
+        "test_accuracy_mean": mean(accuracy),
+        "test_accuracy_std": std(accuracy),
+        "test_loss_mean": mean(loss),
+        "test_loss_std": std(loss),
+        # NaN counts as worse than any number.
+        "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
+        "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
+        "fraction_floored": mean(numbers(finals, "fraction_floored")),
+        "seconds": mean(numbers(finals, "seconds")),
+        "updates": mean(numbers(finals, "updates")),
+    }
+
+
+def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(str(record["method"]), []).append(record)
+    return groups
+
+
+def in_phase(records: Iterable[Record], phase: str) -> list[Record]:
+    return [record for record in records if record.get("phase") == phase]
+
+
+def numbers(runs: Sequence[Record], key: str) -> list[float]:
+    """Values of one key, or nothing at all if a run lacks it."""
+    values = [run.get(key) for run in runs]
+    return [] if None in values else [float(value) for value in values if value is not None]
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def std(values: Sequence[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    # A diverged run has no spread to speak of; statistics would raise on it.
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def tuned_by(records: Sequence[Record]) -> str:
+    """The measurement that learning rates were chosen by."""
+    by_loss = any(record.get("raw_train_loss") is not None for record in in_phase(records, "tuning"))
+    return "raw_train_loss" if by_loss else "validation_accuracy"
+
+
+def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
+    """Per method its (learning rate, mean of `tuned_by`) in ascending order, diverged runs left out."""
+    result, key = {}, tuned_by(records)
+    for method, runs in by_method(in_phase(records, "tuning")).items():
+        found: dict[float, list[float]] = {}
+        for run in runs:
+            if is_finite(run.get(key)):
+                found.setdefault(run["lr"], []).append(run[key])
+        result[method] = [(lr, statistics.fmean(values)) for lr, values in sorted(found.items())]
+    return result
+
+
+def curve(
+    runs: Sequence[Record], measured: Callable[[Record], float | None] = itemgetter("accuracy")
+) -> list[tuple[float, float, float, float]]:
+    """Epsilon, mean of a measurement, and mean -/+ one standard deviation, at every step that all runs recorded."""
+    curves = [
+        {p["step"]: p for p in run.get("curve") or () if is_finite(p.get("epsilon")) and is_finite(measured(p))}
+        for run in runs
+    ]
+    points = []
+    for step in sorted(set.intersection(*map(set, curves))):
+        values = [float(measured(curve[step]) or 0.0) for curve in curves]
+        middle, spread = statistics.fmean(values), std(values) or 0.0
+        epsilon = max(curve[step]["epsilon"] for curve in curves)
+        points.append((epsilon, middle, max(0.0, middle - spread), middle + spread))
+    return points
+
+
+def groups_of(records: Sequence[Record]) -> list[Mapping[str, float]]:
+    """The groups of classes by frequency that the runs were measured on; none if they were not."""
+    points = (point for record in records for point in (record.get("curve") or ())[-1:])
+    return next((point["raw_groups"] for point in points if "raw_groups" in point), [])
