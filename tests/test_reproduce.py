@@ -54,7 +54,7 @@ def test_the_grid_grows_until_its_best_is_inside(tmp_path: Path):
         # Tuning by training loss has already done seed 0 of the chosen rate.
         runs = [record for record in records if (record["method"], record["lr"]) == (method, row["lr"])]
         tuning, final = (in_phase(runs, phase) for phase in ("tuning", "final"))
-        assert final == [tuning[0] | {"phase": "final"}]
+        assert final == [dict(tuning[0]) | {"phase": "final"}]
     shown = tmp_path / "table.txt"
     assert "DP-AdamBC" in shown.read_text()
     assert table.row_count == 16
