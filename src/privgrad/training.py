@@ -2,12 +2,15 @@
 
 import math
 import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -210,13 +213,13 @@ class _Run:
         self.oracle.load_state_dict({"step": spent})
 
     def update(self, batch: Batch) -> None:
-        """One private step."""
-        began = time.perf_counter()
-        self.optimizer.step(grad=self.oracle(batch))
-        self.made += 1
-        result = self.result
-        result.updates += 1
-        result.seconds += time.perf_counter() - began
+        """One private step, whole: a signal in its midst would leave nothing that could be saved."""
+        began, result = time.perf_counter(), self.result
+        with _signals_wait():
+            self.optimizer.step(grad=self.oracle(batch))
+            self.made += 1
+            result.updates += 1
+            result.seconds += time.perf_counter() - began
         result.raw_nonfinite_examples = self.oracle.raw_nonfinite_examples
         self._measure_speed()
 
@@ -282,6 +285,32 @@ class _Run:
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
             ) from error
+
+
+@contextmanager
+def _signals_wait() -> Generator[None]:
+    """SIGINT and SIGTERM take effect after the block; a second one at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            raise KeyboardInterrupt
+        waiting.append((number, frame))
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, wait)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number, frame in waiting:
+        handlers[signal.Signals(number)](number, frame)
 
 
 def _evaluate(model: nn.Module, evaluate: Evaluate, plan: PrivacyPlan, step: int) -> dict[str, Any]:
