@@ -26,6 +26,13 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
         {"b": "momentum_buffer"},
     ),
     "DP-Adam": (pg.optim.Adam, {"betas": (0.8, 0.99)}, plain.Adam, {"beta1": 0.8, "beta2": 0.99}, MOMENTS),
+    "DP-Adam, foreach": (
+        pg.optim.Adam,
+        {"betas": (0.8, 0.99), "foreach": True},
+        plain.Adam,
+        {"beta1": 0.8, "beta2": 0.99},
+        MOMENTS,
+    ),
     "DP-AdamW": (pg.optim.AdamW, {"weight_decay": 0.1}, plain.Adam, {"weight_decay": 0.1}, MOMENTS),
     "DP-NAdam": (pg.optim.NAdam, {}, plain.NAdam, {}, MOMENTS),
     "DP-RMSProp": (
@@ -99,3 +106,18 @@ def test_fifty_steps_agree_with_the_plain_version(name: str, by_coordinate: bool
             for theirs, mine in state.items():
                 found = optimizer.state[parameters[key]][mine]
                 np.testing.assert_allclose(np.asarray(found), getattr(twin, theirs), rtol=tolerance, atol=1e-14)
+
+
+def test_a_floor_that_decays_is_set_as_learning_rates_are():
+    """gamma'_t = gamma' 0.9**(t - 1) (SPEC 4.2), by the param group."""
+    rng = np.random.default_rng(1)
+    theta, parameter = np.zeros(9), nn.Parameter(torch.zeros(9, dtype=torch.float64))
+    optimizer = pg.optim.AdamBC([("p", parameter)], lr=0.1, debias_floor=0.5)
+    twin = plain.AdamBC(0.1, gamma_prime=0.5)
+    for t in range(1, 21):
+        gradient = 0.2 + 0.3 * rng.normal(size=9)
+        optimizer.step(grad=NoisyGradient({"p": torch.from_numpy(gradient)}, 0.3))
+        theta = twin.step(theta, gradient, 0.3)
+        np.testing.assert_allclose(parameter.detach().numpy(), theta, rtol=1e-10, atol=1e-13)
+        optimizer.param_groups[0]["debias_floor"] *= 0.9
+        twin.gamma_prime = 0.5 * 0.9**t
