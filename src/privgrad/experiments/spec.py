@@ -33,6 +33,19 @@ OptimizerName = Literal[
     "AdagradBC",
 ]
 
+DataName = Literal[
+    "barcode",
+    "brown",
+    "cifar-10",
+    "debian-sections",
+    "digits",
+    "fashion-mnist",
+    "heavy-tail",
+    "mnist",
+    "ptb",
+    "sentence-pairs",
+    "snli",
+]
 
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
@@ -42,13 +55,21 @@ class _Table(BaseModel):
 
 
 class DataTable(_Table):
-    """Which data, and how much of its training part is held out for tuning."""
+    """Which data, how much of its training part is held out for tuning, and its loader's own options."""
 
-    name: Literal["digits", "fashion-mnist", "heavy-tail"]
+    name: DataName
     path: str | None = None
     validation: int = Field(default=0, ge=0)
+    seed: int | None = None
     groups: int | None = Field(default=None, ge=1)
     log_size: int | None = Field(default=None, ge=0)
+    scale: int | None = Field(default=None, ge=1)
+    words: int | None = Field(default=None, ge=1)
+    length: int | None = Field(default=None, ge=1)
+    limit: int | None = Field(default=None, ge=1)
+    pairs: int | None = Field(default=None, ge=1)
+    min_count: int | None = Field(default=None, ge=1)
+    tokenizer: str | None = None
 
 
 class ModelTable(_Table):
@@ -249,9 +270,13 @@ def make_data(spec: Spec) -> data.DataSet:
         PrivacyError: no source has it, or it does not hold num_examples training examples.
     """
     loader, options = data.LOADERS[spec.data.name], spec.data.model_dump(exclude={"name"}, exclude_none=True)
+    parameters = inspect.signature(loader).parameters
     for name, value in options.items():
-        if name not in inspect.signature(loader).parameters:
+        if name not in parameters:
             raise expected("load_spec", f"data.{name}", f"to be absent for {spec.data.name}", value, "remove it")
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise expected("load_spec", f"data.{name}", f"to be given for {spec.data.name}", "none", "add it")
     loaded = loader(**options)
     if len(loaded.train) != spec.privacy.num_examples:
         raise PrivacyError(

