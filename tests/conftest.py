@@ -1,5 +1,6 @@
 """Small public fixtures: a plan, a model, data, a loss."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not here is a reason to skip, not to wait
 
 
 def make_plan(**changed: Any) -> pg.PrivacyPlan:

@@ -1,9 +1,11 @@
 """Architectures by their published sizes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import privgrad as pg
 from privgrad import models
@@ -23,3 +25,51 @@ def test_mlp_and_activations():
         assert models.mlp(in_features=64, hidden=5, num_classes=3, **options)(torch.zeros(2, 8, 8)).shape == (2, 3)
     with pytest.raises(pg.PrivacyError, match="tanh"):
         models.mlp(in_features=1, hidden=1, num_classes=1, activation="sine")  # pyright: ignore[reportArgumentType]
+
+
+def test_cnn2_has_its_size_and_a_bag_of_words_counts():
+    model = models.cnn2(in_channels=1, num_classes=330)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_698_262
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 330)
+    bag = models.bag_of_words(vocabulary=6, num_classes=3)
+    nn.init.normal_(bag.weight)
+    found = bag(torch.tensor([[1, 2, 2, 0], [0, 0, 0, 0]]))
+    torch.testing.assert_close(found[0], (bag.weight[1] + 2 * bag.weight[2]) / 3)
+    assert torch.equal(found[1], torch.zeros(3))
+
+
+def test_the_language_model_does_not_see_ahead():
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = models.LanguageModel(num_tokens=11, length=6, width=8).eval()
+    ids = torch.randint(0, 11, (2, 6))
+    changed = ids.clone()
+    changed[:, 4] = (ids[:, 4] + 1) % 11
+    before, after = model(ids), model(changed)
+    assert before.shape == (2, 6, 11)
+    torch.testing.assert_close(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4], after[:, 4])
+
+
+def test_a_pair_classifier_trains_its_last_layer_anew_and_does_not_see_padding(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16
+    )
+    saved = transformers.BertModel(config)
+    saved.save_pretrained(tmp_path)
+    model = models.PairClassifier(str(tmp_path), num_classes=3).eval()
+    trained = {name.split(".")[0] + "." + name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"encoder.encoder", "encoder.pooler", "head.weight", "head.bias"}
+    layers = {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad and ".layer." in name}
+    assert layers == {"2"}
+    old, new = saved.state_dict(), model.encoder.state_dict()
+    same = {name for name in old if torch.equal(old[name], new[name])}
+    assert "encoder.layer.1.output.dense.weight" in same
+    assert "encoder.layer.2.output.dense.weight" not in same
+    ids = torch.randint(1, 20, (2, 1, 5))
+    short = torch.cat([ids, torch.zeros_like(ids)], 1)
+    long = torch.cat([short, torch.zeros(2, 2, 4, dtype=torch.int64)], 2)
+    torch.testing.assert_close(model(short), model(long))
+    with pytest.raises(pg.PrivacyError, match="to hold an encoder"):
+        models.PairClassifier(str(tmp_path / "absent"), num_classes=3)

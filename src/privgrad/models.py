@@ -1,7 +1,7 @@
 """The architectures of the experiments."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -43,6 +43,114 @@ def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh")
     return nn.Sequential(*layers)
 
 
+def cnn2(*, in_channels: int, num_classes: int) -> nn.Sequential:
+    """Two convolutions and a linear layer, (B, in_channels, 28, 28) -> logits (B, num_classes).
+
+    Reference:
+        Kunstner et al. 2024 (arXiv 2402.19449), their CNN for Barcode MNIST. 1,698,262 parameters for 330 classes.
+    """
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 100, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4900, num_classes),
+    )
+
+
+def bag_of_words(*, vocabulary: int, num_classes: int) -> nn.EmbeddingBag:
+    """Softmax regression on mean word counts, from zero: word ids (B, L), 0 for none, -> logits (B, num_classes).
+
+    Args:
+        vocabulary: ids are in [0, vocabulary).
+        num_classes: number of labels.
+    """
+    layer = nn.EmbeddingBag(vocabulary, num_classes, mode="mean", padding_idx=0)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+class LanguageModel(nn.Module):
+    """A small GPT-2 with random weights, token ids (B, T) -> logits of the next token (B, T, num_tokens).
+
+    Args:
+        num_tokens: size of the vocabulary.
+        length: longest T.
+        width, layers, heads: of the transformer.
+    Raises:
+        PrivacyError: transformers is not installed.
+    Reference:
+        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance) train the untied head of the pretrained GPT-2; here
+        all of a small one is trained.
+    """
+
+    def __init__(self, *, num_tokens: int, length: int, width: int = 64, layers: int = 2, heads: int = 2) -> None:
+        super().__init__()
+        transformers = _transformers()
+        config = transformers.GPT2Config(
+            vocab_size=num_tokens,
+            n_positions=length,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        self.gpt2 = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.gpt2(input_ids=ids, use_cache=False).logits
+
+
+class PairClassifier(nn.Module):
+    """A pretrained BERT-like encoder and a linear head; its last layer, pooler and head start anew and are trained.
+
+    Takes token ids and token types, (B, 2, T) -> logits (B, num_classes).
+
+    Args:
+        path: folder of the encoder, as transformers saves it.
+        num_classes: number of labels.
+    Raises:
+        PrivacyError: transformers is not installed, or the folder holds no such encoder.
+    Reference:
+        Tang, Lecuyer 2023 (DP-AdamBC), their SNLI experiment. Deviation: new weights are drawn with the encoder's own
+        standard deviation (0.02), not with 1.
+    """
+
+    def __init__(self, path: str, *, num_classes: int) -> None:
+        super().__init__()
+        transformers = _transformers()
+        try:
+            encoder = transformers.AutoModel.from_pretrained(path, local_files_only=True)
+            fresh = [encoder.encoder.layer[-1], encoder.pooler]
+        except (OSError, ValueError, AttributeError) as error:
+            remedy = "give the folder of a BERT-like encoder"
+            raise expected("PairClassifier", "path", "to hold an encoder", error, remedy) from error
+        self.padding = int(encoder.config.pad_token_id)
+        self.encoder = encoder.requires_grad_(False)
+        self.head = nn.Linear(encoder.config.hidden_size, num_classes)
+        for layer in (module for part in (*fresh, self.head) for module in part.modules()):
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=encoder.config.initializer_range)
+                nn.init.zeros_(layer.bias)
+            elif isinstance(layer, nn.LayerNorm):
+                layer.reset_parameters()
+        for part in fresh:
+            part.requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, types = x.unbind(1)
+        states = self.encoder(input_ids=ids, token_type_ids=types, attention_mask=(ids != self.padding).long())
+        return self.head(states.pooler_output)
+
+
 def linear(*, in_features: int, num_classes: int) -> nn.Sequential:
     """Softmax regression without bias, from zero, on flattened input, (B, ...) -> logits (B, num_classes)."""
     layer = nn.Linear(in_features, num_classes, bias=False)
@@ -58,6 +166,14 @@ def mlp(*, in_features: int, hidden: int, num_classes: int, activation: Activati
         _activation(activation)(),
         nn.Linear(hidden, num_classes),
     )
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise expected("models", "transformers", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+    return transformers
 
 
 def _activation(name: str) -> Callable[[], nn.Module]:

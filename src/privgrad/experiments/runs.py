@@ -22,7 +22,7 @@ from privgrad.accounting import epsilon
 from privgrad.data import DataSet
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
-from privgrad.experiments.spec import MethodTable, Spec, make_data
+from privgrad.experiments.spec import MethodTable, Spec, encoder_folder, make_data
 from privgrad.gradient.checks import evaluating
 from privgrad.ledger import Ledger
 from privgrad.optim.adaptive import Debiased
@@ -224,17 +224,31 @@ def _record(
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
-    options, in_features = spec.model, torch.Size(data.input_shape).numel()
-    if options.name == "linear":
-        return models.linear(in_features=in_features, num_classes=data.num_classes)
-    if options.name == "cnn5":
-        return models.cnn5(in_channels=data.input_shape[0], num_classes=data.num_classes, activation=options.activation)
-    return models.mlp(
-        in_features=in_features,
-        hidden=options.hidden,
-        num_classes=data.num_classes,
-        activation=options.activation,
-    )
+    """A fresh model for the data, from torch's global stream."""
+    options, shape, classes = spec.model, torch.Size(data.input_shape), data.num_classes
+    match options.name:
+        case "linear":
+            return models.linear(in_features=shape.numel(), num_classes=classes)
+        case "mlp":
+            return models.mlp(
+                in_features=shape.numel(), hidden=options.hidden, num_classes=classes, activation=options.activation
+            )
+        case "cnn2":
+            return models.cnn2(in_channels=shape[0], num_classes=classes)
+        case "cnn5":
+            return models.cnn5(in_channels=shape[0], num_classes=classes, activation=options.activation)
+        case "bag-of-words":
+            return models.bag_of_words(vocabulary=_vocabulary(data), num_classes=classes)
+        case "language-model":
+            return models.LanguageModel(num_tokens=_vocabulary(data), length=shape[0], width=options.hidden)
+        case "pair-classifier":
+            return models.PairClassifier(encoder_folder(options.encoder), num_classes=classes)
+
+
+def _vocabulary(data: DataSet) -> int:
+    if data.vocabulary is None:
+        raise expected("load_spec", "data.name", "to be text for this model", data.name, "choose another model")
+    return data.vocabulary
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

