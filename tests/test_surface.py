@@ -9,7 +9,7 @@ from privgrad.cli import app
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "SamplingError UnsupportedModuleError clip fit optim precondition",
+    "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim precondition",
     "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamW AdamWBC MomentumSGD NAdam NAdamBC PrivateOptimizer RMSprop "
     "RMSpropBC debias default_floor",
 }
@@ -33,7 +33,11 @@ SIGNATURES = {
     pg.optim.MomentumSGD: "params lr momentum",
     pg.optim.PrivateOptimizer.step: "self closure grad",
     pg.optim.debias: "exp_avg_sq_hat noise_std floor rule moment_sq",
-    pg.precondition.fixed: "scales",
+    pg.precondition.fixed: "scales source",
+    pg.precondition.public_rmsprop: "gradient beta epsilon epsilon_inside schedule",
+    pg.precondition.public_adam: "gradient beta beta1 keep epsilon epsilon_inside schedule",
+    pg.precondition.public_adagrad: "gradient epsilon epsilon_inside schedule",
+    pg.PublicGradient: "model loss_fn examples source batch_size seed",
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",

@@ -4,11 +4,12 @@ from privgrad import optim
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
 from privgrad.gradient import precondition
+from privgrad.gradient.public import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
 from privgrad.training import FitResult, fit
-from privgrad.types import Batch, NoisyGradient
+from privgrad.types import Batch, NoisyGradient, Scales
 
 __all__ = [
     "Batch",
@@ -19,7 +20,9 @@ __all__ = [
     "PrivacyError",
     "PrivacyPlan",
     "PrivateGradient",
+    "PublicGradient",
     "SamplingError",
+    "Scales",
     "UnsupportedModuleError",
     "clip",
     "fit",

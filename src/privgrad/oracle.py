@@ -1,23 +1,25 @@
 """PrivateGradient: the privacy boundary. What goes in is sensitive, what comes out is free."""
 
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from privgrad.errors import SamplingError, expected, require_integer, require_positive
-from privgrad.gradient.checks import check_loss, require_supported
+from privgrad.gradient.checks import check_loss, gradients, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum
 from privgrad.gradient.engines import LossFunction, Vmap, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.precondition import Preconditioner
+from privgrad.gradient.precondition import Preconditioner, Transform
+from privgrad.gradient.shifted import shifted
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise
 from privgrad.plan import PrivacyPlan
@@ -51,7 +53,7 @@ class PrivateGradient:
         model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
-        precondition: divides each gradient by its scales before it is clipped (AdaDPS); None divides by nothing.
+        precondition: divides each gradient by public scales before it is clipped (AdaDPS); None divides by nothing.
         clip: Flat(), PerLayer({...}) or Automatic().
         engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
             memory). Speed only: both give the same gradients.
@@ -98,13 +100,21 @@ class PrivateGradient:
         require_supported(model)
         self._model = model
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
-        self._inverse_scales = None if precondition is None else precondition.inverse_scales(trainable(model))
+        self._precondition = precondition
+        if precondition is not None:
+            precondition.require_fits(model)
         self._loss_fn = loss_fn
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
         self._microbatch_size = microbatch_size
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-        self._ledger.bind(plan.public_facts)
+        # Made of the private batch itself, a transform reveals it whatever noise follows.
+        self._release, facts = plan.release, plan.public_facts
+        if precondition is not None:
+            facts["side_information"] = precondition.source
+            if not precondition.is_public:
+                self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
+        self._ledger.bind(facts)
         self._lock = threading.Lock()
         self._make_streams()
         self._step = 0
@@ -121,6 +131,14 @@ class PrivateGradient:
     def plan(self) -> PrivacyPlan:
         """The public numbers."""
         return self._plan
+
+    def epsilon(self, *, steps: int) -> float:
+        """Epsilon that `steps` steps cost: the plan's, or infinite if the preconditioner says it is not private.
+
+        Raises:
+            PrivacyError: the plan has no delta.
+        """
+        return self._plan.epsilon(steps=steps) if self._release == self._plan.release else math.inf
 
     def __call__(self, batch: Batch) -> NoisyGradient:
         """Release the gradient of one batch.
@@ -150,7 +168,7 @@ class PrivateGradient:
                 gradient, raw = self._noisy(batch, parameters)
                 # Only a research seed can draw the same noise again, so only then can a release be known as the same.
                 digest = _digest(gradient.values) if seeded else None
-                self._ledger.charge(self._plan.release, draw=draw, limit=self._plan.steps, digest=digest)
+                self._ledger.charge(self._release, draw=draw, limit=self._plan.steps, digest=digest)
             except BaseException:
                 # What was not charged may still be seen in a traceback: without a seed its noise is not drawn again.
                 self._make_streams()
@@ -164,12 +182,13 @@ class PrivateGradient:
     def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, RawStep]:
         with torch.random.fork_rng():
             torch.manual_seed(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1))
+            transform = self._transform(batch, parameters)
             clipped, clipping = clipped_sum(
-                self._chunks(batch),
+                self._chunks(batch, transform, parameters),
                 like=parameters,
                 clip=self._clip,
                 max_grad_norm=self._plan.max_grad_norm,
-                inverse_scales=self._inverse_scales,
+                inverse_scales=transform.inverse_scales,
             )
         divisor, raw_mean = self._plan.expected_batch_size, dict[str, Tensor]()
         if self.raw_observers:  # a copy: the noise is added in place
@@ -183,14 +202,33 @@ class PrivateGradient:
         )
         return gradient, RawStep(self._step, raw_mean, clipping, gradient)
 
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint needs: the index of the next release. No key, and nothing computed before the noise."""
-        return {"step": self._step}
+    def _transform(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Transform:
+        if self._precondition is None:
+            return Transform()
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        def raw_mean() -> dict[str, Tensor]:
+            sums = gradients(self._model, self._loss_fn, batch.examples)
+            return {name: value / max(batch.size, 1) for name, value in sums.items()}
+
+        epoch_steps = max(1, round(1 / self._plan.sample_rate))
+        return self._precondition.transform(
+            self._step, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: the index of the next release, and the preconditioner's state.
+
+        No key, and nothing computed before the noise (but for a preconditioner that says it is NOT private).
+        """
+        state = {} if self._precondition is None else self._precondition.state_dict()
+        return {"step": self._step} | ({"precondition": state} if state else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
         require_integer("PrivateGradient.load_state_dict", "step", state["step"], 0)
         self._step = state["step"]
+        if self._precondition is not None and "precondition" in state:
+            self._precondition.load_state_dict(state["precondition"])
         self._make_streams()
 
     def __reduce__(self) -> str:
@@ -216,13 +254,16 @@ class PrivateGradient:
         if count_examples(batch.examples) != batch.size:
             raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 
-    def _chunks(self, batch: Batch) -> Iterator[Mapping[str, Factor]]:
+    def _chunks(
+        self, batch: Batch, transform: Transform, parameters: Mapping[str, Tensor]
+    ) -> Iterator[Mapping[str, Factor]]:
         if batch.size == 0:
             return
         size = self._microbatch_size or self._engine.microbatch_size(batch.examples)
         for start in range(0, batch.size, size):
             part = map_examples(itemgetter(slice(start, start + size)), batch.examples)
-            yield self._engine(part)
+            chunk = self._engine(part)
+            yield shifted(chunk, transform.keep, transform.shift, parameters) if transform.shift else chunk
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:

@@ -135,7 +135,7 @@ def fit(
         }
         run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint, settings)
         if evaluate is not None:
-            _evaluate(model, evaluate, plan, 0)
+            _evaluate(model, evaluate, oracle, 0)
         start = run.resume()
         batches = plan.batches(train_set, start=start, collate=collate)
         evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)}
@@ -143,7 +143,7 @@ def fit(
         def evaluate_if_due(step: int) -> None:
             missing = all(row["step"] != step for row in run.result.curve)
             if evaluate is not None and step in evaluate_at and missing:
-                run.result.curve.append(_evaluate(model, evaluate, plan, step))
+                run.result.curve.append(_evaluate(model, evaluate, oracle, step))
 
         try:
             with _progress_bar(plan, start, shown=progress) as advance:
@@ -313,13 +313,13 @@ def _signals_wait() -> Generator[None]:
         handlers[signal.Signals(number)](number, frame)
 
 
-def _evaluate(model: nn.Module, evaluate: Evaluate, plan: PrivacyPlan, step: int) -> dict[str, Any]:
+def _evaluate(model: nn.Module, evaluate: Evaluate, oracle: PrivateGradient, step: int) -> dict[str, Any]:
     with evaluating(model), torch.no_grad():
         measured = evaluate(model)
     if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         got = type(measured).__name__
         raise expected("fit", "evaluate", "to return numbers by name", got, 'return {"accuracy": ...}, say')
-    epsilon = None if plan.delta is None else plan.epsilon(steps=step)
+    epsilon = None if oracle.plan.delta is None else oracle.epsilon(steps=step)
     return {"step": step, "epsilon": epsilon, **measured}
 
 

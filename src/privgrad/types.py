@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -95,6 +95,29 @@ class ClippedSum:
 
     values: Mapping[str, Tensor]
     sensitivity: float
+
+
+Provenance = Literal["public data", "common knowledge", "private-derived"]
+
+
+class Scales(dict[str, Tensor]):
+    """Scales A by parameter name, and where they come from.
+
+    Args:
+        values: each broadcasts to its parameter.
+        provenance: "public data"; "common knowledge" (what anyone may assume, such as word frequencies of a language);
+            or "private-derived": made of the private data, so that no epsilon covers them.
+        source: what exactly, in a few words.
+    Raises:
+        PrivacyError: an unknown provenance, or no source.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
+        super().__init__(values)
+        if provenance not in get_args(Provenance) or not source:
+            condition = f"to be one of {', '.join(get_args(Provenance))}, with its source"
+            raise expected("Scales", "provenance", condition, f"{provenance!r}, {source!r}", "say where they come from")
+        self.provenance, self.source = provenance, source
 
 
 NoiseStd = float | Mapping[str, float | Tensor]

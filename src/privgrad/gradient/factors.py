@@ -70,6 +70,13 @@ class Factor(ABC):
         """Every `parts` neighbouring rows are one example: the sum of their gradients."""
         return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
 
+    def inner_products(self, direction: Tensor) -> Tensor:
+        """<g_i, direction>, shape (B,): what the weighted sum along the direction owes to each weight."""
+        with torch.enable_grad():
+            weight_B = direction.new_zeros(self.examples).requires_grad_()
+            along = (self.weighted_sum(weight_B) * direction).sum()
+        return torch.autograd.grad(along, weight_B)[0]
+
     def gram(self) -> Tensor:
         """Inner products of all pairs of examples' gradients, shape (B, B)."""
         rows_BP = self.dense().flatten(1)
@@ -304,7 +311,7 @@ class Sum(Factor):
         return Sum([part.keep(kept_B) for part in self.parts])
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return _total([_terms(part, inverse_scales) for part in self.parts])
+        return _total([terms_of(part, inverse_scales) for part in self.parts])
 
     def __add__(self, other: Factor) -> Factor:
         for index, part in enumerate(self.parts):
@@ -346,8 +353,7 @@ class TiedTable(Sum):
             [cast(TiedTable, part)._inner_products(inverse_scales) for part in self._split(1)]
         )
         norm_B = square_B.clamp(min=0).sqrt()
-        cancelled = (square_B < _CANCELLED * parts_B.sum(0).square()).nonzero()[:, 0]
-        for index in cast("list[int]", cancelled.tolist()):
+        for index in cast("list[int]", cancelled(square_B, parts_B.sum(0)).nonzero()[:, 0].tolist()):
             norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
         return norm_B
 
@@ -402,7 +408,7 @@ class Placed(Factor):
         return _long_norms(torch.stack(norms, dim=1))
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return largest_scale(inverse_scales) * _total([_terms(part, None) for _, part in self.parts])
+        return largest_scale(inverse_scales) * _total([terms_of(part, None) for _, part in self.parts])
 
     def __add__(self, other: Factor) -> Factor:
         if not isinstance(other, Placed):
@@ -441,8 +447,11 @@ class Pulled(Factor):
     def keep(self, kept_B: Tensor) -> "Pulled":
         return Pulled(self.inner.keep(kept_B), self.weight, self.parameter)
 
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return torch.cat([part.dense().flatten(1) @ direction.flatten() for part in self._split()])
+
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return largest_scale(inverse_scales) * _terms(self.inner, None)
+        return largest_scale(inverse_scales) * terms_of(self.inner, None)
 
     def _pull(self, grad: Tensor, *, batched: bool) -> Tensor:
         if self.examples == 0:
@@ -479,7 +488,8 @@ def _total(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def _terms(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
+def terms_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
+    """A factor's terms; its norms where there is one term each."""
     terms = factor.terms(inverse_scales)
     return factor.norms(inverse_scales) if terms is None else terms
 
@@ -487,6 +497,11 @@ def _terms(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
 def largest_scale(inverse_scales: Tensor | None) -> float:
     """The largest of the inverse scales; 1 without any."""
     return 1.0 if inverse_scales is None else float(inverse_scales.max())
+
+
+def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:
+    """Which squared norms are so small a share of their terms that rounding hides them."""
+    return square_B < _CANCELLED * terms_B.square()
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,76 +1,350 @@
-"""AdaDPS: divide each example's gradient by public scales before it is clipped."""
+"""AdaDPS: divide each example's gradient by scales that are public, before it is clipped."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import expected, require_positive
+from privgrad.gradient.engines import trainable
+from privgrad.gradient.public import PublicGradient
+from privgrad.types import Scales
+
+Rule = Literal["rmsprop", "adam", "adagrad"]
+Schedule = Literal["step", "epoch"]
+MeanGradient = Callable[[], Mapping[str, Tensor]]
 
 _SMALLEST = 1e-12  # float32 holds the squares of all that lies between its inverse and this
 
 
 @dataclass(frozen=True)
-class Preconditioner:
-    """Scales A by parameter name: each example's gradient g becomes g / A before it is clipped.
+class Transform:
+    """What becomes of each example's gradient g before it is clipped: (keep g + shift) / A.
 
-    Args:
-        scales: tensors with values from 1e-12 to 1e12 that broadcast to their parameters; parameters without one keep
-            A = 1.
-    Privacy:
-        None of its own: the scales must be public, or post-processing of what was released. The bound C then holds
-        in the preconditioned space, and the released gradient stays there.
-    Reference:
-        Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1.
+    Attributes:
+        inverse_scales: 1 / A by parameter name, shaped like the parameter; missing names are 1.
+        keep: share of the example's own gradient, in (0, 1].
+        shift: by parameter name, shaped like the parameter; missing names are 0.
     """
 
-    scales: Mapping[str, Tensor]
+    inverse_scales: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    keep: float = 1.0
+    shift: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+class Preconditioner(ABC):
+    """What PrivateGradient asks for a Transform at every step.
+
+    Attributes:
+        source: where the side information comes from; recorded with the run.
+        is_public: False if it is made of the private batch itself: then nothing is private, and epsilon is infinite.
+    """
+
+    source: str
+    is_public = True
+
+    @abstractmethod
+    def require_fits(self, model: nn.Module) -> None:
+        """Raise PrivacyError if this cannot precondition the model's gradients."""
+
+    @abstractmethod
+    def transform(
+        self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
+    ) -> Transform:
+        """The transform of one step; asked twice for a step, the same.
+
+        Args:
+            step: index of the release, from 0.
+            epoch_steps: steps of one expected pass over the private data.
+            parameters: the trainable ones, by name.
+            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs; public, or post-processing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        del state
+
+
+class Fixed(Preconditioner):
+    """Scales that are given, and stay: see `fixed`."""
+
+    def __init__(self, scales: Mapping[str, Tensor], source: str) -> None:
+        self.scales, self.source = scales, source
+        self._made = Transform()
 
     def __repr__(self) -> str:
         """Names, and a hash of the scales: equal for equal preconditioners, and short enough for a record."""
         state = hashlib.blake2b(digest_size=8)
         for scale in self.scales.values():
             state.update(repr(tuple(scale.shape)).encode() + scale.detach().cpu().double().numpy().tobytes())
-        return f"Preconditioner({', '.join(self.scales)}; {state.hexdigest()})"
+        return f"fixed({', '.join(self.scales)}; {state.hexdigest()}; {self.source})"
 
-    def inverse_scales(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """1 / A by name, shaped and placed like the parameters, float32 or wider.
-
-        Raises:
-            PrivacyError: an unknown name, a shape that does not fit, or a scale that is not positive and finite.
-        """
+    def require_fits(self, model: nn.Module) -> None:
+        parameters = trainable(model)
         unknown = sorted(set(self.scales) - set(parameters))
         if unknown:
             remedy = "name them as model.named_parameters() does"
             raise expected("precondition", "scales", "for trainable parameters", ", ".join(unknown), remedy)
-        return {name: _inverse(name, scale, parameters[name]) for name, scale in self.scales.items()}
+        inverse = {name: _inverse(name, scale, parameters[name]) for name, scale in self.scales.items()}
+        # What is divided by one is not divided: A = 1 is ordinary clipping to the last bit.
+        self._made = Transform({name: value for name, value in inverse.items() if bool((value != 1).any())})
+
+    def transform(self, step: int, **_: Any) -> Transform:
+        return self._made
 
 
-def fixed(scales: Mapping[str, Tensor]) -> Preconditioner:
-    """Scales that are given, and stay: see `Preconditioner`.
+class Moments(Preconditioner):
+    """Scales from moving averages of a mean gradient: see `public_rmsprop`, `public_adam`, `public_adagrad`."""
 
+    def __init__(
+        self,
+        gradient: PublicGradient | None,
+        rule: Rule,
+        *,
+        beta: float = 0.9,
+        beta1: float = 0.9,
+        keep: float = 1.0,
+        epsilon: float,
+        epsilon_inside: bool,
+        schedule: Schedule,
+    ) -> None:
+        name = f"precondition.{'public' if gradient else 'raw_ideal'}_{rule}"
+        if gradient is not None and not isinstance(gradient, PublicGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "wrap the public examples: PublicGradient(model, loss_fn, examples, source=...)"
+            raise expected(name, "gradient", "to be a PublicGradient", type(gradient).__name__, remedy)
+        require_positive(name, "epsilon", epsilon, "1e-5 is the paper's")
+        for option, value in (("beta", beta), ("beta1", beta1)):
+            if not 0 <= value < 1:
+                raise expected(name, option, "to be in [0, 1)", value, "0.9 is the paper's")
+        if not 0 < keep <= 1:
+            raise expected(name, "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
+        if schedule not in get_args(Schedule):
+            raise expected(name, "schedule", "to be 'step' or 'epoch'", repr(schedule), "choose one")
+        self._gradient, self._rule, self._schedule = gradient, rule, schedule
+        self._beta, self._beta1, self._keep = beta, beta1, keep
+        self._epsilon, self._epsilon_inside = epsilon, epsilon_inside
+        self.is_public = gradient is not None
+        self.source = gradient.source if gradient else "the private batch: NOT private"
+        self._step = -1
+        self._exp_avg: dict[str, Tensor] = {}
+        self._exp_avg_sq: dict[str, Tensor] = {}
+        self._made: Transform | None = None
+
+    def __repr__(self) -> str:
+        options = {
+            "beta": self._beta,
+            "beta1": self._beta1,
+            "keep": self._keep,
+            "epsilon": self._epsilon,
+            "epsilon_inside": self._epsilon_inside,
+            "schedule": self._schedule,
+        }
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
+        return f"{self._rule}({self._gradient or self.source}; {shown})"
+
+    def require_fits(self, model: nn.Module) -> None:
+        if self._gradient is not None and self._gradient.model is not model:
+            remedy = "give both the same model"
+            raise expected("precondition", "gradient", "to be of the model that is trained", "another's", remedy)
+
+    def transform(
+        self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
+    ) -> Transform:
+        every = 1 if self._schedule == "step" else epoch_steps
+        if self._step < step:
+            due = step // every > self._step // every  # -1 // every is -1: the first step is always due
+            self._step = step
+            if due:
+                self._update(step // every, raw_mean)
+                self._made = None
+        if self._made is None:
+            self._made = self._transform(parameters)
+        return self._made
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step, self._made = int(state["step"]), None
+        self._exp_avg, self._exp_avg_sq = (
+            {name: value.clone() for name, value in state[key].items()} for key in ("exp_avg", "exp_avg_sq")
+        )
+
+    @torch.no_grad()
+    def _update(self, time: int, raw_mean: MeanGradient) -> None:
+        """Take in the mean gradient of a batch (schedule "step"), or of all of them (schedule "epoch")."""
+        if self._schedule == "epoch" and self._gradient is not None:
+            mean, square = _pass_moments(self._gradient, time)
+        else:
+            mean = raw_mean() if self._gradient is None else self._gradient(time)
+            square = {name: grad.square() for name, grad in mean.items()}
+        keep, add = {
+            ("rmsprop", "step"): (self._beta, 1 - self._beta),
+            ("adam", "step"): (self._beta, 1 - self._beta),
+            ("adagrad", "step"): (1.0, 1.0),
+            ("adagrad", "epoch"): (1.0, 1.0),
+        }.get((self._rule, self._schedule), (0.0, 1.0))
+        for name, value in square.items():
+            before = self._exp_avg_sq.get(name)
+            self._exp_avg_sq[name] = add * value if before is None else before.mul_(keep).add_(value, alpha=add)
+        if self._rule == "adam":
+            for name, value in mean.items():
+                before = self._exp_avg.get(name, torch.zeros_like(value))
+                self._exp_avg[name] = before.mul_(self._beta1).add_(value, alpha=1 - self._beta1)
+
+    @torch.no_grad()
+    def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
+        inverse: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            square = self._exp_avg_sq[name]
+            root = (square + self._epsilon).sqrt_() if self._epsilon_inside else square.sqrt().add_(self._epsilon)
+            inverse[name] = _inverse(name, root, parameter)
+        shift = {name: (1 - self._keep) * average for name, average in self._exp_avg.items()} if self._keep < 1 else {}
+        return Transform(inverse, self._keep, shift)
+
+
+def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Preconditioner:
+    """Scales A that are given, and stay: each example's gradient g becomes g / A before it is clipped.
+
+    Args:
+        scales: tensors with values from 1e-12 to 1e12 that broadcast to their parameters; parameters without one keep
+            A = 1. Those of `privgrad.side_information` know their source.
+        source: where they come from, in a few words; recorded.
     Raises:
-        PrivacyError: (when PrivateGradient is constructed) a name, shape or value that does not fit.
+        PrivacyError: not a mapping; and (when PrivateGradient is constructed) a name, shape or value that does not fit.
+    Privacy:
+        None of its own: the scales must be public, or post-processing of what was released. The bound C then holds
+        in the preconditioned space, and the released gradient stays there.
+    Reference:
+        Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 2.
     """
     if not isinstance(scales, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(scales).__name__, 'give {"layer.weight": scale, ...}'
         raise expected("precondition.fixed", "scales", "to be a mapping by parameter name", got, remedy)
-    return Preconditioner({name: torch.as_tensor(scale) for name, scale in scales.items()})
+    known = f"{scales.provenance}: {scales.source}" if isinstance(scales, Scales) else "given; source not told"
+    return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, source or known)
+
+
+def public_rmsprop(
+    gradient: PublicGradient,
+    *,
+    beta: float = 0.9,
+    epsilon: float = 1e-5,
+    epsilon_inside: bool = False,
+    schedule: Schedule = "step",
+) -> Preconditioner:
+    """AdaDPS with RMSProp's scales, from public data.
+
+    Computes, with h the mean gradient on a public batch: v = beta v + (1 - beta) h**2, v = 0 at first, updated before
+        its use; A = sqrt(v) + epsilon, or sqrt(v + epsilon) with epsilon_inside; each example's g becomes g / A. With
+        the schedule "epoch" v is made anew at the start of each expected pass over the private data, as the mean of
+        h**2 over all public batches.
+
+    Args:
+        gradient: on public data, of the model that is trained.
+        beta: in [0, 1).
+        epsilon: > 0; outside in gradient units, inside in their square.
+        epsilon_inside: under the root (the authors' code) or after it (the paper).
+        schedule: "step" (the paper) or "epoch" (the authors' code).
+    Raises:
+        PrivacyError: no PublicGradient, or a number out of range.
+    Privacy:
+        Nothing is spent: public data and released weights only. The sensitivity is C in the preconditioned space.
+    Reference:
+        Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
+    """
+    return Moments(gradient, "rmsprop", beta=beta, epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
+
+
+def public_adam(
+    gradient: PublicGradient,
+    *,
+    beta: float = 0.9,
+    beta1: float = 0.9,
+    keep: float = 0.9,
+    epsilon: float = 1e-5,
+    epsilon_inside: bool = False,
+    schedule: Schedule = "step",
+) -> Preconditioner:
+    """AdaDPS with Adam's scales and a share of public momentum.
+
+    Computes: v and A as `public_rmsprop`; M = beta1 M + (1 - beta1) h; each example's g becomes
+        (keep g + (1 - keep) M) / A. Neither is corrected for its start.
+
+    Args:
+        beta1: of M, in [0, 1).
+        keep: share of the private gradient, in (0, 1].
+        gradient, beta, epsilon, epsilon_inside, schedule, Raises, Privacy, Reference: as `public_rmsprop`.
+    """
+    return Moments(
+        gradient,
+        "adam",
+        beta=beta,
+        beta1=beta1,
+        keep=keep,
+        epsilon=epsilon,
+        epsilon_inside=epsilon_inside,
+        schedule=schedule,
+    )
+
+
+def public_adagrad(
+    gradient: PublicGradient, *, epsilon: float = 1e-5, epsilon_inside: bool = False, schedule: Schedule = "step"
+) -> Preconditioner:
+    """AdaDPS with AdaGrad's scales: v = v + h**2, and A as `public_rmsprop`.
+
+    Args:
+        gradient, epsilon, epsilon_inside, schedule, Raises, Privacy, Reference: as `public_rmsprop`; with the
+            schedule "epoch" the mean of h**2 over all public batches is added once a pass.
+    """
+    return Moments(gradient, "adagrad", epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
+
+
+def raw_ideal_rmsprop(*, beta: float = 0.9, epsilon: float = 1e-5, epsilon_inside: bool = False) -> Preconditioner:
+    """RMSProp's scales from the private batch itself, neither clipped nor noised: a bound for research. NOT private.
+
+    Args:
+        beta, epsilon, epsilon_inside: as `public_rmsprop`.
+    Privacy:
+        None: every release is charged as one without noise, so epsilon is infinite.
+    Reference:
+        Li et al. 2022 (AdaDPS), their "ideal" rows.
+    """
+    return Moments(None, "rmsprop", beta=beta, epsilon=epsilon, epsilon_inside=epsilon_inside, schedule="step")
+
+
+def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Mean over all public batches of h, and of h**2."""
+    mean: dict[str, Tensor] = {}
+    square: dict[str, Tensor] = {}
+    share = 1 / gradient.batches
+    for grads in gradient.one_pass(time):
+        for name, grad in grads.items():
+            mean.setdefault(name, torch.zeros_like(grad)).add_(grad, alpha=share)
+            square.setdefault(name, torch.zeros_like(grad)).addcmul_(grad, grad, value=share)
+    return mean, square
 
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
+    """1 / A, shaped and placed like the parameter, float32 or wider."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     try:
         whole = scale.detach().to(parameter.device, dtype).expand(parameter.shape)
     except RuntimeError:
         got = f"shape {tuple(scale.shape)} for {tuple(parameter.shape)}"
         raise expected("precondition", f"scales of {name!r}", "to fit", got, "broadcast to the parameter") from None
-    inverse = 1 / whole
-    if not bool(((whole >= _SMALLEST) & (whole <= 1 / _SMALLEST)).all()):
-        got = f"values from {float(whole.min()):g} to {float(whole.max()):g}"
+    smallest, largest = (float(value) for value in torch.aminmax(whole)) if whole.numel() else (1.0, 1.0)
+    if not _SMALLEST <= smallest <= largest <= 1 / _SMALLEST:
+        got = f"values from {smallest:g} to {largest:g}"
         remedy = "add a small constant, as 1e-5, or scale them together: only their ratios matter once C is tuned"
         condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"
         raise expected("precondition", f"scales of {name!r}", condition, got, remedy)
-    return inverse.contiguous()
+    return whole.reciprocal().contiguous()

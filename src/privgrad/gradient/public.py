@@ -1,0 +1,101 @@
+"""The mean gradient on public data, at the weights of the moment."""
+
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad.errors import PrivacyError, expected, require_integer
+from privgrad.gradient.engines import LossFunction, require_losses, trainable
+from privgrad.types import Batch, count_examples, map_examples
+
+
+class PublicGradient:
+    """Mean gradients on batches of public examples: what AdaDPS and other methods take side information from.
+
+    Args:
+        model: the module that is trained.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        examples: the public examples: a TensorDataset, or tensors in the structure that loss_fn takes, with leading
+            dimension P >= 1. They are never clipped, noised or charged, so no private example may be among them.
+        source: what they are and why they are public, in a few words; recorded.
+        batch_size: examples of a batch, from 1 to P; None is all.
+        seed: of the order in which batches are drawn.
+    Raises:
+        PrivacyError: private batches, no examples, or a number out of range.
+    Privacy:
+        Public data and released weights only: post-processing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        examples: Any,
+        *,
+        source: str,
+        batch_size: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if isinstance(examples, Batch):
+            remedy = "give public examples, apart from the private ones"
+            raise expected("PublicGradient", "examples", "to be public", "a batch of a privacy plan", remedy)
+        if not source:
+            raise expected("PublicGradient", "source", "to say what the data are", repr(source), "it is recorded")
+        self._examples = tuple(examples.tensors) if isinstance(examples, TensorDataset) else examples
+        count = count_examples(self._examples)
+        if count < 1:
+            raise expected("PublicGradient", "examples", "to hold at least one", "none", "give public data")
+        self._batch_size = count if batch_size is None else batch_size
+        require_integer("PublicGradient", "batch_size", self._batch_size, 1)
+        if self._batch_size > count:
+            remedy = "lower it"
+            raise expected("PublicGradient", "batch_size", f"of at most {count}", batch_size, remedy)
+        self.model, self.source = model, source
+        self._loss_fn, self._count, self._seed = loss_fn, count, seed
+
+    def __call__(self, step: int) -> dict[str, Tensor]:
+        """Mean gradient by parameter name on the batch of that step: passes in random order, remainders dropped."""
+        passed, place = divmod(step, self._count // self._batch_size)
+        return self._gradient(self._order(passed)[place * self._batch_size :][: self._batch_size], step)
+
+    @property
+    def batches(self) -> int:
+        """How many batches `one_pass` has."""
+        return -(-self._count // self._batch_size)
+
+    def one_pass(self, passed: int) -> Iterator[dict[str, Tensor]]:
+        """Mean gradients of all batches of one pass, the weights unchanged; the last may be smaller."""
+        order = self._order(passed)
+        for start in range(0, self._count, self._batch_size):
+            yield self._gradient(order[start : start + self._batch_size], passed)
+
+    def __repr__(self) -> str:
+        return f"PublicGradient({self.source}; {self._count} examples, {self._batch_size} at once, seed {self._seed})"
+
+    def _order(self, passed: int) -> Tensor:
+        if self._batch_size == self._count:
+            return torch.arange(self._count)
+        return torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + passed))
+
+    def _gradient(self, chosen: Tensor, step: int) -> dict[str, Tensor]:
+        examples = self._examples
+        if len(chosen) < self._count:
+            examples = map_examples(itemgetter(chosen), examples)
+        parameters = trainable(self.model)
+        with torch.enable_grad(), torch.random.fork_rng():
+            torch.manual_seed(self._seed + step)
+            losses = require_losses(self._loss_fn(self.model, examples), len(chosen))
+            grads = torch.autograd.grad(
+                losses.mean(), list(parameters.values()), allow_unused=True, materialize_grads=True
+            )
+        for name, grad in zip(parameters, grads, strict=True):
+            if not bool(torch.isfinite(grad).all()):
+                raise PrivacyError(
+                    f"PublicGradient: expected the public gradient of '{name}' to be finite, got inf or nan; look at "
+                    f"the public examples, or lower the learning rate."
+                )
+        return dict(zip(parameters, grads, strict=True))

@@ -1,0 +1,289 @@
+"""AdaDPS: transformed, then clipped; public gradients; what is not private says so."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adadps import AdaDPS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engines import MODELS
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad.gradient.clipping import clipped_sum
+from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.shifted import Shifted, shifted
+
+RULES: dict[str, Any] = {
+    "rmsprop": pg.precondition.public_rmsprop,
+    "adam": pg.precondition.public_adam,
+    "adagrad": pg.precondition.public_adagrad,
+}
+
+
+def public(model: nn.Module, count: int = 10, **options: Any) -> pg.PublicGradient:
+    examples = TensorDataset(*(tensor[:count] for tensor in make_data(64).tensors))
+    return pg.PublicGradient(model, loss_fn, examples, source="drawn for the test", **options)
+
+
+def run(model: nn.Module, plan: pg.PrivacyPlan, **options: Any) -> list[pg.NoisyGradient]:
+    oracle = pg.PrivateGradient(model, loss_fn, plan, **options)
+    return [oracle(batch) for batch in plan.batches(make_data())]
+
+
+def gradient_of(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad(F.cross_entropy((w @ x)[None], y[None]), w)[0]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("schedule", ["step", "epoch"])
+@pytest.mark.parametrize("rule", RULES)
+def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool):
+    """Twelve steps, float64, no noise: the released gradients and the weights."""
+    torch.manual_seed(0)
+    x, y, px, py = torch.randn(32, 5).double(), torch.arange(32) % 3, torch.randn(11, 5).double(), torch.arange(11) % 3
+    model = nn.Linear(5, 3, bias=False).double()
+    w = model.weight.detach().clone()
+    plan = make_plan(noise_multiplier=0.0, steps=12, max_grad_norm=2.0)
+    gradient = pg.PublicGradient(model, loss_fn, (px, py), source="test", batch_size=4)
+    options = {} if rule == "adagrad" else {"beta": 0.8}
+    options |= {"beta1": 0.7} if rule == "adam" else {}
+    made = RULES[rule](gradient, **options, epsilon=1e-3, epsilon_inside=inside, schedule=schedule)
+    oracle = pg.PrivateGradient(model, loss_fn, plan, precondition=made)
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5)
+    plain = AdaDPS(gradient_of, px, py, batch_size=4, rule=rule, inside=inside)
+    clipped = 0
+    for step, batch in enumerate(plan.batches(TensorDataset(x, y))):
+        if schedule == "step":
+            plain.see_step(w, step)
+        elif step % 4 == 0:  # q = 1/4: an expected pass takes four steps
+            plain.see_epoch(w, step // 4)
+        inputs, labels = batch.examples
+        parts = [plain.contribution(w, a, b, 2.0) for a, b in zip(inputs, labels, strict=True)]
+        clipped += sum(float(part.norm()) > 1.999 for part in parts)
+        wanted = sum(parts, torch.zeros(3, 5).double()) / plan.expected_batch_size
+        released = oracle(batch)
+        torch.testing.assert_close(released.values["weight"], wanted, rtol=1e-9, atol=1e-12)
+        optimizer.step(grad=released)
+        w = w - 0.5 * wanted
+        torch.testing.assert_close(model.weight.detach(), w, rtol=1e-9, atol=1e-12)
+    assert clipped > 0
+
+
+def test_scales_of_one_change_no_bit():
+    plan = make_plan(seed=0)
+    ones = {name: torch.ones_like(parameter) for name, parameter in make_model().named_parameters()}
+    for plain, divided in zip(
+        run(make_model(), plan), run(make_model(), plan, precondition=pg.precondition.fixed(ones)), strict=True
+    ):
+        assert all(torch.equal(plain.values[name], divided.values[name]) for name in plain.values)
+
+
+def test_scales_and_c_together_change_the_scale_only():
+    scales = {name: torch.rand_like(p) + 0.5 for name, p in make_model().named_parameters()}
+    larger = {name: 8 * scale for name, scale in scales.items()}
+    some = run(make_model(), make_plan(seed=0, max_grad_norm=2.0), precondition=pg.precondition.fixed(scales))
+    others = run(make_model(), make_plan(seed=0, max_grad_norm=0.25), precondition=pg.precondition.fixed(larger))
+    for one, other in zip(some, others, strict=True):
+        for name, value in one.values.items():
+            torch.testing.assert_close(value / 8, other.values[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shifted_gradient_is_the_sum_written_out(name: str, preconditioned: bool):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make().double()
+    factors = Hooks(model, loss_fn)((inputs, torch.arange(len(inputs)) % 3))
+    weight_B, kept_B = torch.rand(len(inputs)).double(), torch.arange(len(inputs)) != 1
+    for factor in factors.values():
+        shift = torch.randn(factor.shape).double()
+        scales = torch.rand(factor.shape).double() + 0.1 if preconditioned else None
+        found, rows_BP = Shifted(factor, 0.7, shift), 0.7 * factor.dense() + shift
+        scaled_BP = rows_BP if scales is None else rows_BP * scales
+        torch.testing.assert_close(found.norms(scales), scaled_BP.flatten(1).norm(dim=1), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.dense(), rows_BP)
+        torch.testing.assert_close(found.weighted_sum(weight_B), torch.einsum("b...,b->...", rows_BP, weight_B))
+        kept = found.keep(kept_B)
+        assert float(kept.norms(scales)[1]) == 0
+        rest = torch.einsum("b...,b->...", rows_BP, weight_B * kept_B)
+        torch.testing.assert_close(kept.weighted_sum(weight_B), rest)
+        assert bool((found.terms(scales) * (1 + 1e-9) >= found.norms(scales)).all())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1e-6, 1.0, 1e4]), st.sampled_from([1e-5, 1.0]))
+def test_a_shifted_contribution_stays_within_c(seed: int, size: float, epsilon: float):
+    """One example more or less moves the sum by at most C, however large the public share; float32."""
+    torch.manual_seed(seed)
+    model = make_model()
+    x, y = make_data().tensors
+    shift = {name: size * torch.randn_like(p) for name, p in model.named_parameters()}
+    inverse = {name: 1 / (torch.rand_like(p) + epsilon) for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+
+    def total(count: int) -> dict[str, Tensor]:
+        chunk = shifted(Hooks(model, loss_fn)((x[:count], y[:count])), 0.9, shift, parameters)
+        clip = pg.clip.Flat()
+        found, _ = clipped_sum([chunk], like=parameters, clip=clip, max_grad_norm=1.0, inverse_scales=inverse)
+        return dict(found.values)
+
+    with_it, without = total(8), total(7)
+    moved = torch.cat([(with_it[name] - without[name]).flatten().double() for name in with_it])
+    assert float(moved.norm()) <= 1 + 1e-4
+
+
+def test_a_public_share_that_cancels_the_gradient_is_clipped_all_the_same():
+    """keep g + shift = 0 up to rounding, then divided by tiny scales."""
+    model = nn.Linear(4, 2, bias=False)
+    x, y = torch.randn(3, 4), torch.tensor([0, 1, 0])
+    factors = Hooks(model, loss_fn)((x, y))
+    shift = -0.9 * factors["weight"].dense()[0]
+    chunk = shifted(factors, 0.9, {"weight": shift}, dict(model.named_parameters()))
+    inverse = {"weight": torch.full((2, 4), 1e7)}
+    found, raw = clipped_sum(
+        [{"weight": chunk["weight"][:1]}],
+        like=dict(model.named_parameters()),
+        clip=pg.clip.Flat(),
+        max_grad_norm=1.0,
+        inverse_scales=inverse,
+    )
+    assert float(found.values["weight"].norm()) <= 1 + 1e-3
+    assert float(raw.raw_factors[0]) <= 1
+
+
+@pytest.mark.parametrize("schedule", ["step", "epoch"])
+@pytest.mark.parametrize("rule", RULES)
+def test_interrupted_and_resumed_is_uninterrupted(rule: str, schedule: str, tmp_path: Path):
+    def training(folder: Path, stop_after: int | None) -> nn.Module:
+        model = make_model()
+        gradient = public(model, batch_size=3)
+        seen = 0
+
+        def stopping(model: nn.Module, batch: Any) -> Tensor:
+            nonlocal seen
+            seen += len(batch[1]) > 0
+            if stop_after is not None and seen > stop_after:
+                raise KeyboardInterrupt
+            return loss_fn(model, batch)
+
+        made = RULES[rule](gradient, schedule=schedule)
+        optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+        pg.fit(
+            model, stopping, optimizer, make_plan(seed=3), make_data(), precondition=made, folder=folder, progress=False
+        )
+        return model
+
+    whole = training(tmp_path / "whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        training(tmp_path / "parts", 9)
+    resumed = training(tmp_path / "parts", None)
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_step_that_failed_may_be_taken_again():
+    model, twin = make_model(), make_model()
+    failing = True
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if failing and len(batch[1]) != 3:
+            raise RuntimeError("no memory")
+        return loss_fn(model, batch)
+
+    plan = make_plan(seed=0)
+    oracle = pg.PrivateGradient(model, loss, plan, precondition=RULES["rmsprop"](public(model, batch_size=3)))
+    other = pg.PrivateGradient(twin, loss_fn, plan, precondition=RULES["rmsprop"](public(twin, batch_size=3)))
+    batch = first_batch(plan, make_data())
+    with pytest.raises(RuntimeError, match="no memory"):
+        oracle(batch)
+    failing = False
+    again, straight = oracle(batch), other(copy.copy(batch))
+    assert all(torch.equal(again.values[name], straight.values[name]) for name in again.values)
+
+
+def test_what_is_made_of_the_private_batch_is_not_private():
+    plan = make_plan(delta=1e-3)
+    model = make_model()
+    oracle = pg.PrivateGradient(model, loss_fn, plan, precondition=pg.precondition.raw_ideal_rmsprop())
+    for batch in plan.batches(make_data()):
+        oracle(batch)
+    assert oracle.ledger.epsilon(delta=1e-3) == oracle.epsilon(steps=3) == math.inf
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    ideal = pg.precondition.raw_ideal_rmsprop()
+    result = pg.fit(
+        model,
+        loss_fn,
+        optimizer,
+        plan,
+        make_data(),
+        precondition=ideal,
+        evaluate=lambda _: {"one": 1.0},
+        progress=False,
+    )
+    assert result.curve[-1]["epsilon"] == math.inf
+
+
+def test_a_ledger_says_where_the_side_information_came_from(tmp_path: Path):
+    model = make_model()
+    scales = pg.Scales({"0.bias": torch.tensor(2.0)}, provenance="common knowledge", source="frequencies of words")
+    oracle = pg.PrivateGradient(
+        model, loss_fn, make_plan(), precondition=pg.precondition.fixed(scales), ledger=tmp_path / "ledger.jsonl"
+    )
+    assert oracle.ledger.plan_facts["side_information"] == "common knowledge: frequencies of words"
+    oracle.ledger.close()
+    with pytest.raises(pg.PrivacyError, match="side_information"):
+        pg.PrivateGradient(
+            model, loss_fn, make_plan(), precondition=RULES["adam"](public(model)), ledger=tmp_path / "ledger.jsonl"
+        )
+
+
+def test_public_and_private_are_not_mixed_up():
+    model = make_model()
+    with pytest.raises(pg.PrivacyError, match="to be public"):
+        pg.PublicGradient(model, loss_fn, first_batch(make_plan(), make_data()), source="no")
+    with pytest.raises(pg.PrivacyError, match="source"):
+        pg.PublicGradient(model, loss_fn, make_data(), source="")
+    with pytest.raises(pg.PrivacyError, match="at least one"):
+        pg.PublicGradient(model, loss_fn, TensorDataset(torch.zeros(0, 5), torch.zeros(0)), source="x")
+    with pytest.raises(pg.PrivacyError, match="batch_size"):
+        public(model, batch_size=11)
+    with pytest.raises(pg.PrivacyError, match="PublicGradient"):
+        pg.precondition.public_rmsprop(make_data())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pg.PrivacyError, match="same model"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(), precondition=RULES["adam"](public(model)))
+    broken = TensorDataset(torch.full((2, 5), torch.nan), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(pg.PrivacyError, match="finite"):
+        pg.PublicGradient(model, loss_fn, broken, source="x")(0)
+    with pytest.raises(pg.PrivacyError, match="provenance"):
+        pg.Scales({}, provenance="guess", source="x")  # pyright: ignore[reportArgumentType]
+    wrong: list[dict[str, Any]] = [{"epsilon": 0.0}, {"beta": 1.0}, {"schedule": "daily"}]
+    for options in wrong:
+        with pytest.raises(pg.PrivacyError, match=next(iter(options))):
+            pg.precondition.public_rmsprop(public(model), **options)
+    with pytest.raises(pg.PrivacyError, match="keep"):
+        pg.precondition.public_adam(public(model), keep=0.0)
+
+
+def test_public_batches_are_passes_in_random_order():
+    model = make_model()
+    gradient, again = public(model, batch_size=3), public(model, batch_size=3)
+    assert gradient.batches == 4
+    assert all(torch.equal(a, b) for a, b in zip(gradient(5).values(), again(5).values(), strict=True))
+    assert not torch.equal(gradient(0)["0.weight"], gradient(3)["0.weight"])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    whole = public(model)
+    assert torch.equal(whole(0)["0.weight"], whole(7)["0.weight"])
+    x, y = (tensor[:10] for tensor in make_data(64).tensors)
+    wanted = torch.autograd.grad(loss_fn(model, (x, y)).mean(), list(model.parameters()))[0]
+    torch.testing.assert_close(whole(0)["0.weight"], wanted)
