@@ -10,8 +10,8 @@ from privgrad.cli import app
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
     "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim precondition",
-    "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamW AdamWBC MomentumSGD NAdam NAdamBC PrivateOptimizer RMSprop "
-    "RMSpropBC debias default_floor",
+    "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
+    "PrivateOptimizer RMSprop RMSpropBC RMSpropPub debias default_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "

@@ -125,3 +125,45 @@ class Adagrad(Plain):
             return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
         floor = 1.3 * self.phi * np.sqrt(2 / self.t)
         return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))
+
+
+class RMSpropPub(Plain):
+    """DP-R-Pub (SPEC 9); step takes the public gradient where the others take the noise."""
+
+    beta, epsilon = 0.9, 1e-5
+    v: Array | float = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.v = self.beta * self.v + (1 - self.beta) * np.asarray(s) ** 2
+        return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
+
+
+class AdamPub(Plain):
+    """DP-Adam-Pub (SPEC 10)."""
+
+    beta, beta1, epsilon, keep = 0.999, 0.9, 1e-5, 0.9
+    numerator, corrected = "private", True
+    m: Array | float = 0.0
+    v: Array | float = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.t += 1
+        h = np.asarray(s)
+        self.v = self.beta * self.v + (1 - self.beta) * h**2
+        if self.numerator == "public":
+            self.m = self.beta1 * self.m + (1 - self.beta1) * h
+            return theta - self.lr * (self.keep * g + (1 - self.keep) * self.m) / (np.sqrt(self.v) + self.epsilon)
+        self.m = self.beta1 * self.m + (1 - self.beta1) * g
+        c1, c2 = (1 - self.beta1**self.t, 1 - self.beta**self.t) if self.corrected else (1.0, 1.0)
+        return theta - self.lr * (self.m / c1) / (np.sqrt(self.v / c2) + self.epsilon)
+
+
+class MirrorDescent(Plain):
+    """PDA-DPMD (SPEC 11)."""
+
+    horizon = 30
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        alpha = max(0.0, np.cos(np.pi * self.t / (2 * self.horizon))) if self.t < self.horizon else 0.0
+        self.t += 1
+        return theta - self.lr * (alpha * g + (1 - alpha) * np.asarray(s))

@@ -121,3 +121,80 @@ def test_a_floor_that_decays_is_set_as_learning_rates_are():
         np.testing.assert_allclose(parameter.detach().numpy(), theta, rtol=1e-10, atol=1e-13)
         optimizer.param_groups[0]["debias_floor"] *= 0.9
         twin.gamma_prime = 0.5 * 0.9**t
+
+
+PUBLIC: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]] = {
+    "DP-R-Pub": (pg.optim.RMSpropPub, {"beta": 0.8}, plain.RMSpropPub, {"beta": 0.8}, {"v": "exp_avg_sq"}),
+    "DP-Adam-Pub": (pg.optim.AdamPub, {}, plain.AdamPub, {}, MOMENTS),
+    "DP-Adam-Pub, uncorrected": (
+        pg.optim.AdamPub,
+        {"bias_correction": False},
+        plain.AdamPub,
+        {"corrected": False},
+        MOMENTS,
+    ),
+    "DP-Adam-Pub, public numerator": (
+        pg.optim.AdamPub,
+        {"numerator": "public"},
+        plain.AdamPub,
+        {"numerator": "public"},
+        {"m": "public_exp_avg", "v": "exp_avg_sq"},
+    ),
+    "PDA-DPMD": (pg.optim.MirrorDescent, {"horizon": 30}, plain.MirrorDescent, {"horizon": 30}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_fifty_steps_with_public_gradients_agree_with_the_plain_version(name: str):
+    """Public gradients depend on the weights of the moment; two groups; stopped and restored half way."""
+    ours, options, reference, plain_options, state = PUBLIC[name]
+    rng = np.random.default_rng(0)
+    start = {"first": rng.normal(size=7), "second": rng.normal(size=11)}
+    lrs = {"first": 0.02, "second": 0.005}
+    parameters = {key: nn.Parameter(torch.from_numpy(value.copy())) for key, value in start.items()}
+
+    def public(step: int) -> dict[str, torch.Tensor]:
+        return {key: torch.sin(p.detach()) + 0.1 * step for key, p in parameters.items()}
+
+    def make() -> Any:
+        groups = [{"params": [(key, p)], "lr": lrs[key]} for key, p in parameters.items()]
+        return ours(groups, public=public, lr=1.0, **options)
+
+    optimizer = make()
+    twins = {key: reference(lrs[key], **plain_options) for key in start}
+    for t in range(50):
+        if t == 25:
+            before, optimizer = optimizer.state_dict(), make()
+            optimizer.load_state_dict(before)
+        gradient = {key: rng.normal(size=len(value)) for key, value in start.items()}
+        optimizer.step(grad=NoisyGradient({k: torch.from_numpy(g) for k, g in gradient.items()}, 0.1))
+        for key, twin in twins.items():
+            start[key] = twin.step(start[key], gradient[key], np.sin(start[key]) + 0.1 * t)
+            np.testing.assert_allclose(parameters[key].detach().numpy(), start[key], rtol=1e-10, atol=1e-13)
+            for theirs, mine in state.items():
+                found = optimizer.state[parameters[key]][mine]
+                np.testing.assert_allclose(np.asarray(found), getattr(twin, theirs), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (pg.optim.RMSpropPub, {"beta": 1.0}),
+        (pg.optim.RMSpropPub, {"epsilon": 0.0}),
+        (pg.optim.AdamPub, {"numerator": "both"}),
+        (pg.optim.AdamPub, {"keep": 0.0}),
+        (pg.optim.AdamPub, {"lr": -1.0}),
+        (pg.optim.MirrorDescent, {"horizon": 0}),
+        (pg.optim.MirrorDescent, {"horizon": 3, "public": None}),
+    ],
+)
+def test_public_updates_refuse_numbers_out_of_range(kind: Any, options: dict[str, Any]):
+    named = [("p", nn.Parameter(torch.zeros(2)))]
+    with pytest.raises(pg.PrivacyError, match=list(options)[-1]):
+        kind(named, **({"lr": 0.1, "public": lambda step: {}} | options))
+
+
+def test_a_public_gradient_of_another_model_is_refused():
+    optimizer = pg.optim.RMSpropPub([("p", nn.Parameter(torch.zeros(2)))], public=lambda step: {}, lr=0.1)
+    with pytest.raises(pg.PrivacyError, match="same model"):
+        optimizer.step(grad=NoisyGradient({"p": torch.ones(2)}, 0.1))

@@ -3,6 +3,7 @@
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
 from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop
 from privgrad.optim.debias import debias, default_floor
+from privgrad.optim.public import AdamPub, MirrorDescent, RMSpropPub
 
 __all__ = [
     "SGD",
@@ -10,14 +11,17 @@ __all__ = [
     "AdagradBC",
     "Adam",
     "AdamBC",
+    "AdamPub",
     "AdamW",
     "AdamWBC",
+    "MirrorDescent",
     "MomentumSGD",
     "NAdam",
     "NAdamBC",
     "PrivateOptimizer",
     "RMSprop",
     "RMSpropBC",
+    "RMSpropPub",
     "debias",
     "default_floor",
 ]

@@ -1,0 +1,167 @@
+"""Updates that mix released gradients with public ones: what AdaDPS is compared with."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import expected, require_integer, require_nonnegative, require_positive
+from privgrad.optim.base import NamedParameters, PrivateOptimizer
+
+# Mean gradient on public data by parameter name, at the weights of the moment, for a step: privgrad.PublicGradient.
+Public = Callable[[int], Mapping[str, Tensor]]
+Numerator = Literal["private", "public"]
+
+
+class _WithPublic(PrivateOptimizer):
+    """What these share: a public gradient at every step, taken before any parameter moves."""
+
+    def __init__(self, params: NamedParameters, public: Public, defaults: dict[str, Any]) -> None:
+        name = type(self).__name__
+        if not callable(public):
+            remedy = "give PublicGradient(model, loss_fn, examples, source=...)"
+            raise expected(name, "public", "to be a public gradient", type(public).__name__, remedy)
+        require_nonnegative(name, "lr", defaults["lr"], "give the learning rate")
+        for option in ("beta", "beta1"):
+            if not 0 <= defaults.get(option, 0.0) < 1:
+                raise expected(name, option, "to be in [0, 1)", defaults[option], "0.9 is usual")
+        if "epsilon" in defaults:
+            require_positive(name, "epsilon", defaults["epsilon"], "1e-5 is usual")
+        self._public = public
+        # In the groups, for those are what state_dict keeps.
+        super().__init__(params, defaults=defaults | {"steps": 0})
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        public = self._public(self.param_groups[0]["steps"])
+        for group in self.param_groups:
+            for parameter, grad, other in self._triples(group, public):
+                self._move(group, parameter, grad, other)
+            group["steps"] += 1
+
+    @abstractmethod
+    def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
+        """Move one parameter by its released and its public gradient; group["steps"] counts from 0."""
+
+    def _triples(
+        self, group: Mapping[str, Any], public: Mapping[str, Tensor]
+    ) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        for name, parameter in self._active(group):
+            if name not in public:
+                remedy = "give the optimizer and the public gradient the same model"
+                raise expected(type(self).__name__, "public", f"to have a gradient of {name!r}", "none", remedy)
+            assert parameter.grad is not None
+            yield parameter, parameter.grad, public[name].to(parameter.dtype)
+
+    def _average(self, parameter: nn.Parameter, name: str, value: Tensor, beta: float) -> Tensor:
+        """A moving average that starts at zero, in the parameter's state."""
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(parameter)
+        return state[name].lerp_(value, 1 - beta)
+
+
+class RMSpropPub(_WithPublic):
+    """DP-R-Pub: privatize first, then divide by RMSProp's scales from public data.
+
+    Computes, with g the released and h the public gradient: v = beta v + (1 - beta) h**2;
+        p = p - lr * g / (sqrt(v) + epsilon). The noise is divided too: where h is small it grows.
+
+    Args:
+        params: `model.named_parameters()`, or param groups of named parameters.
+        public: `PublicGradient` of the same model.
+        lr: learning rate, >= 0.
+        beta: decay of the second moment, in [0, 1).
+        epsilon: > 0, gradient units.
+    Raises:
+        PrivacyError: parameters without names, no public gradient, or a number out of its range.
+    Privacy:
+        Post-processing; the public gradient costs nothing.
+    Reference:
+        Li et al. 2022 (AdaDPS, arXiv 2202.05963), their baseline DP-R-Pub.
+    """
+
+    def __init__(
+        self, params: NamedParameters, *, public: Public, lr: float, beta: float = 0.9, epsilon: float = 1e-5
+    ) -> None:
+        super().__init__(params, public, {"lr": lr, "beta": beta, "epsilon": epsilon})
+
+    def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
+        square = self._average(parameter, "exp_avg_sq", public.square(), group["beta"])
+        parameter.addcdiv_(grad, square.sqrt().add_(group["epsilon"]), value=-group["lr"])
+
+
+class AdamPub(_WithPublic):
+    """DP-Adam-Pub: Adam whose second moment is that of public gradients.
+
+    Computes, with g the released and h the public gradient: v = beta v + (1 - beta) h**2, and by numerator
+        "private": m = beta1 m + (1 - beta1) g; p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta**t)) + epsilon);
+        "public": M = beta1 M + (1 - beta1) h; p = p - lr (keep g + (1 - keep) M) / (sqrt(v) + epsilon).
+
+    Args:
+        params, public, lr, epsilon, Raises, Privacy: as `RMSpropPub`.
+        beta: decay of the second moment, in [0, 1).
+        beta1: decay of the first, in [0, 1).
+        numerator: which reading of the paper, whose equation is lost.
+        keep: share of the released gradient in the numerator "public", in (0, 1].
+        bias_correction: divide by 1 - beta**t, in the numerator "private".
+    Reference:
+        Li et al. 2022 (AdaDPS), their baseline DP-Adam-Pub.
+    """
+
+    def __init__(
+        self,
+        params: NamedParameters,
+        *,
+        public: Public,
+        lr: float,
+        beta: float = 0.999,
+        beta1: float = 0.9,
+        epsilon: float = 1e-5,
+        numerator: Numerator = "private",
+        keep: float = 0.9,
+        bias_correction: bool = True,
+    ) -> None:
+        if numerator not in get_args(Numerator):
+            raise expected("AdamPub", "numerator", "to be 'private' or 'public'", repr(numerator), "choose one")
+        if not 0 < keep <= 1:
+            raise expected("AdamPub", "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
+        options = {"numerator": numerator, "keep": keep, "bias_correction": bias_correction}
+        super().__init__(params, public, {"lr": lr, "beta": beta, "beta1": beta1, "epsilon": epsilon} | options)
+
+    def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
+        square = self._average(parameter, "exp_avg_sq", public.square(), group["beta"])
+        if group["numerator"] == "public":
+            average = self._average(parameter, "public_exp_avg", public, group["beta1"])
+            numerator, first, second = group["keep"] * grad + (1 - group["keep"]) * average, 1.0, 1.0
+        else:
+            numerator, first, second = self._average(parameter, "exp_avg", grad, group["beta1"]), 1.0, 1.0
+            if group["bias_correction"]:
+                first, second = (1 - group[beta] ** (group["steps"] + 1) for beta in ("beta1", "beta"))
+        root = (square / second).sqrt_().add_(group["epsilon"])
+        parameter.addcdiv_(numerator, root, value=-group["lr"] / first)
+
+
+class MirrorDescent(_WithPublic):
+    """PDA-DPMD with the Euclidean mirror map: from the released gradient to the public one along a quarter cosine.
+
+    Computes, with g the released and h the public gradient and t from 0: alpha = cos(pi t / (2 horizon)), 0 after the
+        horizon; p = p - lr (alpha g + (1 - alpha) h).
+
+    Args:
+        params, public, lr, Raises, Privacy: as `RMSpropPub`.
+        horizon: steps until only the public gradient is left, >= 1; the number of steps of the training.
+    Reference:
+        Amid et al. 2022 (PDA-DPMD, arXiv 2112.00193), as Li et al. 2022 approximate it.
+    """
+
+    def __init__(self, params: NamedParameters, *, public: Public, lr: float, horizon: int) -> None:
+        require_integer("MirrorDescent", "horizon", horizon, 1)
+        super().__init__(params, public, {"lr": lr, "horizon": horizon})
+
+    def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
+        alpha = math.cos(math.pi * min(group["steps"] / group["horizon"], 1.0) / 2)
+        parameter.add_(grad, alpha=-group["lr"] * alpha).add_(public, alpha=-group["lr"] * (1 - alpha))
