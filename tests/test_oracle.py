@@ -318,3 +318,12 @@ def test_a_really_full_device_refuses_the_charge():
         ledger.bind({"sample_rate": 1.0})
     with pytest.raises(pg.PrivacyError, match="closed"):
         ledger.bind({"sample_rate": 1.0})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the queue is emptied where there is a device")
+def test_steps_leave_nothing_queued_for_devices_that_are_not_there():
+    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    before = len(torch.cuda._queued_calls)
+    for batch in oracle.plan.batches(make_data()):
+        oracle(batch)
+    assert len(torch.cuda._queued_calls) == before

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from privgrad.errors import SamplingError, expected, require_integer, require_positive
 from privgrad.gradient.checks import check_loss, gradients, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum
-from privgrad.gradient.engines import LossFunction, Vmap, trainable
+from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.precondition import Preconditioner, Transform
@@ -180,8 +179,7 @@ class PrivateGradient:
             return gradient
 
     def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, RawStep]:
-        with torch.random.fork_rng():
-            torch.manual_seed(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1))
+        with seeded(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1)):
             transform = self._transform(batch, parameters)
             clipped, clipping = clipped_sum(
                 self._chunks(batch, transform, parameters),

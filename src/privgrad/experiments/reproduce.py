@@ -16,6 +16,7 @@ from privgrad.experiments import probes
 from privgrad.experiments.records import in_phase, mean, std
 from privgrad.experiments.runs import Record, compare, context, read_records
 from privgrad.experiments.spec import Spec, check_spec
+from privgrad.experiments.toy import toy
 
 
 def items() -> list[str]:
@@ -65,8 +66,8 @@ def reproduce(
     kind = raw.get("kind", "comparison")
     if so_far and kind != "comparison":
         raise expected("reproduce", "--so-far", "to be for a comparison", name, "run it whole")
-    if kind == "noise-moments":
-        found, table = probes.noise_moments(raw, out, progress=progress)
+    if kind in _WHOLE:
+        found, table = _WHOLE[kind](raw, out, progress=progress)
     else:
         spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
         if kind in _PROBES:
@@ -81,6 +82,11 @@ def reproduce(
     return found, table
 
 
+# Kinds that read their whole file; and those that look along one training of a spec.
+_WHOLE: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
+    "noise-moments": probes.noise_moments,
+    "toy": toy,
+}
 _PROBES: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
     "moments": probes.moments,
     "cosines": probes.cosines,

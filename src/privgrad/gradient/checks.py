@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.parameter import is_lazy
 
 from privgrad.errors import UnsupportedModuleError, expected
-from privgrad.gradient.engines import BoundLoss, LossFunction, preserved, require_losses, trainable
+from privgrad.gradient.engines import BoundLoss, LossFunction, preserved, require_losses, seeded, trainable
 from privgrad.types import count_examples, map_examples
 
 _PROBED = 4  # examples that the loss is tried on
@@ -154,8 +154,7 @@ def _losses(
     copies = {name: p.detach().clone() for name, p in model.named_parameters()}
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **(parameters or {})}.items()}
-    with torch.random.fork_rng(), preserved(model):
-        torch.manual_seed(0)
+    with seeded(0), preserved(model):
         losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))
     return require_losses(losses, count_examples(examples))
 

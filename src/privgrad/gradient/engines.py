@@ -52,6 +52,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
+def seeded(seed: int) -> Generator[None]:
+    """torch's global random streams seeded; afterwards they are as they were."""
+    with torch.random.fork_rng():
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:
+            # torch.manual_seed queues calls for devices that will never come: a little more memory at every step.
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def preserved(model: nn.Module) -> Generator[None]:
     """Undo what a forward pass leaves on the modules: attributes set anew, tensors written, containers refilled.
 

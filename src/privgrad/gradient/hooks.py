@@ -23,7 +23,7 @@ from privgrad.gradient.capture import (
     written_to,
 )
 from privgrad.gradient.checks import evaluating, gradients
-from privgrad.gradient.engines import LossFunction, preserved, require_losses, trainable
+from privgrad.gradient.engines import LossFunction, preserved, require_losses, seeded, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.products import sources
 from privgrad.types import count_examples, map_examples
@@ -149,13 +149,12 @@ class Hooks:
                 return leaf[order]
 
             chosen = map_examples(take, few)
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                try:
+            try:
+                with seeded(0):
                     return self._factors(chosen)
-                except OtherCallsError:
-                    self._layouts = self._learn_layouts(chosen)
-                    torch.manual_seed(0)
+            except OtherCallsError:
+                self._layouts = self._learn_layouts(chosen)
+                with seeded(0):
                     return self._factors(chosen)
 
         for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):

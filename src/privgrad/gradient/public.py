@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad.errors import PrivacyError, expected, require_integer
-from privgrad.gradient.engines import LossFunction, require_losses, trainable
+from privgrad.gradient.engines import LossFunction, require_losses, seeded, trainable
 from privgrad.types import Batch, count_examples, map_examples
 
 
@@ -86,8 +86,7 @@ class PublicGradient:
         if len(chosen) < self._count:
             examples = map_examples(itemgetter(chosen), examples)
         parameters = trainable(self.model)
-        with torch.enable_grad(), torch.random.fork_rng():
-            torch.manual_seed(self._seed + step)
+        with torch.enable_grad(), seeded(self._seed + step):
             losses = require_losses(self._loss_fn(self.model, examples), len(chosen))
             grads = torch.autograd.grad(
                 losses.mean(), list(parameters.values()), allow_unused=True, materialize_grads=True

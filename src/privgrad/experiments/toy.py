@@ -1,0 +1,179 @@
+"""Items of kind "toy": linear regression with rare features, with and without privacy, with and without scales."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad import precondition
+from privgrad.optim import SGD
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
+from privgrad.types import Scales
+
+_POINTS = 60  # of a curve
+Curve = list[tuple[int, float]]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Private(_Table):
+    """How the private methods train."""
+
+    noise_multiplier: float
+    max_grad_norm: float
+    steps: int
+    delta: float
+    lr: dict[Literal["DP-SGD", "AdaDPS"], float]
+
+
+class NonPrivate(_Table):
+    """How the others train."""
+
+    steps: int
+    lr: dict[Literal["SGD", "AdaS"], float]
+
+
+class Toy(_Table):
+    """The item's file."""
+
+    kind: Literal["toy"]
+    title: str
+    examples: int
+    features: int
+    frequent: int
+    trials: int = Field(ge=2)
+    batch_size: int
+    private: Private
+    nonprivate: NonPrivate
+    expected: dict[str, dict[str, float]]
+
+
+def toy(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """Train every method in every trial; final losses beside the expected ones, and curves."""
+    item = Toy.model_validate(raw)
+    out.mkdir(parents=True, exist_ok=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products this small lose more by waiting for each other than they gain
+    try:
+        return _run(item, out, progress=progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    from privgrad.experiments.figures import curves_figure, png
+
+    path = out / "runs.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    x, y, scales = _problem(item)
+    methods = [*item.private.lr, *item.nonprivate.lr]
+    with Progress(disable=not progress, transient=True) as bar, path.open("a") as file:
+        task = bar.add_task("", total=len(methods))
+        for method in methods:
+            bar.update(task, description=method, refresh=True)
+            if not any(record["method"] == method for record in records):
+                train = _private if method in item.private.lr else _nonprivate
+                curves = train(item, method, x, y, scales)
+                made = [{"method": method, "trial": t, "loss": c[-1][1], "curve": c} for t, c in enumerate(curves)]
+                records += made
+                file.write("".join(json.dumps(record) + "\n" for record in made))
+                file.flush()
+            bar.advance(task)
+    curves = {m: [r["curve"] for r in records if r["method"] == m] for m in methods}
+    for name, shown in (("private", item.private.lr), ("nonprivate", item.nonprivate.lr)):
+        (out / f"{name}.png").write_bytes(png(partial(curves_figure, {m: curves[m] for m in shown})))
+    plan = _plan(item, 0)
+    table = Table("method", "final loss", "expected", title=item.title)
+    table.caption = f"Mean ± standard deviation over {item.trials} trials; private: epsilon {plan.epsilon():.2f}."
+    found: dict[str, Any] = {}
+    for method in methods:
+        losses, wanted = [r["loss"] for r in records if r["method"] == method], item.expected[method]
+        found[method] = {"mean": mean(losses), "sd": stdev(losses)}
+        spread = f" ± {wanted['sd']:.2g}" if "sd" in wanted else ""
+        table.add_row(method, f"{mean(losses):.3g} ± {stdev(losses):.1g}", f"{wanted['mean']:.3g}{spread}")
+    return found, table
+
+
+def _problem(item: Toy) -> tuple[Tensor, Tensor, Tensor]:
+    """Features (n, d), targets (n,), and the scales A: each feature's magnitude, which is known beforehand."""
+    generator = torch.Generator().manual_seed(0)
+    often = torch.arange(item.features) < item.frequent
+    x = (torch.rand(item.examples, item.features, generator=generator) < torch.where(often, 0.9, 0.01)).float()
+    truth = torch.where(often, 0.01, 1.0)
+    y = x @ truth + 0.01 * torch.randn(item.examples, generator=generator)
+    return x, y, torch.where(often, 1.0, 0.01) + 1e-3
+
+
+def _plan(item: Toy, trial: int) -> PrivacyPlan:
+    return PrivacyPlan(
+        noise_multiplier=item.private.noise_multiplier,
+        max_grad_norm=item.private.max_grad_norm,
+        sample_rate=item.batch_size / item.examples,
+        expected_batch_size=item.batch_size,
+        num_examples=item.examples,
+        steps=item.private.steps,
+        delta=item.private.delta,
+        seed=trial,
+    )
+
+
+def _start(item: Toy, trial: int) -> nn.Linear:
+    model = nn.Linear(item.features, 1, bias=False)
+    nn.init.normal_(model.weight, std=0.1, generator=torch.Generator().manual_seed(trial))
+    return model
+
+
+def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0])[:, 0] - batch[1]).square() / 2
+
+
+def _private(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
+    known = Scales({"weight": scales[None]}, provenance="common knowledge", source="how frequent each feature is")
+    made = precondition.fixed(known) if method == "AdaDPS" else None
+    curves: list[Curve] = []
+    for trial in range(item.trials):
+        model, plan = _start(item, trial), _plan(item, trial)
+        oracle = PrivateGradient(model, _losses, plan, precondition=made)
+        optimizer = SGD(model.named_parameters(), lr=item.private.lr[method])
+        curve = [(0, _loss(model.weight, x, y)[0])]
+        for step, batch in enumerate(plan.batches(TensorDataset(x, y)), start=1):
+            optimizer.step(grad=oracle(batch))
+            if step % max(1, plan.steps // _POINTS) == 0 or step == plan.steps:
+                curve.append((step, _loss(model.weight, x, y)[0]))
+        curves.append(curve)
+    return curves
+
+
+def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
+    """Mini-batches of fixed size, all trials at once; written out, for there is nothing to clip."""
+    weights = torch.cat([_start(item, trial).weight.detach() for trial in range(item.trials)])
+    lr = item.nonprivate.lr[method] / (scales if method == "AdaS" else torch.ones_like(scales))
+    generator, steps = torch.Generator().manual_seed(0), item.nonprivate.steps
+    curves: list[Curve] = [[(0, loss)] for loss in _loss(weights, x, y)]
+    for step in range(1, steps + 1):
+        chosen = torch.randint(0, item.examples, (item.trials, item.batch_size), generator=generator)
+        part = x[chosen]
+        residual = (part @ weights[:, :, None])[..., 0] - y[chosen]
+        weights -= lr * (residual[:, None] @ part)[:, 0] / item.batch_size
+        if step % max(1, steps // _POINTS) == 0 or step == steps:
+            for curve, loss in zip(curves, _loss(weights, x, y), strict=True):
+                curve.append((step, loss))
+    return curves
+
+
+@torch.no_grad()
+def _loss(weights: Tensor, x: Tensor, y: Tensor) -> list[float]:
+    """Of every row of weights, (trials, d)."""
+    return cast("list[float]", ((weights @ x.T - y).square().mean(1) / 2).tolist())
