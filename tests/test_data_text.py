@@ -15,6 +15,7 @@ import torch
 import privgrad as pg
 from privgrad import data
 from privgrad.data import debian
+from privgrad.data.dataset import with_public
 from privgrad.data.sources import cache
 from privgrad.data.text import _basic_english
 from privgrad.experiments.spec import DataName, DataTable, check_spec, make_data
@@ -191,13 +192,15 @@ def write_lists(folder: Path, sources: int = 60) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     packages, translations = [], []
     for number in range(sources):
+        tag = f", use::u{number % 3}" if number % 2 else ""
         for kind in ("", "-extra"):
             md5 = f"{2 * number + bool(kind):032x}"
             packages.append(
                 f"Package: p{number}{kind}\n"
                 + (f"Source: p{number} (1.2)\n" if kind else "")
                 + f"Maintainer: Some One <some@one>\nDescription: no\nDescription-md5: {md5}\n"
-                + f"Tag: role::program,\n Section: no\nSection: {SECTIONS[number % 3]}\n"
+                + f"Tag: role::program,\n Section: no{tag},\n implemented-in::c\n"
+                + f"Section: {SECTIONS[number % 3]}\n"
             )
             translations.append(
                 f"Package: p{number}{kind}\nDescription-md5: {md5}\nDescription-en: synopsis {number}{kind}\n"
@@ -233,6 +236,44 @@ def test_debian_sections_keep_sources_together(tmp_path: Path):
     assert len(limited.test) == sizes[2]
     assert limited.num_classes == 3
     assert limited.train.tensors[0][0].tolist() == [*range(1, 11)] + [0] * 30
+
+
+def test_debian_tags_read_words_off_the_untagged(tmp_path: Path):
+    write_lists(tmp_path)
+    loaded = data.debian_tags(tmp_path, words=20, length=6, validation=2)
+    assert (loaded.num_classes, loaded.vocabulary, loaded.input_shape) == (3, 21, (6,))
+    sizes = [len(part) for part in (loaded.train, loaded.validation, loaded.test)]
+    assert sum(sizes) == 60  # every other source; role:: and implemented-in:: do not count
+    labels = loaded.train.tensors[1]
+    assert labels.dtype == torch.float32
+    assert labels.sum(1).tolist() == [1.0] * sizes[0]
+    assert loaded.public_counts is not None
+    # synopsis, in, c++, the, second, sentence, a, third, common, end: of 60 untagged packages; extra: of 30
+    assert loaded.public_counts[:12].tolist() == [0] + [60] * 10 + [30]
+
+
+def test_public_examples_are_taken_out_of_the_training_part(tmp_path: Path):
+    write_lists(tmp_path)
+    loaded = data.debian_tags(tmp_path, validation=2)
+    split = with_public(loaded, 5)
+    assert split.public is not None
+    for i in range(2):
+        parts = (split.train.tensors[i], split.public.tensors[i])
+        assert torch.equal(torch.cat(parts), loaded.train.tensors[i])
+    assert len(split.public) == 5
+    with pytest.raises(pg.PrivacyError, match="public"):
+        with_public(loaded, len(loaded.train))
+
+
+@needs_lists
+def test_the_real_debian_tags():
+    loaded = data.debian_tags(limit=3000)
+    assert len(loaded.train) == 3000
+    assert 3000 < len(loaded.test) < 6000
+    assert 350 < loaded.num_classes < 620
+    labels = loaded.train.tensors[1]
+    assert 2 < labels.sum(1).mean() < 5
+    assert int(labels.sum(0).min()) >= 1
 
 
 def test_debian_lists_are_read_compressed(tmp_path: Path):
@@ -345,7 +386,8 @@ def test_real_sentence_pairs_with_minilm():
 def test_every_loader_and_its_options_can_be_named_in_a_spec():
     assert sorted(data.LOADERS) == sorted(get_args(DataName))
     options = {name for loader in data.LOADERS.values() for name in inspect.signature(loader).parameters}
-    assert options == set(DataTable.model_fields) - {"name"}
+    # An encoder names the tokenizer, and any set can have public examples taken out.
+    assert options - {"tokenizer"} == set(DataTable.model_fields) - {"name", "public"}
     guide = (Path(__file__).parent.parent / "docs" / "guide.md").read_text()
     assert all(f"| `{name}` |" in guide for name in data.LOADERS)
     assert all("validation" in inspect.signature(loader).parameters for loader in data.LOADERS.values())
@@ -361,9 +403,10 @@ def test_a_spec_loads_its_data(tmp_path: Path, tokenizer: Path):
         | {"expected_batch_size": 2, "steps": 1},
         "methods": [{"name": "SGD", "optimizer": "SGD", "lr": 1.0}],
     }
-    with pytest.raises(pg.PrivacyError, match=r"data.tokenizer to be given for snli"):
+    with pytest.raises(pg.PrivacyError, match=r"model.encoder to be given for pairs"):
         make_data(check_spec(raw | {"data": table}, "test"))
-    table |= {"tokenizer": str(tokenizer), "length": 8}
+    table |= {"length": 8}
+    raw["model"] = {"name": "pair-classifier", "encoder": str(tokenizer)}
     assert make_data(check_spec(raw | {"data": table}, "test")).input_shape == (2, 8)
     with pytest.raises(pg.PrivacyError, match=r"data.words to be absent for snli"):
         make_data(check_spec(raw | {"data": table | {"words": 3}}, "test"))

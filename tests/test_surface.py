@@ -9,7 +9,7 @@ from privgrad.cli import app
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim precondition",
+    "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim precondition side_information",
     "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
     "PrivateOptimizer RMSprop RMSpropBC RMSpropPub debias default_floor",
 }

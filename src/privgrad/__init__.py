@@ -1,6 +1,6 @@
 """Differentially private training for PyTorch that takes the bias out of private gradients."""
 
-from privgrad import optim
+from privgrad import optim, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
 from privgrad.gradient import precondition
@@ -28,4 +28,5 @@ __all__ = [
     "fit",
     "optim",
     "precondition",
+    "side_information",
 ]

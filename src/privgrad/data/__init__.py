@@ -7,7 +7,7 @@ MNIST and CIFAR-10, the Debian package index for tagged or paired sentences, the
 from collections.abc import Callable
 
 from privgrad.data.dataset import DataSet
-from privgrad.data.debian import debian_sections, sentence_pairs
+from privgrad.data.debian import debian_sections, debian_tags, sentence_pairs
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
 from privgrad.data.synthetic import heavy_tail
 from privgrad.data.text import brown, ptb, snli
@@ -19,6 +19,7 @@ __all__ = [
     "brown",
     "cifar10",
     "debian_sections",
+    "debian_tags",
     "digits",
     "fashion_mnist",
     "heavy_tail",
@@ -33,6 +34,7 @@ LOADERS: dict[str, Callable[..., DataSet]] = {
     "brown": brown,
     "cifar-10": cifar10,
     "debian-sections": debian_sections,
+    "debian-tags": debian_tags,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "heavy-tail": heavy_tail,

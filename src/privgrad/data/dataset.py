@@ -1,6 +1,6 @@
 """What every loader returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -14,7 +14,8 @@ class DataSet:
 
     Attributes:
         name: for reports: what it is and where it came from.
-        train: (input, label) pairs, the private examples. A label is an integer, or one for each token of the input.
+        train: (input, label) pairs, the private examples. A label is an integer; or one for each token of the input; or
+            float with one entry a class, 1 for each that applies.
         validation: held out of the training set for tuning; may be empty.
         test: the set's own test part.
         num_classes: number of labels.
@@ -22,6 +23,8 @@ class DataSet:
         frequency_edges: where classes are so unequal that results are told by how frequent a class is: lower ends of
             the groups' counts; () groups classes of equal count.
         vocabulary: where inputs are ids of words or tokens: ids are in [0, vocabulary).
+        public_counts: how often each id occurs in text that is apart from all examples, shape (vocabulary,).
+        public: (input, label) pairs that were taken out of the training set to be public; None if there are none.
     """
 
     name: str
@@ -32,6 +35,8 @@ class DataSet:
     input_shape: tuple[int, ...]
     frequency_edges: tuple[int, ...] | None = None
     vocabulary: int | None = None
+    public_counts: Tensor | None = None
+    public: TensorDataset | None = None
 
 
 def split(
@@ -43,6 +48,7 @@ def split(
     num_classes: int | None = None,
     frequency_edges: tuple[int, ...] | None = None,
     vocabulary: int | None = None,
+    public_counts: Tensor | None = None,
 ) -> DataSet:
     """A DataSet whose validation part is the end of the training part.
 
@@ -54,6 +60,7 @@ def split(
         num_classes: None is one more than the largest training label.
         frequency_edges: as in DataSet.
         vocabulary: as in DataSet.
+        public_counts: as in DataSet.
     Raises:
         PrivacyError: more held out than there is.
     """
@@ -71,6 +78,7 @@ def split(
         input_shape=tuple(inputs.shape[1:]),
         frequency_edges=frequency_edges,
         vocabulary=vocabulary,
+        public_counts=public_counts,
     )
 
 
@@ -79,3 +87,19 @@ def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> Dat
     examples = TensorDataset(inputs, labels)
     nothing = TensorDataset(inputs[:0], labels[:0])
     return DataSet(name, examples, nothing, examples, num_classes, tuple(inputs.shape[1:]), frequency_edges=())
+
+
+def with_public(data: DataSet, count: int) -> DataSet:
+    """The same with `count` examples, from the end of the training part, taken out of it as public ones.
+
+    Raises:
+        PrivacyError: no private example would be left.
+    """
+    if count == 0:
+        return data
+    inputs, labels = data.train.tensors
+    kept = len(labels) - count
+    if kept < 1:
+        raise expected("data", "public", f"to be below {len(labels)}", count, "take fewer")
+    private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
+    return replace(data, train=private, public=public)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawTwins, RawWatch, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, losses_of, make_model, open_folder, read_records
+from privgrad.experiments.runs import Record, losses_for, make_model, open_folder, read_records
 from privgrad.experiments.spec import Spec
 from privgrad.optim import AdamBC
 from privgrad.oracle import PrivateGradient
@@ -119,7 +119,7 @@ def cosines(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tupl
             if t in at:
                 chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
                 inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
-                found = raw_pairwise_cosines(model, losses_of, (inputs, labels), labels)
+                found = raw_pairwise_cosines(model, losses_for(data), (inputs, labels), labels)
                 matrices[t] = found["cosines"]
                 records.append({"t": t, "raw_within": found["within"], "raw_across": found["across"]})
         (out / "cosines.png").write_bytes(png(partial(cosines_figure, matrices)))
@@ -143,7 +143,7 @@ def _stops(
     torch.manual_seed(seed)
     model = make_model(spec, data)
     optimizer = method.make(model.named_parameters(), method.fixed_lr)
-    oracle = PrivateGradient(model, losses_of, plan, engine=spec.run.engine, memory_mb=spec.run.memory_mb)
+    oracle = PrivateGradient(model, losses_for(data), plan, engine=spec.run.engine, memory_mb=spec.run.memory_mb)
     yield 0, oracle, model, data
     batches = track(plan.batches(data.train), total=plan.steps, disable=not progress, transient=True)
     for t, batch in enumerate(batches, start=1):

@@ -17,13 +17,24 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad import models, optim
+from privgrad import models, optim, side_information
 from privgrad.accounting import epsilon
 from privgrad.data import DataSet
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
-from privgrad.experiments.spec import MethodTable, Spec, encoder_folder, make_data
+from privgrad.experiments.spec import (
+    Candidate,
+    MethodTable,
+    PreconditionTable,
+    Spec,
+    WarmStartTable,
+    encoder_folder,
+    make_data,
+)
+from privgrad.gradient import precondition
 from privgrad.gradient.checks import evaluating
+from privgrad.gradient.precondition import Preconditioner
+from privgrad.gradient.public import LossFunction, PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
@@ -40,6 +51,7 @@ class Run:
     """One training to do."""
 
     method: MethodTable
+    max_grad_norm: float
     lr: float
     seed: int | None
     phase: Phase
@@ -47,7 +59,13 @@ class Run:
     @property
     def name(self) -> str:
         """Folder of the run's ledger and checkpoint."""
-        return f"{self.method.name}-lr{self.lr:g}-{self.phase}-seed{self.seed}".replace("/", "_")
+        norm = "" if self.method.max_grad_norm is None else f"-C{self.max_grad_norm:g}"
+        return f"{self.method.name}{norm}-lr{self.lr:g}-{self.phase}-seed{self.seed}".replace("/", "_")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What its record is found by."""
+        return (self.method.name, self.max_grad_norm, self.lr, self.seed, self.phase)
 
 
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
@@ -63,11 +81,11 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
     Raises:
         PrivacyError: bad input.
     """
-    if len(spec.methods) != 1 or (lr := spec.methods[0].fixed_lr) is None:
+    if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
         remedy = "keep one in the file, or use `privgrad compare`"
         got = [method.name for method in spec.methods]
-        raise expected("train", "methods", "to be one, with its lr", got, remedy)
-    run = Run(spec.methods[0], lr, seed, "final")
+        raise expected("train", "methods", "to be one, with its lr and norm", got, remedy)
+    run = Run(spec.methods[0], *spec.grid(spec.methods[0])[0], seed, "final")
     data = open_folder(spec, out)
     others = {record["seed"] for record in read_records(out)} - {seed}
     if others:
@@ -91,29 +109,30 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         PrivacyError: bad input.
     """
     data, tuning = open_folder(spec, out), spec.tuning
-    planned = sum(len(spec.grid(method)) for method in spec.methods) * (len(tuning.seeds) if tuning else 0)
+    tried = [len(spec.grid(method)) for method in spec.methods if spec.is_tuned(method)]
     columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, disable=not progress) as bar:
+        planned = sum(tried) * (len(tuning.seeds) if tuning else 0)
         task = bar.add_task("", total=planned + len(spec.methods) * len(spec.run.seeds))
 
-        def do(method: MethodTable, lr: float, seeds: Sequence[int], phase: Phase) -> None:
-            for run in (Run(method, lr, seed, phase) for seed in seeds):
-                bar.update(task, description=f"{run.phase}  {run.method.name}  lr {run.lr:g}  seed {run.seed}")
+        def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
+            for run in (Run(method, *candidate, seed, phase) for seed in seeds):
+                bar.update(task, description=f"{phase}  {method.name}  lr {run.lr:g}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
                     _append(out, _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False))
                 bar.advance(task)
 
         for method in spec.methods:
-            lr = method.fixed_lr
-            if lr is None:
+            best = spec.grid(method)[0]
+            if spec.is_tuned(method):
                 assert tuning is not None
-                for rate in spec.grid(method):
-                    do(method, rate, tuning.seeds, "tuning")
-                while tuning.extend and (rate := _beyond_edge(read_records(out), method.name, tuning.by)) is not None:
+                for candidate in spec.grid(method):
+                    do(method, candidate, tuning.seeds, "tuning")
+                while tuning.extend and (more := _beyond_edge(read_records(out), method.name, tuning.by)) is not None:
                     bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
-                    do(method, rate, tuning.seeds, "tuning")
-                lr = best_lr(read_records(out), method.name, tuning.by)
-            do(method, lr, spec.run.seeds, "final")
+                    do(method, more, tuning.seeds, "tuning")
+                best = best_candidate(read_records(out), method.name, tuning.by)
+            do(method, best, spec.run.seeds, "final")
     return read_records(out)
 
 
@@ -153,17 +172,21 @@ def restart(out: Path) -> Path | None:
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool) -> Record:
     if run.seed is not None:
         torch.manual_seed(run.seed)
-    model = make_model(spec, data)
-    optimizer = run.method.make(model.named_parameters(), run.lr)
-    plan = spec.plan(run.seed)
+    model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.max_grad_norm)
+    method, loss_fn = run.method, losses_for(data)
+    public = _public(method, model, data)
+    if method.warm_start is not None:
+        _warm_start(method.warm_start, model, data)
+    optimizer = method.make(model.named_parameters(), run.lr, public=public, steps=plan.steps)
     by_accuracy = spec.tuning is None or spec.tuning.by == "accuracy"
     validated = run.phase == "tuning" and by_accuracy
     result = fit(
         model,
-        losses_of,
+        loss_fn,
         optimizer,
         plan,
         data.train,
+        precondition=_preconditioner(method.precondition, public, model, data),
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
@@ -179,7 +202,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             stacklevel=2,
         )
     record = _record(run, plan, data, result, optimizer, validated=validated)
-    return record if by_accuracy else record | {"raw_train_loss": float(_outcomes(model, data.train)[0].mean())}
+    return record if by_accuracy else record | {"raw_train_loss": float(_outcomes(model, data.train, data)[0].mean())}
 
 
 def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
@@ -204,12 +227,14 @@ def _record(
     return {
         "method": run.method.name,
         "optimizer": run.method.optimizer,
+        "max_grad_norm": run.max_grad_norm,
         "lr": run.lr,
         "seed": run.seed,
         "phase": run.phase,
         "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
         "delta": plan.delta,
         "sampling": plan.sampling,
+        "score": "recall@5" if _has_tags(data) else "accuracy",
         "test_accuracy": None if validated else last["accuracy"],
         "test_loss": None if validated else last["loss"],
         "validation_accuracy": last["accuracy"] if validated else None,
@@ -219,7 +244,7 @@ def _record(
         "seconds": result.seconds,
         "examples_per_second": result.examples_per_second,
         "data": f"{data.name}: {len(data.train):,} training, {len(data.validation):,} validation, "
-        f"{len(data.test):,} test examples",
+        f"{len(data.test):,} test examples" + (f", {len(data.public):,} public" if data.public else ""),
     }
 
 
@@ -251,63 +276,125 @@ def _vocabulary(data: DataSet) -> int:
     return data.vocabulary
 
 
+def _public(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
+    if data.public is None or not method.needs_public:
+        return None
+    source = f"public data: {len(data.public)} examples taken out of the training set"
+    return PublicGradient(model, losses_for(data), data.public, source=source, batch_size=method.public_batch_size)
+
+
+def _preconditioner(
+    table: PreconditionTable | None, public: PublicGradient | None, model: nn.Module, data: DataSet
+) -> Preconditioner | None:
+    if table is None:
+        return None
+    if table.rule == "frequencies":
+        if data.public_counts is None:
+            remedy = "choose data with text that is apart from the examples"
+            raise expected("load_spec", "data.name", "to have public word counts", data.name, remedy)
+        # The word table is the model's first parameter; its rows are words.
+        name = next(name for name, _ in model.named_parameters())
+        scales = side_information.frequencies(
+            data.public_counts, parameter=name, dim=0, source="words of untagged documents", **table.options
+        )
+        return precondition.fixed(scales)
+    if table.rule == "raw_ideal_rmsprop":
+        return precondition.raw_ideal_rmsprop(**table.options)
+    assert public is not None
+    return getattr(precondition, table.rule)(public, **table.options)
+
+
+def _warm_start(table: WarmStartTable, model: nn.Module, data: DataSet) -> None:
+    """Train on the public examples, without privacy."""
+    assert data.public is not None
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=table.lr), losses_for(data)
+    for _ in range(table.epochs):
+        order = torch.randperm(len(data.public))
+        for chosen in order.split(table.batch_size):
+            optimizer.zero_grad()
+            loss_fn(model, tuple(tensor[chosen] for tensor in data.public.tensors)).mean().backward()
+            optimizer.step()
+    optimizer.zero_grad()
+
+
+def _has_tags(data: DataSet) -> bool:
+    return data.train.tensors[1].is_floating_point()
+
+
+def losses_for(data: DataSet) -> LossFunction:
+    """Cross-entropy, the mean over tokens where labels are; for tags, binary cross-entropy summed over them."""
+    tags = _has_tags(data)
+
+    def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        losses = _losses(model(batch[0]), batch[1])
+        if losses.ndim == 1:
+            return losses
+        return losses.sum(1) if tags else losses.flatten(1).mean(1)
+
+    return losses_of
+
+
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each label: one an example, shape (B,), or one a token, (B, T)."""
+    """Of each label: one an example, shape (B,), or one a token or tag, (B, T)."""
+    if labels.is_floating_point():
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
     return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
 
 
-def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, labels = batch
-    return _losses(model(inputs), labels).flatten(1).mean(1) if labels.ndim > 1 else _losses(model(inputs), labels)
-
-
-def _outcomes(model: nn.Module, examples: TensorDataset) -> tuple[Tensor, Tensor]:
-    """Loss of each label and whether it was the likeliest, flat."""
+def _outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
+    """Loss and score of each example or token: right or not; of tags the share found among the likeliest five."""
     losses: list[Tensor] = []
-    correct: list[Tensor] = []
+    scores: list[Tensor] = []
     with evaluating(model), torch.no_grad():
         for inputs, labels in zip(*(tensor.split(256) for tensor in examples.tensors), strict=True):
             logits = model(inputs)
-            losses.append(_losses(logits, labels).flatten())
-            correct.append((logits.argmax(-1) == labels).flatten())
-    return torch.cat(losses), torch.cat(correct)
+            if _has_tags(data):
+                losses.append(_losses(logits, labels).sum(1))
+                found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
+                scores.append(found / labels.sum(1))
+            else:
+                losses.append(_losses(logits, labels).flatten())
+                scores.append((logits.argmax(-1) == labels).flatten())
+    return torch.cat(losses), torch.cat(scores)
 
 
 def _measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
-    """Accuracy and loss on what is held out; where frequency matters, also by class on the training examples."""
-    losses, correct = _outcomes(model, held_out)
-    measured: dict[str, Any] = {"accuracy": correct.double().mean().item(), "loss": losses.double().mean().item()}
+    """Score and loss on what is held out; where frequency matters, also by class on the training examples."""
+    losses, scores = _outcomes(model, held_out, data)
+    measured: dict[str, Any] = {"accuracy": scores.double().mean().item(), "loss": losses.double().mean().item()}
     if data.frequency_edges is not None:
         labels = data.train.tensors[1].flatten()
         counts = torch.bincount(labels, minlength=data.num_classes)
         edges = data.frequency_edges or None
-        measured["raw_groups"] = by_frequency(*_outcomes(model, data.train), labels, counts, edges=edges)
+        measured["raw_groups"] = by_frequency(*_outcomes(model, data.train, data), labels, counts, edges=edges)
     return measured
 
 
-def best_lr(records: Sequence[Record], method: str, by: str) -> float:
-    """The learning rate of the best mean validation accuracy or training loss; the smaller of two equal ones."""
+def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
+    """What has the best mean validation score or training loss; the smaller of two equal ones."""
     costs = _tuning_costs(records, method, by)
-    return min(costs, key=lambda lr: (costs[lr], lr))
+    return min(costs, key=lambda candidate: (costs[candidate], candidate))
 
 
-def _beyond_edge(records: Sequence[Record], method: str, by: str) -> float | None:
-    """The next learning rate, half a power of ten beyond the best, if that is the first or last of those tried."""
-    costs, best = _tuning_costs(records, method, by), best_lr(records, method, by)
-    if len(costs) >= _MOST_RATES or best not in (min(costs), max(costs)) or math.isinf(costs[best]):
+def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | None:
+    """The next learning rate, half a power of ten beyond the best, if that is the first or last tried with its norm."""
+    costs, (norm, best) = _tuning_costs(records, method, by), best_candidate(records, method, by)
+    tried = [lr for other, lr in costs if other == norm]
+    if len(tried) >= _MOST_RATES or best not in (min(tried), max(tried)) or math.isinf(costs[norm, best]):
         return None
-    factor = 10**0.5 if best == max(costs) else 10**-0.5
-    return float(f"{best * factor:.2g}")
+    factor = 10**0.5 if best == max(tried) else 10**-0.5
+    return norm, float(f"{best * factor:.2g}")
 
 
-def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[float, float]:
-    """What tuning minimises, by learning rate: mean over seeds of minus the accuracy, or of the loss."""
-    found: dict[float, list[float]] = {}
+def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, float]:
+    """What tuning minimises, by candidate: mean over seeds of minus the score, or of the loss."""
+    found: dict[Candidate, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
             cost = -record["validation_accuracy"] if by == "accuracy" else record["raw_train_loss"]
-            found.setdefault(record["lr"], []).append(cost if math.isfinite(cost) else math.inf)
-    return {lr: sum(costs) / len(costs) for lr, costs in found.items()}
+            candidate = (record["max_grad_norm"], record["lr"])
+            found.setdefault(candidate, []).append(cost if math.isfinite(cost) else math.inf)
+    return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}
 
 
 def open_folder(spec: Spec, out: Path) -> DataSet:
@@ -341,6 +428,5 @@ def _append(out: Path, record: Mapping[str, Any]) -> None:
 
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:
-    key = (run.method.name, run.lr, run.seed, run.phase)
-    same = (r for r in records if (r["method"], r["lr"], r["seed"], r["phase"]) == key)
-    return next(same, None)
+    keys = ("method", "max_grad_norm", "lr", "seed", "phase")
+    return next((r for r in records if tuple(r[key] for key in keys) == run.key), None)

