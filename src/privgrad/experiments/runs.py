@@ -322,22 +322,20 @@ def _has_tags(data: DataSet) -> bool:
 
 
 def losses_for(data: DataSet) -> LossFunction:
-    """Cross-entropy, the mean over tokens where labels are; for tags, binary cross-entropy summed over them."""
-    tags = _has_tags(data)
+    """Cross-entropy: of a class; the mean over an example's tokens; of equal shares for an example's tags."""
+    del data
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = _losses(model(batch[0]), batch[1])
-        if losses.ndim == 1:
-            return losses
-        return losses.sum(1) if tags else losses.flatten(1).mean(1)
+        return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
     return losses_of
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of each label: one an example, shape (B,), or one a token or tag, (B, T)."""
+    """Of each example, shape (B,), or of each token, (B, T)."""
     if labels.is_floating_point():
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
     return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
 
 
@@ -349,7 +347,7 @@ def _outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple
         for inputs, labels in zip(*(tensor.split(256) for tensor in examples.tensors), strict=True):
             logits = model(inputs)
             if _has_tags(data):
-                losses.append(_losses(logits, labels).sum(1))
+                losses.append(_losses(logits, labels))
                 found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
                 scores.append(found / labels.sum(1))
             else:

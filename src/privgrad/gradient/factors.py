@@ -60,7 +60,7 @@ class Factor(ABC):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
-        return torch.cat([_norms(part.dense(), inverse_scales) for part in self._split()])
+        return torch.cat([norms_of(part.dense(), inverse_scales) for part in self._split()])
 
     def written_out(self) -> "Dense":
         """The same with all gradients in memory."""
@@ -116,7 +116,7 @@ class Dense(Factor):
         return Dense(kept(self.grads_BP, kept_B))
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return _norms(self.grads_BP, inverse_scales) if inverse_scales is None else super().norms(inverse_scales)
+        return norms_of(self.grads_BP, inverse_scales) if inverse_scales is None else super().norms(inverse_scales)
 
     def __add__(self, other: Factor) -> Factor:
         return Dense(self.grads_BP + other.grads_BP) if isinstance(other, Dense) else super().__add__(other)
@@ -186,7 +186,7 @@ class Outer(Factor):
         """
         places, (outputs, inputs) = self.a_BTI.shape[1], self.shape
         if places == 1 and inverse_scales is None:
-            return _norms(self.a_BTI) * _norms(self.b_BTO)
+            return norms_of(self.a_BTI) * norms_of(self.b_BTO)
         if places == 1:
             scales = wide(cast(Tensor, inverse_scales))
             largest = scales.max()
@@ -220,7 +220,7 @@ class Outer(Factor):
         """
         b_BO, b_B = _unit(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
-        return _norms(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
+        return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
 
 
 class Rows(Factor):
@@ -521,7 +521,7 @@ def short_norms(x: Tensor) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
 
 
-def _norms(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
+def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     """Norm of each example's gradient, shape (B,), float64.
 
     Short float32 sums, joined in float64: one long float32 sum understates the norm of a gradient with many small

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.errors import expected
+from privgrad.gradient.bags import Bags
 from privgrad.gradient.convolution import Convolution
 from privgrad.gradient.factors import Dense, Factor, Outer, Rows, cached, wide
 
@@ -190,11 +191,12 @@ class _EmbeddingBag(Rule):
     def factor(
         self, layer: nn.EmbeddingBag, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
     ) -> Factor:
+        weight_BT = torch.ones_like(x, dtype=wide(grad).dtype)
+        if layer.padding_idx is not None:
+            weight_BT = (x != layer.padding_idx).to(weight_BT.dtype)
         if layer.mode == "mean":
-            counted = x != layer.padding_idx if layer.padding_idx is not None else torch.ones_like(x, dtype=torch.bool)
-            grad = wide(grad) / counted.sum(1, keepdim=True).clamp(min=1)
-        grad_BTD = grad[:, None].expand(-1, x.shape[1], -1)
-        return Rows(x, _without_padding(layer, x, grad_BTD), layer.num_embeddings)
+            weight_BT = weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1)
+        return Bags(x, weight_BT, grad, layer.num_embeddings)
 
 
 class _Normalization(Rule):

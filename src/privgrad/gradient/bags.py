@@ -1,0 +1,64 @@
+"""Bags of words: the gradient of an embedding table from which every example reads a weighted sum of rows.
+
+Shape suffixes: B examples, T words of an example, D width, V rows of the table.
+"""
+
+from functools import cached_property
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from privgrad.gradient.factors import Factor, kept, norms_of, wide
+
+
+class Bags(Factor):
+    """g_i = c_i r_i^T, shape (V, D), with c_i the weights of example i's words: sparse, and never written out.
+
+    Args:
+        ids_BT: words, integer, shape (B, T); one that occurs several times counts as often.
+        weight_BT: what each is multiplied with, shape (B, T); 0 for padding.
+        r_BD: gradient of the bag's output, shape (B, D).
+        rows: V.
+    """
+
+    def __init__(self, ids_BT: Tensor, weight_BT: Tensor, r_BD: Tensor, rows: int) -> None:
+        super().__init__(len(ids_BT), torch.Size((rows, r_BD.shape[1])))
+        self.ids_BT, self.weight_BT, self.r_BD = ids_BT.long(), wide(weight_BT), wide(r_BD)
+
+    def __getitem__(self, examples: slice) -> "Bags":
+        return Bags(self.ids_BT[examples], self.weight_BT[examples], self.r_BD[examples], self.shape[0])
+
+    def dense(self) -> Tensor:
+        return self._bags.to_dense()[:, :, None] * self.r_BD[:, None]
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        r_BD = self.r_BD * weight_B.to(self.r_BD.dtype)[:, None]
+        return cast(Tensor, torch.sparse.mm(self._bags.t(), r_BD))
+
+    def keep(self, kept_B: Tensor) -> "Bags":
+        return Bags(self.ids_BT, self.weight_BT, kept(self.r_BD, kept_B), self.shape[0])
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """|c| |r|; with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2), whose terms are all positive."""
+        if inverse_scales is None:
+            square_B = self._of_bags(self._bags.values().double().square())
+            return square_B.sqrt() * norms_of(self.r_BD)
+        # The largest entries are 1 here, so that no square underflows that counts.
+        largest, r_B = inverse_scales.max(), self.r_BD.abs().amax(1, keepdim=True).clamp(min=torch.finfo().tiny)
+        scales = (inverse_scales / largest).to(self.r_BD.dtype)
+        square_BD = cast(Tensor, torch.sparse.mm(self._bags.square(), scales.square()))
+        norm_B = norms_of(square_BD.sqrt() * (self.r_BD / r_B))
+        return norm_B * r_B[:, 0].double() * largest.double()
+
+    def _of_bags(self, values: Tensor) -> Tensor:
+        """Sums over each example's different words."""
+        return values.new_zeros(self.examples).index_add_(0, self._bags.indices()[0], values)
+
+    @cached_property
+    def _bags(self) -> Tensor:
+        """c, sparse (B, V); words that occur several times are added up."""
+        rows_BT = torch.arange(self.examples, device=self.ids_BT.device)[:, None].expand_as(self.ids_BT)
+        indices = torch.stack([rows_BT.flatten(), self.ids_BT.flatten()])
+        shape = (self.examples, self.shape[0])
+        return torch.sparse_coo_tensor(indices, self.weight_BT.flatten(), shape, check_invariants=False).coalesce()
