@@ -21,6 +21,8 @@ RUNNER = CliRunner()
 
 # What items read that may not be here.
 NEEDS: dict[str, Callable[[], Any]] = {
+    "adadps/stackoverflow": lambda: LOADERS["debian-tags"](limit=300),
+    "adadps/stackoverflow-eps1": lambda: LOADERS["debian-tags"](limit=300),
     "dp-adam/fig1-text": lambda: encoder_folder("sentence-transformers/all-MiniLM-L6-v2"),
     "heavy-tail/barcode": lambda: LOADERS["fashion-mnist"](),
     "heavy-tail/lm": lambda: LOADERS["brown"](),

@@ -128,7 +128,8 @@ def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> N
 def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any], Table]:
     """By method, on all test examples and by group of classes: mean and spread, the paper's number, the difference."""
     found: dict[str, Any] = {}
-    table = Table("method", "lr", "examples", "loss", "paper", "accuracy", "paper", title=spec.title)
+    score = next((str(record["score"]) for record in records), "accuracy")
+    table = Table("method", "C", "lr", "examples", "loss", "paper", score, "paper", title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
         finals, paper = in_phase(runs, "final"), spec.paper.get(method.name, {})
@@ -142,6 +143,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
             rows[key] = {"title": f"{group['classes']:g} x {key}, train"} | _numbers(groups, paper.get(key, {}))
         tried = sorted({record["lr"] for record in in_phase(runs, "tuning")})
         found[method.name] = {
+            "max_grad_norm": finals[0]["max_grad_norm"] if finals else None,
             "lr": finals[0]["lr"] if finals else None,
             "lrs_tried": tried,
             "seeds": len(finals),
@@ -150,7 +152,8 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
             "groups": rows,
         }
         for index, row in enumerate(rows.values()):
-            first = (method.name, f"{finals[0]['lr']:g}") if index == 0 else ("", "")
+            final = finals[0]
+            first = (method.name, f"{final['max_grad_norm']:g}", f"{final['lr']:g}") if index == 0 else ("", "", "")
             table.add_row(*first, row["title"], *(cell for n in ("loss", "accuracy") for cell in _cells(row, n)))
         if not rows:
             table.add_row(
