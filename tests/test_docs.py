@@ -33,12 +33,14 @@ def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    loop, rule, watched, fit = code_blocks("docs/guide.md")
+    loop, rule, known, public, watched, fit = code_blocks("docs/guide.md")
     names: dict[str, Any] = {
         "pg": pg,
+        "torch": torch,
         "model": make_model(),
         "loss_fn": loss_fn,
         "train_set": make_data(200),
+        "public_set": make_data(20),
         "test_set": make_data(),
         "accuracy": lambda model, data: 0.5,
     }
@@ -53,6 +55,10 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert old in loop
         loop = loop.replace(old, new)
     exec(loop, names)
+    for block in (known, public):
+        exec(block, names)
+        batch = next(iter(names["plan"].batches(names["train_set"])))
+        assert set(names["private_grad"](batch).values) == dict(names["model"].named_parameters()).keys()
     names["private_grad"] = pg.PrivateGradient(names["model"], loss_fn, names["plan"])
     exec(watched, names)
     exec(fit.replace('folder="runs/mine"', 'folder="runs/mine", progress=False'), names)

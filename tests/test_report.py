@@ -402,3 +402,17 @@ def test_no_final_run_raises_and_writes_nothing(tmp_path: Path, records: list[di
     with pytest.raises(PrivacyError, match=r'^write_report: expected records to hold a run with phase "final", got'):
         write_report(records, {}, tmp_path / "report")
     assert not (tmp_path / "report").exists()
+
+
+def test_side_information_is_told_and_marked_where_it_is_not_covered(tmp_path: Path):
+    records = [
+        final("public", side_information="public data: volunteers"),
+        final("derived", side_information="private-derived: counts of the records"),
+        final("none", side_information=None),
+    ]
+    page = html.unescape(write_report(records, {"plan": PLAN}, tmp_path).read_text())
+    assert "public: public data: volunteers" in page
+    told = page[page.index("derived: private-derived: counts of the records") :]
+    assert told.index("NOT COVERED BY ε") < 80
+    assert page.count("NOT COVERED BY ε") == 1
+    assert "Side information" not in write_report([final()], {"plan": PLAN}, tmp_path).read_text()

@@ -102,6 +102,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         tuned_by_loss=tuned_by(records) == "raw_train_loss",
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): record.get("optimizer") for record in records},
+        sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"

@@ -178,6 +178,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if method.warm_start is not None:
         _warm_start(method.warm_start, model, data)
     optimizer = method.make(model.named_parameters(), run.lr, public=public, steps=plan.steps)
+    made = _preconditioner(method.precondition, public, model, data)
     by_accuracy = spec.tuning is None or spec.tuning.by == "accuracy"
     validated = run.phase == "tuning" and by_accuracy
     result = fit(
@@ -186,7 +187,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         optimizer,
         plan,
         data.train,
-        precondition=_preconditioner(method.precondition, public, model, data),
+        precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
@@ -202,6 +203,10 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             stacklevel=2,
         )
     record = _record(run, plan, data, result, optimizer, validated=validated)
+    source = made.source if made is not None else public.source if public is not None else None
+    if method.warm_start is not None and data.public is not None:
+        source = f"public data: start from {len(data.public)} examples taken out of the training set"
+    record["side_information"] = source
     return record if by_accuracy else record | {"raw_train_loss": float(_outcomes(model, data.train, data)[0].mean())}
 
 
