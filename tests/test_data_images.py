@@ -14,6 +14,7 @@ import torch
 import privgrad as pg
 from privgrad import data
 from privgrad.data import images
+from privgrad.data.dataset import to_reconstruct, with_public
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -284,3 +285,15 @@ def test_damaged_or_hostile_batches_are_refused(tmp_path: Path):
     (tmp_path / "archive.tar.gz").write_bytes(b"hello")
     with pytest.raises(pg.PrivacyError, match="archive"):
         data.cifar10(tmp_path / "archive.tar.gz")
+
+
+def test_pixels_may_stay_and_be_their_own_labels():
+    plain = data.digits(standardise=False, validation=100)
+    pixels = plain.train.tensors[0]
+    assert (float(pixels.min()), float(pixels.max())) == (0.0, 1.0)
+    torch.testing.assert_close((pixels - 0.3) / 0.37, data.digits(validation=100).train.tensors[0])
+    own = to_reconstruct(with_public(plain, 7))
+    assert own.score is None
+    assert own.public is not None
+    for part in (own.train, own.validation, own.test, own.public):
+        assert part.tensors[0] is part.tensors[1]

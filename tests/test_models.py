@@ -19,6 +19,15 @@ def test_cnn5_has_the_papers_size(channels: int, size: int, parameters: int):
     assert model(torch.zeros(2, channels, size, size)).shape == (2, 10)
 
 
+def test_the_autoencoder_has_the_papers_size():
+    model = models.autoencoder(in_features=784)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 2_837_314
+    found = model(torch.rand(2, 1, 28, 28)).detach()
+    assert found.shape == (2, 784)
+    assert 0 < float(found.min()) <= float(found.max()) < 1
+    assert sum(isinstance(layer, nn.Sigmoid) for layer in model) == 7
+
+
 def test_mlp_and_activations():
     for activation in ("tanh", "relu", "leaky_relu"):
         options: dict[str, Any] = {"activation": activation}

@@ -1,5 +1,6 @@
 """Scales from counts, against the formulas written out; and methods of an experiment that use them."""
 
+import json
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from scipy.sparse import csr_matrix
 
 import privgrad as pg
+from privgrad.experiments.reproduce import reproduce
 from privgrad.experiments.runs import compare
 from privgrad.experiments.spec import check_spec
 from privgrad.side_information import by_rank, frequencies, tfidf
@@ -89,6 +91,17 @@ METHODS: list[dict[str, Any]] = [
     {"name": "ideal", "optimizer": "SGD", "lr": 0.1, "precondition": {"rule": "raw_ideal_rmsprop"}},
     {"name": "without privacy", "optimizer": "SGD", "lr": 0.1, "non_private": True},
 ]
+
+
+def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any):
+    found, table = reproduce("adadps/autoencoder", tmp_path, smoke=True, progress=False)
+    assert table.row_count == 7
+    records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    tuning = [r for r in records if r["phase"] == "tuning" and r["method"] == "DP-SGD"]
+    best = min(tuning, key=lambda record: record["validation_loss"])
+    assert (found["DP-SGD"]["max_grad_norm"], found["DP-SGD"]["lr"]) == (best["max_grad_norm"], best["lr"])
+    assert all(record["test_accuracy"] is None for record in records)
+    assert "has the lowest mean test loss" in (tmp_path / "index.html").read_text()
 
 
 def test_methods_with_side_information_run_side_by_side(tmp_path: Any):

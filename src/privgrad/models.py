@@ -1,6 +1,7 @@
 """The architectures of the experiments."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -59,6 +60,19 @@ def cnn2(*, in_channels: int, num_classes: int) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(4900, num_classes),
     )
+
+
+def autoencoder(*, in_features: int) -> nn.Sequential:
+    """Down to 30 numbers and back, (B, ...) -> (B, in_features) in (0, 1); sigmoids but at the code.
+
+    Reference:
+        Li et al. 2022 (AdaDPS, arXiv 2202.05963): 784-1000-500-250-30 and back, 2,837,314 parameters.
+    """
+    widths = [in_features, 1000, 500, 250, 30, 250, 500, 1000, in_features]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in, fan_out in pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out)] if fan_out == 30 else [nn.Linear(fan_in, fan_out), nn.Sigmoid()]
+    return nn.Sequential(*layers)
 
 
 def bag_of_words(*, vocabulary: int, num_classes: int) -> nn.EmbeddingBag:

@@ -1,6 +1,7 @@
 """What every loader returns."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -14,8 +15,8 @@ class DataSet:
 
     Attributes:
         name: for reports: what it is and where it came from.
-        train: (input, label) pairs, the private examples. A label is an integer; or one for each token of the input; or
-            float with one entry a class, 1 for each that applies.
+        train: (input, label) pairs, the private examples. A label is an integer, or one for each token of the input;
+            for tags float with one entry each, 1 for what applies; to be reconstructed, the input itself.
         validation: held out of the training set for tuning; may be empty.
         test: the set's own test part.
         num_classes: number of labels.
@@ -24,6 +25,7 @@ class DataSet:
             the groups' counts; () groups classes of equal count.
         vocabulary: where inputs are ids of words or tokens: ids are in [0, vocabulary).
         public_counts: how often each id occurs in text that is apart from all examples, shape (vocabulary,).
+        score: what models are compared by, besides their loss; None where there is nothing to get right.
         public: (input, label) pairs that were taken out of the training set to be public; None if there are none.
     """
 
@@ -37,6 +39,7 @@ class DataSet:
     vocabulary: int | None = None
     public_counts: Tensor | None = None
     public: TensorDataset | None = None
+    score: Literal["accuracy", "recall@5"] | None = "accuracy"
 
 
 def split(
@@ -49,6 +52,7 @@ def split(
     frequency_edges: tuple[int, ...] | None = None,
     vocabulary: int | None = None,
     public_counts: Tensor | None = None,
+    score: Literal["accuracy", "recall@5"] = "accuracy",
 ) -> DataSet:
     """A DataSet whose validation part is the end of the training part.
 
@@ -61,6 +65,7 @@ def split(
         frequency_edges: as in DataSet.
         vocabulary: as in DataSet.
         public_counts: as in DataSet.
+        score: as in DataSet.
     Raises:
         PrivacyError: more held out than there is.
     """
@@ -79,6 +84,7 @@ def split(
         frequency_edges=frequency_edges,
         vocabulary=vocabulary,
         public_counts=public_counts,
+        score=score,
     )
 
 
@@ -103,3 +109,10 @@ def with_public(data: DataSet, count: int) -> DataSet:
         raise expected("data", "public", f"to be below {len(labels)}", count, "take fewer")
     private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
     return replace(data, train=private, public=public)
+
+
+def to_reconstruct(data: DataSet) -> DataSet:
+    """The same with every input as its own label."""
+    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public")}
+    own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
+    return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)

@@ -141,6 +141,7 @@ def debian_tags(
         num_classes=len(tags),
         vocabulary=len(ids) + 1,
         public_counts=counts,
+        score="recall@5",
     )
 
 

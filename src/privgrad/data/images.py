@@ -37,7 +37,7 @@ _BARCODES = 2**_BITS - 1  # of each digit
 _BARCODE_GROUPS = ((10, 1127), (20, 500), (200, 10), (100, 5))  # classes, and examples of each
 
 
-def digits(*, validation: int = 0) -> DataSet:
+def digits(*, standardise: bool = True, validation: int = 0) -> DataSet:
     """Handwritten digits bundled with scikit-learn: 1,437 training (less `validation`) and 360 test images, 1x8x8.
 
     Args:
@@ -55,35 +55,42 @@ def digits(*, validation: int = 0) -> DataSet:
     labels = torch.from_numpy(targets).long()
     # The file is ordered by writer; a fixed permutation makes the parts alike.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    images, labels = (images[order] - 0.3) / 0.37, labels[order]
+    mean, std = _moments(0.3, 0.37, standardise=standardise)
+    images, labels = (images[order] - mean) / std, labels[order]
     train, test = (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
     return split("digits (scikit-learn)", train, test, validation)
 
 
-def fashion_mnist(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
+def fashion_mnist(path: PathLike | None = None, *, standardise: bool = True, validation: int = 0) -> DataSet:
     """Fashion-MNIST: 60,000 training (less `validation`) and 10,000 test images of clothing, 1x28x28, standardised.
 
     Args:
         path: folder with the four idx .gz files. None looks for Debian's package `dataset-fashion-mnist`, then for a
             downloaded copy in the cache, then downloads the public source, checking checksums.
+        standardise: to mean 0 and deviation 1 over the training pixels; else pixels are in [0, 1].
         validation: how many of the training examples, from the end, to hold out.
     Raises:
         PrivacyError: no source has the files, a file is damaged, or too many examples held out.
     """
     folder, origin = _fashion_folder(path)
-    return _standardised(f"Fashion-MNIST ({origin})", folder, 0.2860, 0.3530, validation)
+    return _standardised(
+        f"Fashion-MNIST ({origin})", folder, _moments(0.2860, 0.3530, standardise=standardise), validation
+    )
 
 
-def mnist(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
+def mnist(path: PathLike | None = None, *, standardise: bool = True, validation: int = 0) -> DataSet:
     """MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28, standardised.
 
     Args:
         path: folder with the four idx .gz files; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist.
+        standardise: as in fashion_mnist.
         validation: how many of the training examples, from the end, to hold out.
     Raises:
         PrivacyError: no files, a file is damaged, or too many examples held out.
     """
-    return _standardised("MNIST", _mnist_folder("mnist", path), 0.1307, 0.3081, validation)
+    return _standardised(
+        "MNIST", _mnist_folder("mnist", path), _moments(0.1307, 0.3081, standardise=standardise), validation
+    )
 
 
 def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, validation: int = 0) -> DataSet:
@@ -168,14 +175,20 @@ def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
     return split("CIFAR-10", train, part("test_batch"), validation)
 
 
-def _standardised(name: str, folder: Path, mean: float, std: float, validation: int) -> DataSet:
+def _standardised(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
     """A data set of the MNIST family, 1x28x28."""
+    mean, std = moments
 
     def part(which: str) -> tuple[Tensor, Tensor]:
         images, labels = _read_part(folder, which)
         return ((images.float() / 255 - mean) / std)[:, None], labels
 
     return split(name, part("train"), part("t10k"), validation)
+
+
+def _moments(mean: float, std: float, *, standardise: bool) -> tuple[float, float]:
+    """What is subtracted from pixels in [0, 1], and what they are divided by."""
+    return (mean, std) if standardise else (0.0, 1.0)
 
 
 def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from operator import itemgetter
+from operator import methodcaller
 from typing import Any
 
 import matplotlib
@@ -23,6 +23,7 @@ from privgrad.experiments.records import (
     groups_of,
     in_phase,
     is_finite,
+    is_scored,
     summarize,
     tuned,
     tuned_by,
@@ -69,22 +70,25 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Curves beside (narrow: above) the final accuracies."""
+    """Curves beside (narrow: above) the final accuracies; losses where there are no accuracies."""
+    scored = is_scored(records)
+    number, label = ("accuracy", "test accuracy") if scored else ("loss", "test loss")
     looks, finals = _looks(records), by_method(in_phase(records, "final"))
     extra = 0.3 * max(0, len(finals) - 6)
     figure = Figure(figsize=(4.8, 7 + extra) if narrow else (10.4, 4 + extra))
     left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, width_ratios=[5, 4])
     for row, (method, runs) in enumerate(finals.items()):
-        _draw_curve(left, row, runs, looks[method])
-        _draw_seeds(right, row, runs, looks[method])
+        _draw_curve(left, row, runs, looks[method], methodcaller("get", number))
+        _draw_seeds(right, row, runs, looks[method], f"test_{number}")
     if not left.lines:
         left.text(0.5, 0.5, "no curve was recorded", ha="center", transform=left.transAxes)
-    left.set(title="During training", xlabel="privacy spent, ε", ylabel="test accuracy")
-    left.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-    right.set(title="After the last step", xlabel="test accuracy", ylim=(len(finals) - 0.4, -0.6))
+    left.set(title="During training", xlabel="privacy spent, ε", ylabel=label)
+    right.set(title="After the last step", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
     right.set_yticks(range(len(finals)), [looks[method]["label"] for method in finals])
     right.locator_params(axis="x", nbins=4)
-    right.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    if scored:
+        left.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        right.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     _legend(figure, left)
     return figure
 
@@ -94,7 +98,7 @@ def _draw_curve(
     row: int,
     runs: Sequence[Record],
     look: Mapping[str, Any],
-    measured: Callable[[Record], float | None] = itemgetter("accuracy"),
+    measured: Callable[[Record], float | None] = methodcaller("get", "accuracy"),
 ) -> None:
     """The mean over seeds as a line, one standard deviation as a band."""
     points = curve(runs, measured)
@@ -135,9 +139,9 @@ def _group_title(group: Mapping[str, float]) -> str:
     return f"{group['classes']:g} × {sizes} examples"
 
 
-def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, Any]) -> None:
+def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, Any], key: str) -> None:
     """Every seed as a point, spread out over the height of its row, and a bar at the mean."""
-    values = [run["test_accuracy"] for run in runs if is_finite(run.get("test_accuracy"))]
+    values = [run[key] for run in runs if is_finite(run.get(key))]
     heights = [row + 0.4 * (i + 0.5) / len(values) - 0.2 for i in range(len(values))]
     ax.scatter(values, heights, color=look["color"], marker=look["marker"], s=44, edgecolor="white", zorder=3)
     # A mean over the seeds that did not diverge would flatter, as in summarize.
@@ -147,10 +151,14 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, A
 
 def learning_rate_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """What tuning looked at against learning rate, the chosen rate ringed."""
-    looks, found, by_loss = _looks(records), tuned(records), tuned_by(records) == "raw_train_loss"
+    looks, found, by = _looks(records), tuned(records), tuned_by(records)
     figure = Figure(figsize=(4.8 if narrow else 7.2, 4))
     ax = figure.subplots()
-    ax.set(title="Tuning", xlabel="learning rate", ylabel="training loss" if by_loss else "validation accuracy")
+    ax.set(
+        title="Tuning",
+        xlabel="learning rate",
+        ylabel=by.removeprefix("raw_").replace("train_", "training ").replace("_", " "),
+    )
     ax.set_xscale("log")
     chosen = {row["method"]: row["lr"] for row in summarize(records)}
     for method, points in found.items():
@@ -161,7 +169,7 @@ def learning_rate_figure(records: Sequence[Record], *, narrow: bool = False) -> 
     if len(rates) <= 7:
         ax.minorticks_off()
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates])
-    if not by_loss:
+    if by == "validation_accuracy":
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     _legend(figure, ax)
     return figure

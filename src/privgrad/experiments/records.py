@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from operator import methodcaller
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -86,8 +86,14 @@ def is_finite(value: float | None) -> bool:
 
 def tuned_by(records: Sequence[Record]) -> str:
     """The measurement that learning rates were chosen by."""
-    by_loss = any(record.get("raw_train_loss") is not None for record in in_phase(records, "tuning"))
-    return "raw_train_loss" if by_loss else "validation_accuracy"
+    tuning = in_phase(records, "tuning")
+    keys = ("raw_train_loss", "validation_accuracy", "validation_loss")
+    return next((key for key in keys if any(r.get(key) is not None for r in tuning)), "validation_accuracy")
+
+
+def is_scored(records: Sequence[Record]) -> bool:
+    """Whether runs have an accuracy, or another score; else they are compared by loss."""
+    return any(record.get("test_accuracy") is not None for record in in_phase(records, "final"))
 
 
 def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
@@ -103,7 +109,7 @@ def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
 
 
 def curve(
-    runs: Sequence[Record], measured: Callable[[Record], float | None] = itemgetter("accuracy")
+    runs: Sequence[Record], measured: Callable[[Record], float | None] = methodcaller("get", "accuracy")
 ) -> list[tuple[float, float, float, float]]:
     """Epsilon, mean of a measurement, and mean -/+ one standard deviation, at every step that all runs recorded."""
     curves = [

@@ -27,6 +27,11 @@ from privgrad.experiments.records import (
     tuned_by,
 )
 
+_TUNED_BY = {
+    "raw_train_loss": "Training loss (NOT PRIVATE)",
+    "validation_accuracy": "Validation accuracy",
+    "validation_loss": "Validation loss",
+}
 _DASH = "–"
 
 
@@ -95,11 +100,11 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
     page = _template().render(
         context=context,
         plan=plan,
-        headline=_headline(rows),
+        headline=_headline(rows, scored=any(record.get("score", "accuracy") is not None for record in records)),
         rows=[_row_texts(row) for row in rows],
         images={name: [base64.b64encode(png).decode() for png in pair] for name, pair in pngs.items()},
         privacy=_privacy(records, rows),
-        tuned_by_loss=tuned_by(records) == "raw_train_loss",
+        tuned_by=_TUNED_BY[tuned_by(records)],
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): record.get("optimizer") for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
@@ -115,10 +120,14 @@ def _template() -> jinja2.Template:
     return environment.from_string(source.read_text("utf-8"))
 
 
-def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
+def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool = True) -> str:
     """Name the best mean accuracy, and claim no more than the spread over seeds allows."""
     ranked = sorted((r for r in rows if is_finite(r["test_accuracy_mean"])), key=lambda r: -r["test_accuracy_mean"])
     if not ranked:
+        losses = sorted((r for r in rows if is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
+        if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
+            best = losses[0]
+            return f"{best['method']} has the lowest mean test loss, {_row_texts(best)['loss']}; see the spread."
         return "No method has a test accuracy for all of its final runs, so none is best."
     best, *rest = ranked
     seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"

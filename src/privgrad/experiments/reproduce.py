@@ -128,7 +128,7 @@ def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> N
 def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any], Table]:
     """By method, on all test examples and by group of classes: mean and spread, the paper's number, the difference."""
     found: dict[str, Any] = {}
-    score = next((str(record["score"]) for record in records), "accuracy")
+    score = next((record["score"] for record in records), None) or "accuracy"
     table = Table("method", "C", "lr", "examples", "loss", "paper", score, "paper", title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
@@ -166,20 +166,20 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
     return found, table
 
 
-def _numbers(runs: Sequence[Mapping[str, float]], paper: Mapping[str, float]) -> dict[str, Any]:
+def _numbers(runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float]) -> dict[str, Any]:
     """Loss and accuracy: mean, standard deviation, and where the paper has the number, the difference from it."""
     found: dict[str, Any] = {"paper": dict(paper)}
     for number in ("loss", "accuracy"):
-        values = [run[number] for run in runs]
+        values = [run[number] for run in runs if run[number] is not None]
         found[number] = {"mean": mean(values), "std": std(values)}
-        if number in paper:
+        if number in paper and values:
             found[number]["difference"] = found[number]["mean"] - paper[number]
     return found
 
 
 def _cells(row: Mapping[str, Any], number: str) -> tuple[str, str]:
     """Ours and the paper's, as text."""
-    form = "{:.2f}" if number == "loss" else "{:.1%}"
-    ours, spread = form.format(row[number]["mean"]), row[number]["std"]
-    theirs = form.format(row["paper"][number]) if number in row["paper"] else "–"
-    return (ours if spread is None else f"{ours} ± {form.format(spread)}"), theirs
+    form = "{:.3g}" if number == "loss" else "{:.1%}"
+    ours, spread = row[number]["mean"], row[number]["std"]
+    told = "–" if ours is None else form.format(ours) + ("" if spread is None else f" ± {form.format(spread)}")
+    return told, form.format(row["paper"][number]) if number in row["paper"] else "–"

@@ -43,6 +43,7 @@ from privgrad.training import FitResult, fit
 Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
 
+_COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
 _MOST_RATES = 16  # learning rates of one method; a grid that has not turned by then never will
 
 
@@ -179,8 +180,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         _warm_start(method.warm_start, model, data)
     optimizer = method.make(model.named_parameters(), run.lr, public=public, steps=plan.steps)
     made = _preconditioner(method.precondition, public, model, data)
-    by_accuracy = spec.tuning is None or spec.tuning.by == "accuracy"
-    validated = run.phase == "tuning" and by_accuracy
+    by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
+    validated = run.phase == "tuning" and not by_train_loss
     result = fit(
         model,
         loss_fn,
@@ -207,12 +208,14 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if method.warm_start is not None and data.public is not None:
         source = f"public data: start from {len(data.public)} examples taken out of the training set"
     record["side_information"] = source
-    return record if by_accuracy else record | {"raw_train_loss": float(_outcomes(model, data.train, data)[0].mean())}
+    if by_train_loss:
+        record["raw_train_loss"] = float(_outcomes(model, data.train, data)[0].mean())
+    return record
 
 
 def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
     """A final run that was done in tuning: by training loss, both are the same training and the same measurements."""
-    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by == "accuracy":
+    if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss":
         return None
     record = _find(read_records(out), replace(run, phase="tuning"))
     return None if record is None else record | {"phase": "final"}
@@ -239,10 +242,11 @@ def _record(
         "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
         "delta": plan.delta,
         "sampling": plan.sampling,
-        "score": "recall@5" if _has_tags(data) else "accuracy",
-        "test_accuracy": None if validated else last["accuracy"],
+        "score": data.score,
+        "test_accuracy": None if validated else last.get("accuracy"),
         "test_loss": None if validated else last["loss"],
-        "validation_accuracy": last["accuracy"] if validated else None,
+        "validation_accuracy": last.get("accuracy") if validated else None,
+        "validation_loss": last["loss"] if validated else None,
         "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
         "curve": result.curve,
         "updates": result.updates,
@@ -267,6 +271,8 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
             return models.cnn2(in_channels=shape[0], num_classes=classes)
         case "cnn5":
             return models.cnn5(in_channels=shape[0], num_classes=classes, activation=options.activation)
+        case "autoencoder":
+            return models.autoencoder(in_features=shape.numel())
         case "bag-of-words":
             return models.bag_of_words(vocabulary=_vocabulary(data), num_classes=classes)
         case "language-model":
@@ -322,23 +328,22 @@ def _warm_start(table: WarmStartTable, model: nn.Module, data: DataSet) -> None:
     optimizer.zero_grad()
 
 
-def _has_tags(data: DataSet) -> bool:
-    return data.train.tensors[1].is_floating_point()
-
-
 def losses_for(data: DataSet) -> LossFunction:
-    """Cross-entropy: of a class; the mean over an example's tokens; of equal shares for an example's tags."""
-    del data
+    """Cross-entropy: of a class; the mean over an example's tokens; of equal shares for an example's tags. What is to
+    be reconstructed: mean squared error.
+    """
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        losses = _losses(model(batch[0]), batch[1])
+        losses = _losses(model(batch[0]), batch[1], data)
         return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
     return losses_of
 
 
-def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
     """Of each example, shape (B,), or of each token, (B, T)."""
+    if data.score is None:
+        return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
     if labels.is_floating_point():
         return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
     return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
@@ -351,20 +356,21 @@ def _outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple
     with evaluating(model), torch.no_grad():
         for inputs, labels in zip(*(tensor.split(256) for tensor in examples.tensors), strict=True):
             logits = model(inputs)
-            if _has_tags(data):
-                losses.append(_losses(logits, labels))
+            losses.append(_losses(logits, labels, data).flatten())
+            if data.score == "recall@5":
                 found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
                 scores.append(found / labels.sum(1))
-            else:
-                losses.append(_losses(logits, labels).flatten())
+            elif data.score == "accuracy":
                 scores.append((logits.argmax(-1) == labels).flatten())
-    return torch.cat(losses), torch.cat(scores)
+    return torch.cat(losses), torch.cat(scores or [torch.zeros(0)])
 
 
 def _measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
     """Score and loss on what is held out; where frequency matters, also by class on the training examples."""
     losses, scores = _outcomes(model, held_out, data)
-    measured: dict[str, Any] = {"accuracy": scores.double().mean().item(), "loss": losses.double().mean().item()}
+    measured: dict[str, Any] = {"loss": losses.double().mean().item()}
+    if data.score is not None:
+        measured["accuracy"] = scores.double().mean().item()
     if data.frequency_edges is not None:
         labels = data.train.tensors[1].flatten()
         counts = torch.bincount(labels, minlength=data.num_classes)
@@ -394,7 +400,7 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
     found: dict[Candidate, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
-            cost = -record["validation_accuracy"] if by == "accuracy" else record["raw_train_loss"]
+            cost = -record[_COSTS[by]] if by == "accuracy" else record[_COSTS[by]]
             candidate = (record["max_grad_norm"], record["lr"])
             found.setdefault(candidate, []).append(cost if math.isfinite(cost) else math.inf)
     return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from privgrad import data, optim
-from privgrad.data.dataset import with_public
+from privgrad.data.dataset import to_reconstruct, with_public
 from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.public import PublicGradient
 from privgrad.models import Activation
@@ -72,12 +72,15 @@ class DataTable(_Table):
     """Which data, how much of its training part is held out for tuning, and its loader's own options.
 
     `public` examples, from the end of what is left, are taken out of the training part and count as public.
+    `reconstruct`: the label of an input is the input.
     """
 
     name: DataName
     path: str | None = None
     validation: int = Field(default=0, ge=0)
     public: int = Field(default=0, ge=0)
+    reconstruct: bool = False
+    standardise: bool | None = None
     seed: int | None = None
     groups: int | None = Field(default=None, ge=1)
     log_size: int | None = Field(default=None, ge=0)
@@ -92,7 +95,7 @@ class DataTable(_Table):
 class ModelTable(_Table):
     """Which model."""
 
-    name: Literal["bag-of-words", "cnn2", "cnn5", "language-model", "linear", "mlp", "pair-classifier"]
+    name: Literal["autoencoder", "bag-of-words", "cnn2", "cnn5", "language-model", "linear", "mlp", "pair-classifier"]
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
     encoder: str | None = None  # of pairs: a folder, or a name on the Hugging Face hub; its tokenizer reads the data
@@ -176,14 +179,14 @@ class MethodTable(_Table):
 class TuningTable(_Table):
     """How methods without a number for lr are tuned.
 
-    By accuracy on the validation examples, or by loss on the training examples (NOT private). `lr` is the grid of all
-    that have none of their own. `extend`: while a method's best is at an edge, its grid grows there by half a power of
-    ten.
+    By accuracy or loss on the validation examples, or by loss on the training examples (NOT private). `lr` is the grid
+    of all that have none of their own. `extend`: while a method's best is at an edge, its grid grows there by half a
+    power of ten.
     """
 
     lr: Grid | None = None
     seeds: list[int] = Field(min_length=1)
-    by: Literal["accuracy", "train_loss"] = "accuracy"
+    by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
     extend: bool = False
 
 
@@ -326,7 +329,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     if spec.tuning is None or not spec.grid(method):
         remedy = "give the method its lr, or a grid and a [tuning] table"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", "none", remedy)
-    if spec.tuning.by == "accuracy" and spec.data.validation == 0:
+    if spec.tuning.by != "train_loss" and spec.data.validation == 0:
         remedy = "hold out validation examples: learning rates are not to be chosen on the test set"
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
 
@@ -337,7 +340,10 @@ def make_data(spec: Spec) -> data.DataSet:
     Raises:
         PrivacyError: no source has it, or it does not hold num_examples training examples.
     """
-    loader, options = data.LOADERS[spec.data.name], spec.data.model_dump(exclude={"name", "public"}, exclude_none=True)
+    loader, options = (
+        data.LOADERS[spec.data.name],
+        spec.data.model_dump(exclude={"name", "public", "reconstruct"}, exclude_none=True),
+    )
     parameters = inspect.signature(loader).parameters
     if "tokenizer" in parameters:
         options["tokenizer"] = encoder_folder(spec.model.encoder)
@@ -345,6 +351,7 @@ def make_data(spec: Spec) -> data.DataSet:
         if name not in parameters:
             raise expected("load_spec", f"data.{name}", f"to be absent for {spec.data.name}", value, "remove it")
     loaded = with_public(loader(**options), spec.data.public)
+    loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
     if len(loaded.train) != spec.privacy.num_examples:
         raise PrivacyError(
             f"make_data: expected privacy.num_examples to be the size of the training set, got "
