@@ -129,18 +129,18 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
     """By method, on all test examples and by group of classes: mean and spread, the paper's number, the difference."""
     found: dict[str, Any] = {}
     score = next((record["score"] for record in records), None) or "accuracy"
-    table = Table("method", "C", "lr", "examples", "loss", "paper", score, "paper", title=spec.title)
+    table = Table("method", "C, lr", "classes", "loss", "paper", score, "paper", title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
         finals, paper = in_phase(runs, "final"), spec.paper.get(method.name, {})
         rows: dict[str, Any] = {}
         if finals:
             tests = [{"loss": final["test_loss"], "accuracy": final["test_accuracy"]} for final in finals]
-            rows["all"] = {"title": "all, test"} | _numbers(tests, paper.get("all", {}))
+            rows["all"] = {"title": "all (test)"} | _numbers(tests, paper.get("all", {}))
         for index, group in enumerate(finals[0]["curve"][-1].get("raw_groups", []) if finals else []):
             key = f"{group['from']:g}"
             groups = [final["curve"][-1]["raw_groups"][index] for final in finals]
-            rows[key] = {"title": f"{group['classes']:g} x {key}, train"} | _numbers(groups, paper.get(key, {}))
+            rows[key] = {"title": f"{group['classes']:g} x {key}"} | _numbers(groups, paper.get(key, {}))
         tried = sorted({record["lr"] for record in in_phase(runs, "tuning")})
         found[method.name] = {
             "max_grad_norm": finals[0]["max_grad_norm"] if finals else None,
@@ -153,7 +153,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
         }
         for index, row in enumerate(rows.values()):
             final = finals[0]
-            first = (method.name, f"{final['max_grad_norm']:g}", f"{final['lr']:g}") if index == 0 else ("", "", "")
+            first = (method.name, f"{final['max_grad_norm']:g}, {final['lr']:g}") if index == 0 else ("", "")
             table.add_row(*first, row["title"], *(cell for n in ("loss", "accuracy") for cell in _cells(row, n)))
         if not rows:
             table.add_row(
@@ -161,7 +161,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
             )
     done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
     sources = ", ".join(sorted({record["data"] for record in records}))
-    spread = "Mean ± standard deviation over seeds; groups of classes on training examples, NOT PRIVATE."
+    spread = "Mean ± standard deviation over seeds; classes x examples of each: on training examples, NOT PRIVATE."
     table.caption = f"{sources}. {spread}" + (f" {done} of {planned} final runs were done." if done < planned else "")
     return found, table
 
@@ -181,5 +181,9 @@ def _cells(row: Mapping[str, Any], number: str) -> tuple[str, str]:
     """Ours and the paper's, as text."""
     form = "{:.3g}" if number == "loss" else "{:.1%}"
     ours, spread = row[number]["mean"], row[number]["std"]
-    told = "–" if ours is None else form.format(ours) + ("" if spread is None else f" ± {form.format(spread)}")
+    told = (
+        "–"
+        if ours is None
+        else form.format(ours) + ("" if spread is None else f" ± {form.replace('3g', '1g').format(spread)}")
+    )
     return told, form.format(row["paper"][number]) if number in row["paper"] else "–"
