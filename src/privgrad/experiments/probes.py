@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawTwins, RawWatch, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, losses_for, make_model, open_folder, read_records
+from privgrad.experiments.runs import Record, open_folder, read_records
 from privgrad.experiments.spec import Spec
+from privgrad.experiments.tasks import losses_for, make_model
 from privgrad.optim import AdamBC
 from privgrad.oracle import PrivateGradient
 from privgrad.types import NoisyGradient

@@ -12,29 +12,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from privgrad import models, optim, side_information
+from privgrad import optim
 from privgrad.accounting import epsilon
 from privgrad.data import DataSet
-from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
 from privgrad.experiments.spec import (
     Candidate,
     MethodTable,
-    PreconditionTable,
     Spec,
-    WarmStartTable,
-    encoder_folder,
     make_data,
 )
-from privgrad.gradient import precondition
-from privgrad.gradient.checks import evaluating
-from privgrad.gradient.precondition import Preconditioner
-from privgrad.gradient.public import LossFunction, PublicGradient
+from privgrad.experiments.tasks import (
+    losses_for,
+    make_model,
+    measure,
+    outcomes,
+    preconditioner,
+    public_gradient,
+    warm_start,
+)
 from privgrad.ledger import Ledger
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
@@ -175,11 +173,11 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.max_grad_norm)
     method, loss_fn = run.method, losses_for(data)
-    public = _public(method, model, data)
+    public = public_gradient(method, model, data)
     if method.warm_start is not None:
-        _warm_start(method.warm_start, model, data)
+        warm_start(method.warm_start, model, data)
     optimizer = method.make(model.named_parameters(), run.lr, public=public, steps=plan.steps)
-    made = _preconditioner(method.precondition, public, model, data)
+    made = preconditioner(method.precondition, public, model, data)
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
     result = fit(
@@ -192,7 +190,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
-        evaluate=lambda model: _measure(model, data.validation if validated else data.test, data),
+        evaluate=lambda model: measure(model, data.validation if validated else data.test, data),
         evaluations=spec.run.evaluations,
         folder=out / "runs" / run.name,
         progress=progress,
@@ -209,7 +207,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         source = f"public data: start from {len(data.public)} examples taken out of the training set"
     record["side_information"] = source
     if by_train_loss:
-        record["raw_train_loss"] = float(_outcomes(model, data.train, data)[0].mean())
+        record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
     return record
 
 
@@ -255,128 +253,6 @@ def _record(
         "data": f"{data.name}: {len(data.train):,} training, {len(data.validation):,} validation, "
         f"{len(data.test):,} test examples" + (f", {len(data.public):,} public" if data.public else ""),
     }
-
-
-def make_model(spec: Spec, data: DataSet) -> nn.Module:
-    """A fresh model for the data, from torch's global stream."""
-    options, shape, classes = spec.model, torch.Size(data.input_shape), data.num_classes
-    match options.name:
-        case "linear":
-            return models.linear(in_features=shape.numel(), num_classes=classes)
-        case "mlp":
-            return models.mlp(
-                in_features=shape.numel(), hidden=options.hidden, num_classes=classes, activation=options.activation
-            )
-        case "cnn2":
-            return models.cnn2(in_channels=shape[0], num_classes=classes)
-        case "cnn5":
-            return models.cnn5(in_channels=shape[0], num_classes=classes, activation=options.activation)
-        case "autoencoder":
-            return models.autoencoder(in_features=shape.numel())
-        case "bag-of-words":
-            return models.bag_of_words(vocabulary=_vocabulary(data), num_classes=classes)
-        case "language-model":
-            return models.LanguageModel(num_tokens=_vocabulary(data), length=shape[0], width=options.hidden)
-        case "pair-classifier":
-            return models.PairClassifier(encoder_folder(options.encoder), num_classes=classes)
-
-
-def _vocabulary(data: DataSet) -> int:
-    if data.vocabulary is None:
-        raise expected("load_spec", "data.name", "to be text for this model", data.name, "choose another model")
-    return data.vocabulary
-
-
-def _public(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
-    if data.public is None or not method.needs_public:
-        return None
-    source = f"public data: {len(data.public)} examples taken out of the training set"
-    return PublicGradient(model, losses_for(data), data.public, source=source, batch_size=method.public_batch_size)
-
-
-def _preconditioner(
-    table: PreconditionTable | None, public: PublicGradient | None, model: nn.Module, data: DataSet
-) -> Preconditioner | None:
-    if table is None:
-        return None
-    if table.rule == "frequencies":
-        if data.public_counts is None:
-            remedy = "choose data with text that is apart from the examples"
-            raise expected("load_spec", "data.name", "to have public word counts", data.name, remedy)
-        # The word table is the model's first parameter; its rows are words.
-        name = next(name for name, _ in model.named_parameters())
-        scales = side_information.frequencies(
-            data.public_counts, parameter=name, dim=0, source="words of untagged documents", **table.options
-        )
-        return precondition.fixed(scales)
-    if table.rule == "raw_ideal_rmsprop":
-        return precondition.raw_ideal_rmsprop(**table.options)
-    assert public is not None
-    return getattr(precondition, table.rule)(public, **table.options)
-
-
-def _warm_start(table: WarmStartTable, model: nn.Module, data: DataSet) -> None:
-    """Train on the public examples, without privacy."""
-    assert data.public is not None
-    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=table.lr), losses_for(data)
-    for _ in range(table.epochs):
-        order = torch.randperm(len(data.public))
-        for chosen in order.split(table.batch_size):
-            optimizer.zero_grad()
-            loss_fn(model, tuple(tensor[chosen] for tensor in data.public.tensors)).mean().backward()
-            optimizer.step()
-    optimizer.zero_grad()
-
-
-def losses_for(data: DataSet) -> LossFunction:
-    """Cross-entropy: of a class; the mean over an example's tokens; of equal shares for an example's tags. What is to
-    be reconstructed: mean squared error.
-    """
-
-    def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        losses = _losses(model(batch[0]), batch[1], data)
-        return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
-
-    return losses_of
-
-
-def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
-    """Of each example, shape (B,), or of each token, (B, T)."""
-    if data.score is None:
-        return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
-    if labels.is_floating_point():
-        return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
-    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
-
-
-def _outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Loss and score of each example or token: right or not; of tags the share found among the likeliest five."""
-    losses: list[Tensor] = []
-    scores: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
-        for inputs, labels in zip(*(tensor.split(256) for tensor in examples.tensors), strict=True):
-            logits = model(inputs)
-            losses.append(_losses(logits, labels, data).flatten())
-            if data.score == "recall@5":
-                found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
-                scores.append(found / labels.sum(1))
-            elif data.score == "accuracy":
-                scores.append((logits.argmax(-1) == labels).flatten())
-    return torch.cat(losses), torch.cat(scores or [torch.zeros(0)])
-
-
-def _measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
-    """Score and loss on what is held out; where frequency matters, also by class on the training examples."""
-    losses, scores = _outcomes(model, held_out, data)
-    measured: dict[str, Any] = {"loss": losses.double().mean().item()}
-    if data.score is not None:
-        measured["accuracy"] = scores.double().mean().item()
-    if data.frequency_edges is not None:
-        labels = data.train.tensors[1].flatten()
-        counts = torch.bincount(labels, minlength=data.num_classes)
-        edges = data.frequency_edges or None
-        measured["raw_groups"] = by_frequency(*_outcomes(model, data.train, data), labels, counts, edges=edges)
-    return measured
 
 
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
