@@ -202,10 +202,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             stacklevel=2,
         )
     record = _record(run, plan, data, result, optimizer, validated=validated)
-    source = made.source if made is not None else public.source if public is not None else None
-    if method.warm_start is not None and data.public is not None:
-        source = f"public data: start from {len(data.public)} examples taken out of the training set"
-    record["side_information"] = source
+    record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss:
         record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
     return record

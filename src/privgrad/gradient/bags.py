@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, kept, norms_of, wide
+from privgrad.gradient.factors import Factor, kept, norms_of, unit, wide
 
 
 class Bags(Factor):
@@ -45,11 +45,10 @@ class Bags(Factor):
             square_B = self._of_bags(self._bags.values().double().square())
             return square_B.sqrt() * norms_of(self.r_BD)
         # The largest entries are 1 here, so that no square underflows that counts.
-        largest, r_B = inverse_scales.max(), self.r_BD.abs().amax(1, keepdim=True).clamp(min=torch.finfo().tiny)
+        largest, (r_BD, r_B) = inverse_scales.max(), unit(self.r_BD)
         scales = (inverse_scales / largest).to(self.r_BD.dtype)
         square_BD = cast(Tensor, torch.sparse.mm(self._bags.square(), scales.square()))
-        norm_B = norms_of(square_BD.sqrt() * (self.r_BD / r_B))
-        return norm_B * r_B[:, 0].double() * largest.double()
+        return norms_of(square_BD.sqrt() * r_BD) * r_B * largest.double()
 
     def _of_bags(self, values: Tensor) -> Tensor:
         """Sums over each example's different words."""

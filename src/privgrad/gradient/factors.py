@@ -218,7 +218,7 @@ class Outer(Factor):
 
         The largest entries of W and of each row of b are 1 here, so that no square underflows that counts.
         """
-        b_BO, b_B = _unit(self.b_BTO[:, 0])
+        b_BO, b_B = unit(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
         return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
 
@@ -504,7 +504,7 @@ def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     return square_B < _CANCELLED * terms_B.square()
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+def unit(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x over its largest entry in each row, that entry in float64)."""
     largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
     largest = torch.where(largest > 0, largest, 1.0)
