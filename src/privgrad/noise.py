@@ -13,9 +13,9 @@ from privgrad.types import ClippedSum, NoisyGradient
 
 
 def add_noise(
-    clipped: ClippedSum, *, noise_multiplier: float, expected_batch_size: int, stream: Stream, step: int
+    clipped: ClippedSum, *, noise_multiplier: float, divisor: int, stream: Stream, step: int
 ) -> NoisyGradient:
-    """Add one Gaussian draw to a clipped sum, then divide by the public expected batch size.
+    """Add one Gaussian draw to a clipped sum, then divide by a public number.
 
     Computes: (S + sigma * sensitivity * z) / B with z ~ N(0, I), one independent coordinate of z for every
     coordinate of S; noise_std = sigma * sensitivity / B.
@@ -24,7 +24,7 @@ def add_noise(
         clipped: S and its sensitivity. Its tensors become the gradient's: it is not to be used again, neither after
             an exception, which may leave part of it noised.
         noise_multiplier: sigma >= 0. 0 adds nothing, and protects nobody.
-        expected_batch_size: B >= 1, public; not the number of examples drawn.
+        divisor: B >= 1, public: the expected number of contributions, not the number drawn.
         stream: the noise stream. No other mechanism may draw from it.
         step: index of this release; a step must never serve two different sums.
     Returns:
@@ -40,7 +40,7 @@ def add_noise(
     """
     function = "add_noise"
     require_nonnegative(function, "noise_multiplier", noise_multiplier, "give sigma")
-    require_integer(function, "expected_batch_size", expected_batch_size, 1)
+    require_integer(function, "divisor", divisor, 1)
     std_of_sum = noise_multiplier * clipped.sensitivity if noise_multiplier > 0 else 0.0
     require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "bound max_grad_norm")
 
@@ -48,13 +48,13 @@ def add_noise(
     values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
     if std_of_sum == 0:
         for value in values.values():
-            value.div_(expected_batch_size)
+            value.div_(divisor)
     else:
         for device in sorted({value.device for value in values.values()}, key=str):
             release = _release_on_cpu if device.type == "cpu" else _release_on_device
             there = [value for value in values.values() if value.device == device]
-            release(there, std_of_sum, expected_batch_size, stream, step)
-    return NoisyGradient(values, noise_std=std_of_sum / expected_batch_size)
+            release(there, std_of_sum, divisor, stream, step)
+    return NoisyGradient(values, noise_std=std_of_sum / divisor)
 
 
 def _release_on_cpu(values: list[Tensor], std_of_sum: float, divisor: int, stream: Stream, step: int) -> None:

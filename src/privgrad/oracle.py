@@ -16,6 +16,7 @@ from privgrad.gradient.checks import check_loss, gradients, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum
 from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
 from privgrad.gradient.factors import Factor
+from privgrad.gradient.groups import group_means, group_of
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.precondition import Preconditioner, Transform
 from privgrad.gradient.shifted import shifted
@@ -34,7 +35,7 @@ class RawStep:
 
     Attributes:
         step: index of the release, from 0.
-        raw_mean: clipped sum / B, by parameter name: the released gradient without its noise.
+        raw_mean: clipped sum / divisor, by parameter name: the released gradient without its noise.
         clipping: norms and factors of the examples.
         released: the gradient that left.
     """
@@ -186,15 +187,16 @@ class PrivateGradient:
                 like=parameters,
                 clip=self._clip,
                 max_grad_norm=self._plan.max_grad_norm,
+                grouped=self._plan.group_size > 1,
                 inverse_scales=transform.inverse_scales,
             )
-        divisor, raw_mean = self._plan.expected_batch_size, dict[str, Tensor]()
+        divisor, raw_mean = self._plan.divisor, dict[str, Tensor]()
         if self.raw_observers:  # a copy: the noise is added in place
             raw_mean = {name: value / divisor for name, value in clipped.values.items()}
         gradient = add_noise(
             clipped,
             noise_multiplier=self._plan.noise_multiplier,
-            expected_batch_size=divisor,
+            divisor=divisor,
             stream=self._noise_stream,
             step=self._step,
         )
@@ -237,6 +239,7 @@ class PrivateGradient:
         source = RandomSource(self._plan.seed)
         self._noise_stream = source.stream("noise")
         self._dropout_stream = source.stream("dropout")
+        self._group_stream = source.stream("groups")
 
     def _require_drawn_as_planned(self, batch: object) -> None:
         def refusal(condition: str, got: object, remedy: str) -> Exception:
@@ -258,9 +261,13 @@ class PrivateGradient:
         if batch.size == 0:
             return
         size = self._microbatch_size or self._engine.microbatch_size(batch.examples)
-        for start in range(0, batch.size, size):
-            part = map_examples(itemgetter(slice(start, start + size)), batch.examples)
-            chunk = self._engine(part)
+        if self._plan.group_size == 1:
+            ranges = (slice(start, start + size) for start in range(0, batch.size, size))
+            chunks = (self._engine(map_examples(itemgetter(part), batch.examples)) for part in ranges)
+        else:
+            words = self._group_stream.uint64(self._step, batch.size)
+            chunks = group_means(self._engine, batch.examples, group_of(words, self._plan.divisor), size)
+        for chunk in chunks:
             yield shifted(chunk, transform.keep, transform.shift, parameters) if transform.shift else chunk
 
 

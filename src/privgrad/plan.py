@@ -40,10 +40,14 @@ class PrivacyPlan:
         sampling: "poisson", or "fixed" for shuffled batches of one size, whose epsilon no accountant covers.
         seed: None for the operating system's entropy. An integer makes a run repeatable and its noise
             predictable: for research only.
+        group_size: k >= 1, a divisor of B: examples whose mean gradient is clipped as one. For research on methods
+            that do so ("microbatches"): with k > 1 the sensitivity is 2C and the divisor B / k, so that one example's
+            noise is 2k times as large.
     Raises:
         PrivacyError: a number out of its range, or rate, batch size and data set size that contradict each other.
     Privacy:
-        Holds public numbers only. Neighbouring data sets differ by adding or removing one example.
+        Holds public numbers only. Neighbouring data sets differ by adding or removing one example, whatever the
+        group size.
     """
 
     sample_rate: float
@@ -56,6 +60,7 @@ class PrivacyPlan:
     target_epsilon: float | None = None
     sampling: SamplingScheme = "poisson"
     seed: int | None = None
+    group_size: int = 1
 
     neighboring_relation = "add or remove one"
     privacy_unit = "example"
@@ -80,6 +85,10 @@ class PrivacyPlan:
                 self.expected_batch_size,
                 "correct one of the three",
             )
+        require_integer(function, "group_size", self.group_size, 1)
+        if self.expected_batch_size % self.group_size:
+            condition = f"to divide expected_batch_size = {self.expected_batch_size}"
+            raise expected(function, "group_size", condition, self.group_size, "change one of the two")
         if self.sampling not in get_args(SamplingScheme):
             raise expected(function, "sampling", "to be 'poisson' or 'fixed'", repr(self.sampling), "choose one")
         if self.delta is not None:
@@ -103,12 +112,14 @@ class PrivacyPlan:
         steps: int,
         sampling: SamplingScheme = "poisson",
         seed: int | None = None,
+        group_size: int = 1,
     ) -> "PrivacyPlan":
         """The plan whose steps together cost at most target_epsilon, by PLD.
 
         Args:
             target_epsilon: > 0.
-            delta, max_grad_norm, num_examples, expected_batch_size, steps, sampling, seed: as in PrivacyPlan.
+            delta, max_grad_norm, num_examples, expected_batch_size, steps, sampling, seed, group_size: as in
+                PrivacyPlan.
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
         Raises:
@@ -132,7 +143,13 @@ class PrivacyPlan:
             target_epsilon=target_epsilon,
             sampling=sampling,
             seed=seed,
+            group_size=group_size,
         )
+
+    @property
+    def divisor(self) -> int:
+        """What clipped sums are divided by: the expected number of contributions, B / k."""
+        return self.expected_batch_size // self.group_size
 
     @property
     def is_covered(self) -> bool:
@@ -154,6 +171,7 @@ class PrivacyPlan:
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,
+            "group_size": self.group_size,
             "neighboring_relation": self.neighboring_relation,
             "privacy_unit": self.privacy_unit,
         }

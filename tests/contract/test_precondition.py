@@ -109,7 +109,7 @@ def test_a_shifted_gradient_is_the_sum_written_out(name: str, preconditioned: bo
     for factor in factors.values():
         shift = torch.randn(factor.shape).double()
         scales = torch.rand(factor.shape).double() + 0.1 if preconditioned else None
-        found, rows_BP = Shifted(factor, 0.7, shift), 0.7 * factor.dense() + shift
+        found, rows_BP = Shifted(factor * 0.7, shift), 0.7 * factor.dense() + shift
         scaled_BP = rows_BP if scales is None else rows_BP * scales
         torch.testing.assert_close(found.norms(scales), scaled_BP.flatten(1).norm(dim=1), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(found.dense(), rows_BP)

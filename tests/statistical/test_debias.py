@@ -17,7 +17,7 @@ def gradients(signal: torch.Tensor, noise_std: float, steps: int, seed: int = 0)
     stream = RandomSource(seed).stream("noise")
     for step in range(steps):
         clipped = ClippedSum({"p": signal.clone()}, sensitivity=noise_std)
-        yield add_noise(clipped, noise_multiplier=1.0, expected_batch_size=1, stream=stream, step=step)
+        yield add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=step)
 
 
 def second_moment(kind: type[pg.optim.PrivateOptimizer], noise_std: float, signal: float) -> torch.Tensor:

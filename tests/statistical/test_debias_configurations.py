@@ -36,6 +36,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], 
         {},
         lambda _, raw: max(-(-len(raw.clipping.raw_norms) // 3), 1) ** 0.5,
     ),
+    "groups": ({"group_size": 4}, {}, {}, lambda *_: 0.5),
     "little memory": ({}, {"memory_mb": 0.01}, {}, lambda _, raw: max(len(raw.clipping.raw_norms), 1) ** 0.5),
     "by layer": (
         {},

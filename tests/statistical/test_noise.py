@@ -23,7 +23,7 @@ COUNT = 400_000
 def released_noise(sensitivity: float = 0.7, sigma: float = 1.3, batch: int = 5) -> tuple[torch.Tensor, float]:
     clipped = ClippedSum({"p": torch.full((COUNT,), 2.0)}, sensitivity)
     stream = RandomSource(11).stream("noise")
-    gradient = add_noise(clipped, noise_multiplier=sigma, expected_batch_size=batch, stream=stream, step=4)
+    gradient = add_noise(clipped, noise_multiplier=sigma, divisor=batch, stream=stream, step=4)
     assert isinstance(gradient.noise_std, float)
     return gradient.values["p"].double() - 2.0 / batch, gradient.noise_std
 
@@ -91,7 +91,7 @@ def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        gradient = add_noise(clipped, noise_multiplier=1.0, expected_batch_size=1, stream=stream, step=9)
+        gradient = add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=9)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(torch.cat(list(gradient.values.values())), stream.normal(9, sum(sizes), np.float32))
@@ -106,7 +106,7 @@ def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
         "d": torch.ones((), dtype=torch.float64),
     }
     clipped = ClippedSum(values, 2.0)
-    found = add_noise(clipped, noise_multiplier=1.5, expected_batch_size=3, stream=stream, step=0).values
+    found = add_noise(clipped, noise_multiplier=1.5, divisor=3, stream=stream, step=0).values
     assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in values.items()}
     assert not torch.equal(found["b"].float().double(), found["b"])
     flat = torch.cat([(value.double().flatten() - 1 / 3) for value in found.values()])

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, kept, norms_of, unit, wide
+from privgrad.gradient.factors import Factor, Rows, kept, norms_of, unit, wide
 
 
 class Bags(Factor):
@@ -38,6 +38,10 @@ class Bags(Factor):
 
     def keep(self, kept_B: Tensor) -> "Bags":
         return Bags(self.ids_BT, self.weight_BT, kept(self.r_BD, kept_B), self.shape[0])
+
+    def merge(self, parts: int) -> Rows:
+        r_BTD = self.weight_BT[..., None] * self.r_BD[:, None]
+        return Rows(self.ids_BT, r_BTD, self.shape[0]).merge(parts)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """|c| |r|; with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2), whose terms are all positive."""

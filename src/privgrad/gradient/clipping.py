@@ -156,6 +156,7 @@ def clipped_sum(
     clip: Clipping,
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor] | None = None,
+    grouped: bool = False,
 ) -> tuple[ClippedSum, RawClipping]:
     """Clip every example's gradient and add them up.
 
@@ -170,11 +171,13 @@ def clipped_sum(
         clip: the rule.
         max_grad_norm: C > 0.
         inverse_scales: 1 / A by parameter name, elementwise; missing names and None are 1. Public.
+        grouped: what is clipped are means over groups of examples, each example in one (see `groups.group_means`).
     Returns:
         The sum, with its sensitivity; and what clipping saw, which is PRIVATE.
     Privacy:
         One example added or removed moves the sum by at most C in L2 norm (up to rounding), however the batch is
-        chunked: each contribution is bounded by itself, before it meets another.
+        chunked: each contribution is bounded by itself, before it meets another. With groups by at most 2C: one
+        contribution of norm C becomes another, perhaps its opposite.
     """
     total: dict[str, Tensor] = {}
     seen: list[RawClipping] = []
@@ -199,7 +202,7 @@ def clipped_sum(
         torch.cat([part.raw_factors for part in seen] or [nothing]),
         sum(part.raw_nonfinite_examples for part in seen),
     )
-    return ClippedSum({name: total[name] for name in like}, sensitivity=max_grad_norm), raw
+    return ClippedSum({name: total[name] for name in like}, sensitivity=(1 + grouped) * max_grad_norm), raw
 
 
 def _add_clipped(

@@ -70,6 +70,10 @@ class Factor(ABC):
         """Every `parts` neighbouring rows are one example: the sum of their gradients."""
         return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
 
+    def __mul__(self, share: float) -> "Factor":
+        """Every gradient times a positive number."""
+        return Scaled(self, share)
+
     def inner_products(self, direction: Tensor) -> Tensor:
         """<g_i, direction>, shape (B,): what the weighted sum along the direction owes to each weight."""
         with torch.enable_grad():
@@ -90,6 +94,44 @@ class Factor(ABC):
         """Parts of that many examples, or as many as the cache holds written out; at least one, perhaps empty."""
         few = cached(int(self.shape.numel())) if few is None else few
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
+
+
+class Scaled(Factor):
+    """share * g_i.
+
+    Args:
+        inner: g_i.
+        share: > 0.
+    """
+
+    def __init__(self, inner: Factor, share: float) -> None:
+        super().__init__(inner.examples, inner.shape)
+        self.inner, self.share = inner, share
+
+    def __getitem__(self, examples: slice) -> "Scaled":
+        return Scaled(self.inner[examples], self.share)
+
+    def dense(self) -> Tensor:
+        return self.share * self.inner.dense()
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.weighted_sum(self.share * weight_B)
+
+    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
+        self.inner.add_weighted_sum(total, self.share * weight_B)
+
+    def keep(self, kept_B: Tensor) -> "Scaled":
+        return Scaled(self.inner.keep(kept_B), self.share)
+
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        terms_B = self.inner.terms(inverse_scales)
+        return None if terms_B is None else self.share * terms_B
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return self.share * self.inner.norms(inverse_scales)
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return self.share * self.inner.inner_products(direction)
 
 
 class Dense(Factor):

@@ -13,43 +13,42 @@ from privgrad.gradient.factors import Dense, Factor, cancelled, short_norms, ter
 
 
 class Shifted(Factor):
-    """keep * g_i + shift: every example gets the same public share.
+    """g_i + shift: every example gets the same public share.
 
-    Computes: |keep g_i + s|^2 = keep^2 |g_i|^2 + 2 keep <g_i, s> + |s|^2, and written out where these terms cancel.
+    Computes: |g_i + s|^2 = |g_i|^2 + 2 <g_i, s> + |s|^2, and written out where these terms cancel.
 
     Args:
         inner: g_i.
-        keep: what is left of each.
         shift: s, shape P.
         kept_B: which examples are there at all; the others are zero. None is all.
     """
 
-    def __init__(self, inner: Factor, keep: float, shift: Tensor, kept_B: Tensor | None = None) -> None:
+    def __init__(self, inner: Factor, shift: Tensor, kept_B: Tensor | None = None) -> None:
         super().__init__(inner.examples, inner.shape)
-        self.inner, self.keep_share, self.shift = inner, keep, shift
+        self.inner, self.shift = inner, shift
         self.kept_B = torch.ones(inner.examples, dtype=torch.bool, device=shift.device) if kept_B is None else kept_B
 
     def __getitem__(self, examples: slice) -> "Shifted":
-        return Shifted(self.inner[examples], self.keep_share, self.shift, self.kept_B[examples])
+        return Shifted(self.inner[examples], self.shift, self.kept_B[examples])
 
     def dense(self) -> Tensor:
         shift_BP = torch.where(self.kept_B.view(-1, *[1] * self.shift.dim()), self.shift, 0.0)
-        return shift_BP.add_(self.inner.dense(), alpha=self.keep_share)
+        return shift_BP.add_(self.inner.dense())
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        total = self.inner.weighted_sum(self.keep_share * weight_B)
+        total = self.inner.weighted_sum(weight_B)
         return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum()))
 
     def keep(self, kept_B: Tensor) -> "Shifted":
-        return Shifted(self.inner.keep(kept_B), self.keep_share, self.shift, self.kept_B & kept_B)
+        return Shifted(self.inner.keep(kept_B), self.shift, self.kept_B & kept_B)
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return self.keep_share * terms_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
+        return terms_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        inner_B, shift_norm = self.keep_share * self.inner.norms(inverse_scales), self._shift_norm(inverse_scales)
+        inner_B, shift_norm = self.inner.norms(inverse_scales), self._shift_norm(inverse_scales)
         direction = self.shift if inverse_scales is None else self.shift * inverse_scales.square()
-        cross_B = self.keep_share * self.inner.inner_products(direction).double()
+        cross_B = self.inner.inner_products(direction).double()
         square_B = inner_B.square() + 2 * cross_B + shift_norm**2
         norm_B = square_B.clamp(min=0).sqrt()
         again = cancelled(square_B, inner_B + shift_norm) & self.kept_B
@@ -72,4 +71,4 @@ def shifted(
         for name, p in parameters.items()
         if name not in chunk
     }
-    return {name: Shifted(factor, keep, shift[name]) for name, factor in {**chunk, **nothing}.items()}
+    return {name: Shifted(factor * keep, shift[name]) for name, factor in {**chunk, **nothing}.items()}
