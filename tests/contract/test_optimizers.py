@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +108,125 @@ def test_leaves_no_gradient_behind_and_closure_equals_grad(row: Any):
         second.step(lambda gradient=gradient: gradient)
         assert all(parameter.grad is None for parameter in one.parameters())
     assert all(torch.equal(a, b) for a, b in zip(parameters(one), parameters(two), strict=True))
+
+
+def test_an_ordinary_backward_pass_moves_nothing(row: Any):
+    """What it left in .grad, of a parameter that is frozen by now or not, is private perhaps, and stale."""
+    kind, _, options, _ = row
+    model = make_model()
+    optimizer = kind(model.named_parameters(), **options)
+    loss_fn(model, make_data().tensors).sum().backward()  # pyright: ignore[reportArgumentType]
+    model[0].requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in model[0].parameters()]
+    values = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    for _ in range(2):
+        optimizer.step(grad=NoisyGradient(values, 0.1))
+    assert all(torch.equal(now, then) for now, then in zip(model[0].parameters(), before, strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_hooks_run_once(row: Any):
+    """Also when torch's own class has been used, which hangs hooks on its step."""
+    kind, own, options, _ = row
+    if own is not None:
+        own([nn.Parameter(torch.zeros(1))], **options)
+    optimizer = kind([("p", nn.Parameter(torch.zeros(2)))], **options)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step(grad=NoisyGradient({"p": torch.ones(2)}, 0.1))
+    assert calls == ["before", "after"]
+
+
+def test_a_released_gradient_is_only_read(row: Any):
+    kind, _, options, _ = row
+    more = [
+        {"foreach": True},
+        {"foreach": True, "nesterov": True, "momentum": 0.9},
+        {"foreach": True, "maximize": True},
+    ]
+    for extra in [{}, *more]:
+        try:
+            optimizer = kind([("p", nn.Parameter(torch.ones(5)))], **options | extra)
+        except TypeError:
+            continue
+        gradient = NoisyGradient({"p": torch.arange(5.0)}, 0.1)
+        for _ in range(3):
+            optimizer.step(grad=gradient)
+        assert torch.equal(gradient.values["p"], torch.arange(5.0))
+
+
+def test_state_of_other_parameters_or_another_optimizer_is_refused(row: Any):
+    kind, _, options, _ = row
+
+    def make(*names: str) -> Any:
+        return kind([(name, nn.Parameter(torch.zeros(2))) for name in names], **options)
+
+    optimizer = make("a", "b")
+    optimizer.step(grad=NoisyGradient({"a": torch.ones(2), "b": torch.ones(2)}, 0.1))
+    with pytest.raises(pg.PrivacyError, match="param_names"):
+        make("b", "a").load_state_dict(optimizer.state_dict())
+    with pytest.raises(pg.PrivacyError, match="param_names"):
+        make("a").load_state_dict(optimizer.state_dict())
+    for other, *_ in OPTIMIZERS.values():
+        stranger = other([("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(torch.zeros(2)))], lr=0.1)
+        if stranger.defaults.keys() != optimizer.defaults.keys():
+            with pytest.raises(pg.PrivacyError, match="options"):
+                stranger.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "noise_std", [-0.1, math.nan, math.inf, None, {"a": 0.1}, {"a": 0.1, "b": torch.tensor([-1.0])}]
+)
+def test_noise_that_cannot_be_is_refused_before_anything_moves(row: Any, noise_std: Any):
+    kind, _, options, _ = row
+    parameters = {name: nn.Parameter(torch.zeros(2)) for name in "ab"}
+    optimizer = kind(list(parameters.items()), **options)
+    with pytest.raises(pg.PrivacyError, match="noise_std of"):
+        optimizer.step(grad=NoisyGradient(dict.fromkeys("ab", torch.ones(2)), noise_std))
+    assert all(torch.equal(parameter, torch.zeros(2)) for parameter in parameters.values())
+
+
+def test_options_of_a_group_are_checked_as_the_constructors(row: Any):
+    kind, _, options, _ = row
+    optimizer = kind([("a", nn.Parameter(torch.zeros(2)))], **options)
+
+    def group(name: str, **wrong: Any) -> dict[str, Any]:
+        return {"params": [(name, nn.Parameter(torch.zeros(2)))]} | wrong
+
+    with pytest.raises(pg.PrivacyError, match="lr"):
+        kind([group("a"), group("b", lr=-1.0)], **options)
+    with pytest.raises(pg.PrivacyError, match="lr"):
+        optimizer.add_param_group(group("b", lr=-1.0))
+    with pytest.raises(pg.PrivacyError, match="learning_rate"):
+        optimizer.add_param_group(group("b", learning_rate=1.0))
+    with pytest.raises(pg.PrivacyError, match="names"):
+        optimizer.add_param_group(group("a"))
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group(group("b", lr=np.float64(0.5)))
+    assert type(optimizer.param_groups[1]["lr"]) is float
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [*DEBIASED, "MomentumSGD"])
+def test_moments_of_half_precision_parameters_are_wide(name: str, dtype: torch.dtype, tmp_path: Any):
+    """The same state as for float32 parameters, through a checkpoint too: squares of 1e-3 would underflow."""
+    torch.manual_seed(0)
+    kind, _, options, _ = OPTIMIZERS[name]
+    narrow, wide = (nn.Parameter(torch.zeros(2000, dtype=d)) for d in (dtype, torch.float32))
+    optimizers = [kind([("p", parameter)], **options) for parameter in (narrow, wide)]
+    for step in range(20):
+        gradient = NoisyGradient({"p": 1e-3 * torch.randn(2000)}, 1e-3)
+        for optimizer in optimizers:
+            optimizer.step(grad=gradient)
+        if step == 10:
+            torch.save(optimizers[0].state_dict(), tmp_path / "state.pt")
+            optimizers[0] = kind([("p", narrow)], **options)
+            optimizers[0].load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert narrow.dtype == dtype
+    assert bool(torch.isfinite(narrow).all())
+    for key, value in optimizers[1].state[wide].items():
+        torch.testing.assert_close(optimizers[0].state[narrow][key], value)
 
 
 def test_frozen_parameters_stay(row: Any):

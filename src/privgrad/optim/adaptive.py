@@ -1,16 +1,17 @@
 """Adaptive optimizers with the noise's variance taken out of their second moment."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import repeat
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_nonnegative, require_positive
-from privgrad.optim.base import NamedParameters, PrivateOptimizer
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.debias import FloorRule, debias, default_floor, require_rule
+from privgrad.types import NoisyGradient
 
 # Numbers in a block: what eight operators read and write stays in cache, and is still worth torch's own threads.
 _BLOCK = 1 << 18
@@ -30,6 +31,18 @@ class Debiased(PrivateOptimizer):
     _square: ClassVar[str] = "exp_avg_sq"
     _noise: ClassVar[str] = "exp_avg_noise_var"
 
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        function, floor = type(self).__name__, group["debias_floor"]
+        if floor is not None:
+            require_positive(function, "debias_floor", floor, "use None for the floor on the noise's scale")
+        if "floor_rule" in group:
+            require_rule(function, group["floor_rule"])
+        for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
+            if option in group and not _are_decays(group[option], usual):
+                raise expected(function, option, "to be in [0, 1)", group[option], f"{usual} is usual")
+        for option in ("weight_decay", "momentum_decay"):
+            require_nonnegative(function, option, group.get(option, 0.0), "1e-2 and 4e-3 are usual")
+
     def fraction_floored(self) -> float:
         """Share of coordinates whose debiased second moment sits on its floor, in [0, 1]; nan before any step.
 
@@ -48,24 +61,24 @@ class Debiased(PrivateOptimizer):
         return floored / total if total else math.nan
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, gradient: NoisyGradient) -> None:
         for group in self.param_groups:
             beta, (keep, add) = self._beta(group), self._weights(group)
-            for parameter, noise_std in self._active_noise(group):
+            for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = 0
-                    state[self._square] = torch.zeros_like(parameter)
+                    state[self._square] = widened(parameter)
                     state[self._noise] = 0.0
                     if beta is not None:
-                        state["exp_avg"] = torch.zeros_like(parameter)
-                assert parameter.grad is not None
+                        state["exp_avg"] = widened(parameter)
                 state["step"] += 1
-                state[self._noise] = keep * state[self._noise] + add * noise_std**2
+                state[self._noise] = keep * state[self._noise] + add * gradient.noise_std_of(name) ** 2
                 floor, (of_gradient, of_average) = self._floor(group, state), self._coefficients(group, state)
                 rule, moment_scale = group.get("floor_rule", "max"), self._moment_scale(group, state)
                 decay = group["lr"] * group.get("weight_decay", 0.0)
-                tensors = (parameter, parameter.grad, state[self._square], state.get("exp_avg"))
+                given = gradient.values[name].to(state[self._square].dtype)
+                tensors = (parameter, given, state[self._square], state.get("exp_avg"))
                 for values, grad, square, average, std, lowest in _blocks(*tensors, state[self._noise] ** 0.5, floor):
                     if keep != 1:
                         square.mul_(keep)
@@ -137,7 +150,7 @@ class AdamBC(Debiased):
         debias_floor: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        super().__init__(params, defaults=_adam_options("AdamBC", lr, betas, debias_floor, floor_rule))
+        super().__init__(params, defaults=_adam_options(lr, betas, debias_floor, floor_rule))
 
     def _beta(self, group: Group) -> float:
         return group["betas"][0]
@@ -184,8 +197,7 @@ class AdamWBC(AdamBC):
         debias_floor: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        require_nonnegative("AdamWBC", "weight_decay", weight_decay, "1e-2 is usual")
-        options = _adam_options("AdamWBC", lr, betas, debias_floor, floor_rule)
+        options = _adam_options(lr, betas, debias_floor, floor_rule)
         Debiased.__init__(self, params, defaults=options | {"weight_decay": weight_decay})
 
 
@@ -212,8 +224,7 @@ class NAdamBC(AdamBC):
         debias_floor: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        require_nonnegative("NAdamBC", "momentum_decay", momentum_decay, "4e-3 is usual")
-        options = _adam_options("NAdamBC", lr, betas, debias_floor, floor_rule)
+        options = _adam_options(lr, betas, debias_floor, floor_rule)
         Debiased.__init__(self, params, defaults=options | {"momentum_decay": momentum_decay})
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
@@ -249,9 +260,6 @@ class RMSpropBC(Debiased):
     def __init__(
         self, params: NamedParameters, *, lr: float = 1e-2, alpha: float = 0.99, debias_floor: float | None = None
     ) -> None:
-        _require_lr_and_floor("RMSpropBC", lr, debias_floor)
-        if not 0 <= alpha < 1:
-            raise expected("RMSpropBC", "alpha", "to be in [0, 1)", alpha, "0.99 is usual")
         super().__init__(params, defaults={"lr": lr, "alpha": alpha, "debias_floor": debias_floor})
 
     def _weights(self, group: Group) -> tuple[float, float]:
@@ -289,7 +297,6 @@ class AdagradBC(Debiased):
     _noise = "noise_var_sum"
 
     def __init__(self, params: NamedParameters, *, lr: float = 1e-2, debias_floor: float | None = None) -> None:
-        _require_lr_and_floor("AdagradBC", lr, debias_floor)
         super().__init__(params, defaults={"lr": lr, "debias_floor": debias_floor})
 
     def _weights(self, group: Group) -> tuple[float, float]:
@@ -305,20 +312,17 @@ class AdagradBC(Debiased):
         return group["lr"], 0.0
 
 
+def _are_decays(given: Any, usual: object) -> bool:
+    """Numbers in [0, 1), as many as are usual."""
+    if isinstance(usual, float):
+        return isinstance(given, float | int) and 0 <= given < 1
+    return isinstance(given, tuple | list) and [_are_decays(d, 0.9) for d in cast("list[Any]", given)] == [True, True]
+
+
 def _adam_options(
-    name: str, lr: float, betas: tuple[float, float], debias_floor: float | None, floor_rule: FloorRule
+    lr: float, betas: tuple[float, float], debias_floor: float | None, floor_rule: FloorRule
 ) -> dict[str, Any]:
-    _require_lr_and_floor(name, lr, debias_floor)
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise expected(name, "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
-    require_rule(name, floor_rule)
     return {"lr": lr, "betas": betas, "debias_floor": debias_floor, "floor_rule": floor_rule}
-
-
-def _require_lr_and_floor(name: str, lr: float, debias_floor: float | None) -> None:
-    require_nonnegative(name, "lr", lr, "give the learning rate")
-    if debias_floor is not None:
-        require_positive(name, "debias_floor", debias_floor, "use None for the floor on the noise's scale")
 
 
 def _blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:

@@ -1,13 +1,18 @@
 """What makes a torch optimizer take a NoisyGradient, and refuse anything less."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_nonnegative
 from privgrad.types import NoisyGradient
+
+# What torch's schedulers leave in param groups.
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
 
@@ -16,36 +21,41 @@ class PrivateOptimizer(torch.optim.Optimizer):
     """Mixin before a torch optimizer: `step(grad=...)` takes a NoisyGradient and nothing else.
 
     Each param group holds `noise_std`, the noise of the last gradient it was given (None before the first): a
-    number, or a list aligned with the group's parameters.
+    number, or by parameter name.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         kwargs: the torch optimizer's own.
     Raises:
-        PrivacyError: parameters without names.
+        PrivacyError: parameters without names or of equal names, an option that is unknown or out of its range.
     Privacy:
         Post-processing: state and updates are functions of released gradients and public constants.
     """
 
     def __init__(self, params: NamedParameters, **kwargs: Any) -> None:
         super().__init__(cast(Any, params), **kwargs)
-        for group in self.param_groups:
-            if "param_names" not in group:
-                remedy = "pass model.named_parameters(), not model.parameters()"
-                raise expected(type(self).__name__, "params", "to have names", "bare parameters", remedy)
-            group["noise_std"] = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, and checked; see the class."""
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        self._require_group(group)
+        self.param_groups.append(group)
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], NoisyGradient] | None = None, *, grad: NoisyGradient | None = None
     ) -> None:
         """Update the parameters by one released gradient.
 
+        Whatever is in `.grad` is cleared, before and after: an ordinary backward pass moves nothing, not even a
+        parameter that is frozen by now.
+
         Args:
             closure: returns the gradient; in place of grad.
             grad: the gradient. Parameters that are frozen take no part; all others must be in it.
         Raises:
-            PrivacyError: neither or both given, not a NoisyGradient, or a parameter without its gradient. The
-                parameters have not moved.
+            PrivacyError: neither or both given, not a NoisyGradient, a parameter without its gradient, or noise that
+                is not a number >= 0. The parameters have not moved.
         Privacy:
             Post-processing.
         """
@@ -53,31 +63,89 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if (closure is None) == (grad is None):
             got = "neither" if grad is None else "both"
             raise expected(function, "grad or closure", "to be given", got, "call step(grad=private_grad(batch))")
+        if isinstance(closure, NoisyGradient):
+            raise expected(function, "the gradient", "to be given by name", "by position", "call step(grad=...)")
         gradient = closure() if closure is not None else grad
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass what PrivateGradient returns: a gradient without its noise's size cannot be debiased"
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
-        active = [self._active(group) for group in self.param_groups]
-        missing = [name for pairs in active for name, _ in pairs if name not in gradient.values]
-        if missing:
-            remedy = "give the optimizer and PrivateGradient the same model"
-            got = f"none for {', '.join(missing)}"
-            raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
+        active = [[name for name, _ in self._active(group)] for group in self.param_groups]
+        _require_covered(function, gradient, [name for names in active for name in names])
+        self._clear()
         try:
-            for group, pairs in zip(self.param_groups, active, strict=True):
-                group["noise_std"] = _noise_std(gradient, [name for name, _ in pairs])
-                for name, parameter in pairs:
-                    parameter.grad = gradient.values[name].to(parameter.dtype)
-            self._update()
+            for group, names in zip(self.param_groups, active, strict=True):
+                std = gradient.noise_std
+                group["noise_std"] = std if isinstance(std, float | int) else {name: std[name] for name in names}
+            self._update(gradient)
         finally:
             # A gradient left behind would be used again by whoever steps next.
-            for pairs in active:
-                for _, parameter in pairs:
-                    parameter.grad = None
+            self._clear()
 
-    def _update(self) -> None:
-        """Move the parameters by their `.grad`: torch's own step, unless a subclass has its own."""
-        super().step()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, for the same parameters in the same order, of the same kind of optimizer.
+
+        Raises:
+            PrivacyError: names, their order or the options are others. Nothing has changed.
+        """
+        function, remedy = f"{type(self).__name__}.load_state_dict", "load what an optimizer like this one saved"
+        theirs, ours = (
+            [group.get("param_names") for group in g] for g in (state_dict["param_groups"], self.param_groups)
+        )
+        if theirs != ours:
+            first = next(
+                (pair for pair in zip(theirs, ours, strict=False) if pair[0] != pair[1]), (len(theirs), len(ours))
+            )
+            raise expected(function, "param_names", f"to be {first[1]}, in that order", first[0], remedy)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            differing = (saved.keys() ^ group.keys()) - _SCHEDULED
+            if differing:
+                got = f"{', '.join(sorted(differing))} on one side only"
+                raise expected(function, "the options", "to be the same", got, remedy)
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, saved in state_dict["state"].items():
+            parameter = parameters[index]
+            for name, value in saved.items():
+                if isinstance(value, Tensor) and value.is_floating_point() and parameter.itemsize < 4:
+                    # torch rounds state to its parameter's precision; see `widened`.
+                    self.state[parameter][name] = value.detach().to(parameter.device, torch.float32, copy=True)
+
+    def _update(self, gradient: NoisyGradient) -> None:
+        """Move the parameters by the gradient: torch's own step, unless a subclass has its own."""
+        for group in self.param_groups:
+            for name, parameter in self._active(group):
+                value = gradient.values[name].to(parameter.dtype)
+                parameter.grad = value.clone() if group.get("nesterov") else value  # into which foreach adds
+        step = super().step
+        # Bare: hooks have run around our own step, and would run again.
+        (step.__func__.__wrapped__ if getattr(step, "hooked", False) else step.__func__)(self)  # pyright: ignore
+
+    def _require_group(self, group: dict[str, Any]) -> None:
+        """Check one param group; what numpy gave becomes plain numbers, which checkpoints can hold."""
+        function = type(self).__name__
+        if "param_names" not in group:
+            remedy = "pass model.named_parameters(), not model.parameters()"
+            raise expected(function, "params", "to have names", "bare parameters", remedy)
+        known = {name for other in self.param_groups for name in other["param_names"]}
+        if repeated := sorted(known & set(group["param_names"])):
+            remedy = "give one model an optimizer, or prefix the names"
+            raise expected(function, "names", "to differ between groups", ", ".join(repeated), remedy)
+        unknown = group.keys() - self.defaults.keys() - {"params", "param_names", "noise_std", "name"} - _SCHEDULED
+        if unknown:
+            remedy = f"choose among {', '.join(sorted(self.defaults))}"
+            raise expected(function, "options of a param group", "to be known", ", ".join(sorted(unknown)), remedy)
+        group |= {key: value.item() for key, value in group.items() if isinstance(value, np.generic)}
+        group["noise_std"] = None
+        require_nonnegative(function, "lr", float(group["lr"]), "give the learning rate")
+        self._require_options(group)
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        """Raise PrivacyError for an option of the subclass that is out of its range."""
+
+    def _clear(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     @staticmethod
     def _active(group: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
@@ -85,20 +153,26 @@ class PrivateOptimizer(torch.optim.Optimizer):
         pairs = zip(group["param_names"], group["params"], strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
 
-    @classmethod
-    def _active_noise(cls, group: Mapping[str, Any]) -> list[tuple[nn.Parameter, float | Tensor]]:
-        """The group's trainable parameters, each with the noise of its present gradient."""
-        parameters = [parameter for _, parameter in cls._active(group)]
-        noise_std = group["noise_std"]
-        stds = cast("list[float | Tensor]", noise_std if isinstance(noise_std, list) else [noise_std] * len(parameters))
-        return list(zip(parameters, stds, strict=True))
+
+def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
+    missing = [name for name in names if name not in gradient.values]
+    if missing:
+        remedy = "give the optimizer and PrivateGradient the same model"
+        got = f"none for {', '.join(missing)}"
+        raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
+    std = gradient.noise_std
+    for name in names:
+        noise: object = cast("Mapping[str, object]", std).get(name) if hasattr(std, "get") else std
+        one = noise if isinstance(noise, float | int | Tensor) else math.nan
+        if not bool(torch.as_tensor((one >= 0) & (one < math.inf)).all()):
+            remedy = "pass what PrivateGradient returns; made by hand, give sigma C / B"
+            got = "others" if isinstance(noise, Tensor) else noise
+            raise expected(function, f"noise_std of {name!r}", "to be finite numbers >= 0", got, remedy)
 
 
-def _noise_std(gradient: NoisyGradient, names: list[str]) -> float | list[float | Tensor]:
-    """As a param group holds it."""
-    if isinstance(gradient.noise_std, float | int):
-        return gradient.noise_std
-    return [gradient.noise_std[name] for name in names]
+def widened(parameter: Tensor) -> Tensor:
+    """Zeros like a parameter, in float32 or wider: moments of half-precision gradients would drown in rounding."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
 class SGD(PrivateOptimizer, torch.optim.SGD):
@@ -124,21 +198,21 @@ class MomentumSGD(PrivateOptimizer):
     """
 
     def __init__(self, params: NamedParameters, *, lr: float, momentum: float = 0.9) -> None:
-        require_nonnegative("MomentumSGD", "lr", lr, "give the learning rate")
-        if not 0 <= momentum < 1:
-            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", momentum, "0.9 is usual")
         super().__init__(params, defaults={"lr": lr, "momentum": momentum})
 
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        if not 0 <= group["momentum"] < 1:
+            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", group["momentum"], "0.9 is usual")
+
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, gradient: NoisyGradient) -> None:
         for group in self.param_groups:
-            for _, parameter in self._active(group):
+            for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
-                    state["step"], state["momentum_buffer"] = 0, torch.zeros_like(parameter)
-                assert parameter.grad is not None
+                    state["step"], state["momentum_buffer"] = 0, widened(parameter)
                 state["step"] += 1
-                state["momentum_buffer"].mul_(group["momentum"]).add_(parameter.grad)
+                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient.values[name])
                 correction = 1 - group["momentum"] ** state["step"]
                 parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
 

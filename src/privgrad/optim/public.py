@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_integer, require_nonnegative, require_positive
-from privgrad.optim.base import NamedParameters, PrivateOptimizer
+from privgrad.errors import expected, require_integer, require_positive
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.types import NoisyGradient
 
 # Mean gradient on public data by parameter name, at the weights of the moment, for a step: privgrad.PublicGradient.
 Public = Callable[[int], Mapping[str, Tensor]]
@@ -24,22 +25,33 @@ class _WithPublic(PrivateOptimizer):
         if not callable(public):
             remedy = "give PublicGradient(model, loss_fn, examples, source=...)"
             raise expected(name, "public", "to be a public gradient", type(public).__name__, remedy)
-        require_nonnegative(name, "lr", defaults["lr"], "give the learning rate")
-        for option in ("beta", "beta1"):
-            if not 0 <= defaults.get(option, 0.0) < 1:
-                raise expected(name, option, "to be in [0, 1)", defaults[option], "0.9 is usual")
-        if "epsilon" in defaults:
-            require_positive(name, "epsilon", defaults["epsilon"], "1e-5 is usual")
         self._public = public
         # In the groups, for those are what state_dict keeps.
         super().__init__(params, defaults=defaults | {"steps": 0})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_public": self._public}
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        function = type(self).__name__
+        for option in ("beta", "beta1"):
+            if not 0 <= group.get(option, 0.0) < 1:
+                raise expected(function, option, "to be in [0, 1)", group[option], "0.9 is usual")
+        if "epsilon" in group:
+            require_positive(function, "epsilon", group["epsilon"], "1e-5 is usual")
+        if group.get("numerator", "private") not in get_args(Numerator):
+            raise expected(function, "numerator", "to be 'private' or 'public'", repr(group["numerator"]), "choose one")
+        if not 0 < group.get("keep", 1.0) <= 1:
+            raise expected(function, "keep", "to be in (0, 1]", group["keep"], "0.9 is the paper's")
+        require_integer(function, "horizon", group.get("horizon", 1), 1)
+
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self, gradient: NoisyGradient) -> None:
         public = self._public(self.param_groups[0]["steps"])
         for group in self.param_groups:
-            for parameter, grad, other in self._triples(group, public):
+            for parameter, grad, other in self._triples(group, gradient.values, public):
                 self._move(group, parameter, grad, other)
+        for group in self.param_groups:
             group["steps"] += 1
 
     @abstractmethod
@@ -47,20 +59,20 @@ class _WithPublic(PrivateOptimizer):
         """Move one parameter by its released and its public gradient; group["steps"] counts from 0."""
 
     def _triples(
-        self, group: Mapping[str, Any], public: Mapping[str, Tensor]
+        self, group: Mapping[str, Any], released: Mapping[str, Tensor], public: Mapping[str, Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
         for name, parameter in self._active(group):
             if name not in public:
                 remedy = "give the optimizer and the public gradient the same model"
                 raise expected(type(self).__name__, "public", f"to have a gradient of {name!r}", "none", remedy)
-            assert parameter.grad is not None
-            yield parameter, parameter.grad, public[name].to(parameter.dtype)
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            yield parameter, released[name].to(wide), public[name].to(wide)
 
     def _average(self, parameter: nn.Parameter, name: str, value: Tensor, beta: float) -> Tensor:
         """A moving average that starts at zero, in the parameter's state."""
         state = self.state[parameter]
         if name not in state:
-            state[name] = torch.zeros_like(parameter)
+            state[name] = widened(parameter)
         return state[name].lerp_(value, 1 - beta)
 
 
@@ -125,10 +137,6 @@ class AdamPub(_WithPublic):
         keep: float = 0.9,
         bias_correction: bool = True,
     ) -> None:
-        if numerator not in get_args(Numerator):
-            raise expected("AdamPub", "numerator", "to be 'private' or 'public'", repr(numerator), "choose one")
-        if not 0 < keep <= 1:
-            raise expected("AdamPub", "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
         options = {"numerator": numerator, "keep": keep, "bias_correction": bias_correction}
         super().__init__(params, public, {"lr": lr, "beta": beta, "beta1": beta1, "epsilon": epsilon} | options)
 
@@ -159,9 +167,9 @@ class MirrorDescent(_WithPublic):
     """
 
     def __init__(self, params: NamedParameters, *, public: Public, lr: float, horizon: int) -> None:
-        require_integer("MirrorDescent", "horizon", horizon, 1)
         super().__init__(params, public, {"lr": lr, "horizon": horizon})
 
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
-        alpha = math.cos(math.pi * min(group["steps"] / group["horizon"], 1.0) / 2)
+        steps = self.param_groups[0]["steps"]  # one schedule, whenever a group came in
+        alpha = math.cos(math.pi * min(steps / group["horizon"], 1.0) / 2)
         parameter.add_(grad, alpha=-group["lr"] * alpha).add_(public, alpha=-group["lr"] * (1 - alpha))
