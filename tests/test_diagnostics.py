@@ -55,6 +55,58 @@ def test_twins_are_the_moments_with_and_without_noise():
     assert len(raw[0].clipping.raw_norms) == batch.size
 
 
+def test_a_parameter_that_came_later_has_its_own_start():
+    """Unfrozen after three steps: its first step is its first, as for its optimizer."""
+    plan = make_plan(steps=6, noise_multiplier=0.0)
+    model = make_model(torch.float64)
+    model[0].requires_grad_(False)
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    twins = diagnostics.RawTwins(oracle)
+    for step, batch in enumerate(plan.batches(make_data(dtype=torch.float64))):
+        model[0].requires_grad_(step >= 5)
+        oracle(batch)
+    counts = {name: 1 if name.startswith("0") else 6 for name in twins.exp_avg}
+    assert twins.steps == counts
+    late = torch.cat([twins.raw_exp_avg[name].flatten() for name in twins.exp_avg if name.startswith("0")])
+    updates = twins.updates()["raw_clean"]
+    names = list(twins.exp_avg)
+    sizes = [twins.exp_avg[name].numel() for name in names]
+    parts = dict(zip(names, updates.split(sizes), strict=True))
+    found = torch.cat([parts[name] for name in names if name.startswith("0")])
+    torch.testing.assert_close(found[late != 0], late[late != 0].sign())  # Adam's first step is one learning rate
+
+
+def test_what_clipping_leaves_by_layer():
+    plan = make_plan(max_grad_norm=0.5, sample_rate=1.0, expected_batch_size=32)
+    model, shares = make_model(torch.float64), {"0": 1.0, "2": 1e-3}
+    oracle = pg.PrivateGradient(model, loss_fn, plan, clip=pg.clip.PerLayer(shares))
+    watch = diagnostics.RawWatch(oracle)
+    batch = next(iter(plan.batches(make_data(dtype=torch.float64))))
+    oracle(batch)
+    rows = per_sample_gradients(model, loss_fn, batch.examples)
+    kept = whole = 0.0
+    for index in range(batch.size):
+        square = total = 0.0
+        for prefix, share in shares.items():
+            norm = torch.cat([r[index].flatten() for name, r in rows.items() if name.startswith(prefix)]).norm().item()
+            square += min(norm, 0.5 * share / (1 + 1e-6) ** 0.5) ** 2
+            total += norm**2
+        kept, whole = kept + square**0.5, whole + total**0.5
+    assert watch.summary()["raw_kept"] == pytest.approx(kept / whole)
+
+
+def test_diagnostics_refuse_what_they_cannot_watch():
+    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    with pytest.raises(pg.PrivacyError, match="PrivateGradient"):
+        diagnostics.RawWatch(make_model())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pg.PrivacyError, match="betas"):
+        diagnostics.RawTwins(oracle, betas=(1, 2))
+    twins = diagnostics.RawTwins(oracle)
+    for ask in (twins.table, twins.updates):
+        with pytest.raises(pg.PrivacyError, match="a step"):
+            ask()
+
+
 def test_table_and_updates_follow_the_papers_definitions():
     _, _, watches = trained(True)
     twins = watches["twins"]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -327,3 +328,29 @@ def test_steps_leave_nothing_queued_for_devices_that_are_not_there():
     for batch in oracle.plan.batches(make_data()):
         oracle(batch)
     assert len(torch.cuda._queued_calls) == before
+
+
+def test_seeded_noise_belongs_to_the_draw_and_not_to_the_process(tmp_path: Path):
+    """A second PrivateGradient on the ledger goes on with new noise, or computes the same again."""
+    plan, data = make_plan(seed=4), make_data()
+
+    def make() -> pg.PrivateGradient:
+        return pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
+
+    oracle = make()
+    released = [oracle(batch) for batch in plan.batches(data)]
+    oracle.ledger.close()
+    again = make()
+    for one, batch in zip(released[5:], plan.batches(data, start=5), strict=True):
+        assert all(torch.equal(value, one.values[name]) for name, value in again(batch).values.items())
+    assert again.ledger.releases == plan.steps
+
+
+def test_numbers_of_numpy_become_plain(tmp_path: Path):
+    """Neither a ledger nor a checkpoint could hold them."""
+    plan = make_plan(noise_multiplier=np.float64(1.0), expected_batch_size=np.int64(8), max_grad_norm=np.float32(0.5))
+    assert {type(plan.noise_multiplier), type(plan.max_grad_norm), type(plan.expected_batch_size)} == {float, int}
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
+    oracle(first_batch(plan, make_data()))
+    with pytest.raises(pg.PrivacyError, match="PrivacyPlan"):
+        pg.PrivateGradient(make_model(), loss_fn, {"steps": 3})  # pyright: ignore[reportArgumentType]

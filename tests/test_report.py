@@ -16,7 +16,7 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad.experiments.records import summarize
+from privgrad.experiments.records import summarize, tuned
 from privgrad.experiments.report import summary_table, write_report
 
 FIXED_WARNING = "it is NOT covered by the accountant"
@@ -139,8 +139,25 @@ def test_a_rate_at_the_edge_of_the_grid_is_marked(
 ) -> None:
     records = [tuning(lr=lr) for lr in tried] + [final(lr=chosen)]
     assert summarize(records)[0]["lr_at_edge"] is edge
-    assert ("⚠ edge of grid" in words(write(tmp_path, records))) is bool(edge)
+    assert ("⚠ learning rate at the edge" in words(write(tmp_path, records))) is bool(edge)
     assert (tmp_path / "report" / "learning_rate.png").exists() is (len(set(tried)) > 1)
+
+
+def test_a_clipping_norm_at_the_edge_is_marked_and_rates_are_those_of_the_chosen_norm(tmp_path: Path) -> None:
+    records = [tuning(lr=lr, max_grad_norm=norm) for norm in (0.1, 1.0) for lr in (0.001, 0.01 * norm, 1.0)]
+    records.append(final(lr=0.01, max_grad_norm=1.0))
+    row = summarize(records)[0]
+    assert (row["max_grad_norm"], row["norm_at_edge"], row["lr_at_edge"]) == (1.0, True, False)
+    assert [lr for lr, _ in tuned(records)["DP-AdamBC"]] == [0.001, 0.01, 1.0]
+    assert "⚠ clipping norm at the edge" in words(write(tmp_path, records))
+
+
+def test_what_is_measured_on_training_examples_says_so(tmp_path: Path) -> None:
+    page = words(write(tmp_path, [final(measured_on="training")]))
+    assert "reaches a training accuracy" in page
+    assert "were measured without noise on the training examples. They are not private" in page
+    assert "test accuracy" not in page.lower()
+    assert "held-out" not in page
 
 
 def test_a_method_with_a_lost_number_gets_no_mean_and_no_epsilon() -> None:

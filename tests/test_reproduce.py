@@ -1,6 +1,8 @@
 """Items of the papers: found, run small, set beside the paper, gone on with."""
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,9 @@ import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS
 from privgrad.experiments.records import in_phase
-from privgrad.experiments.reproduce import items, reproduce
-from privgrad.experiments.runs import best_candidate
-from privgrad.experiments.spec import encoder_folder
+from privgrad.experiments.reproduce import _load, items, reproduce
+from privgrad.experiments.runs import Run, _beyond_edge, best_candidate
+from privgrad.experiments.spec import MethodTable, encoder_folder
 
 RUNNER = CliRunner()
 
@@ -69,7 +71,8 @@ def test_the_grid_grows_until_its_best_is_inside(tmp_path: Path):
         tried = row["lrs_tried"]
         assert row["lr"] == best_candidate(records, method, "train_loss")[1]
         assert len(tried) == 16 or min(tried) < row["lr"] < max(tried)
-        assert set(row["groups"]) == {"all", "16", "8", "4"}
+        assert set(row["raw_groups"]) == {"all", "16", "8", "4"}
+        assert row["raw_groups"]["all"]["title"] == "all (training)"
         # Tuning by training loss has already done seed 0 of the chosen rate.
         runs = [record for record in records if (record["method"], record["lr"]) == (method, row["lr"])]
         tuning, final = (in_phase(runs, phase) for phase in ("tuning", "final"))
@@ -92,5 +95,68 @@ def test_an_interrupted_item_is_shown_as_far_as_it_is(tmp_path: Path):
     assert "2 of 4 final runs were done" in str(table.caption)
     with pytest.raises(pg.PrivacyError, match="so-far"):
         reproduce("dp-adam/table1", tmp_path, smoke=True, so_far=True)
-    with pytest.raises(pg.PrivacyError, match="makes its own data"):
+    with pytest.raises(pg.PrivacyError, match="one source of data"):
         reproduce("heavy-tail/fig2", tmp_path, smoke=True, data=tmp_path)
+
+
+def test_a_page_whose_ledgers_are_gone_states_no_total(tmp_path: Path):
+    reproduce("heavy-tail/fig2", tmp_path, smoke=True, progress=False)
+    assert "together they cost" in (tmp_path / "index.html").read_text()
+    shutil.rmtree(next((tmp_path / "runs").iterdir()))
+    reproduce("heavy-tail/fig2", tmp_path, smoke=True, so_far=True, progress=False)
+    page = (tmp_path / "index.html").read_text()
+    assert "together they cost" not in page
+    assert "was not computed" in page
+
+
+@pytest.mark.parametrize("name", ["heavy-tail/fig8-9", "heavy-tail/fig1", "adadps/toy", "dp-adam/table1"])
+def test_a_folder_of_another_item_is_left_alone(name: str, tmp_path: Path):
+    """Comparisons, probes and items that are read whole: with their own runs of another size, and with others'."""
+    folder = tmp_path / "toy"
+    reproduce("adadps/toy", folder, smoke=True, progress=False)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for smoke in (True, False):
+        if (name, smoke) != ("adadps/toy", True):
+            with pytest.raises(pg.PrivacyError, match="another spec's"):
+                reproduce(name, folder, smoke=smoke, progress=False)
+    (folder / "spec.json").unlink()
+    with pytest.raises(pg.PrivacyError, match=r"without their spec\.json"):
+        reproduce(name, folder, smoke=True, progress=False)
+    (folder / "spec.json").write_bytes(before[folder / "spec.json"])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_cannot_be_shown_or_combined_is_refused(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match="without --so-far"):
+        reproduce("heavy-tail/fig2", tmp_path / "new", smoke=True, so_far=True)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(pg.PrivacyError, match="--data"):
+        reproduce("dp-adam/fig1-image", tmp_path / "new", smoke=True, data=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(pg.PrivacyError, match="to be a folder"):
+        reproduce("adadps/toy", tmp_path / "file", smoke=True)
+    both = RUNNER.invoke(app, ["reproduce", "heavy-tail/fig2", "--so-far", "--restart", "--out", str(tmp_path)])
+    assert isinstance(both.exception, pg.PrivacyError)
+
+
+def test_papers_numbers_are_those_of_one_item():
+    assert _load("heavy-tail/fig2")["paper"]
+    for name in ("heavy-tail/fig8-9", "heavy-tail/fig10-11", "heavy-tail/fig2-floors", "dp-adam/fig3"):
+        assert _load(name)["paper"] == {}
+
+
+def test_a_grid_that_diverged_whole_grows_downwards():
+    def record(lr: float, loss: float) -> dict[str, Any]:
+        return {"method": "m", "phase": "tuning", "max_grad_norm": 1.0, "lr": lr, "validation_loss": loss}
+
+    assert _beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2)
+    assert _beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0)
+
+
+def test_no_two_methods_share_a_folder():
+    def name(method: str) -> str:
+        return Run(MethodTable(name=method, optimizer="SGD"), 1.0, 0.1, 0, "final").name
+
+    names = [name(method) for method in ("a/1", "a_1", "a%2F1", "a 1", "AdaDPS, 1 % public")]
+    assert len(set(names)) == 5
+    assert not any("/" in name for name in names)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -98,6 +98,9 @@ def reproduce(
     folder = Path("runs") / item.replace("/", "-") if out is None else out
     if smoke and out is None:
         folder = folder.with_name(f"{folder.name}-smoke")
+    if restart and so_far:
+        remedy = "leave one out: --so-far runs nothing, --restart moves away what it would show"
+        raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", "both", remedy)
     if restart and (aside := runs.restart(folder)):
         _err.print(f"{folder} is now {aside}")
     with _stoppable():
@@ -105,7 +108,7 @@ def reproduce(
             item, folder, data=data, smoke=smoke, so_far=so_far, progress=not as_json, command=_command()
         )
     if as_json:
-        print(json.dumps(found))  # noqa: T201
+        print(json.dumps(_finite(found)))  # noqa: T201
         return
     _out.print(table)
     _out.print(f"Records: {folder}")
@@ -240,7 +243,7 @@ def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bo
 
     index = write_report(records, runs.context(spec, records, folder, command=_command()), folder)
     if as_json:
-        print(json.dumps({"report": str(index), "methods": summarize(records)}))  # noqa: T201
+        print(json.dumps(_finite({"report": str(index), "methods": summarize(records)})))  # noqa: T201
         return
     _out.print(summary_table(records))
     _out.print(f"Report: {index}")
@@ -260,13 +263,21 @@ def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
 
 def _show(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in answer.items()}
-        print(json.dumps(finite))  # noqa: T201
+        print(json.dumps(_finite(answer)))  # noqa: T201
         return
     table = Table(show_header=False)
     for name, value in answer.items():
         table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
     _out.print(table)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no number that is not finite: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _make(factory: str) -> nn.Module:

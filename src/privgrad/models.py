@@ -4,6 +4,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.errors import expected
@@ -62,6 +64,27 @@ def cnn2(*, in_channels: int, num_classes: int) -> nn.Sequential:
     )
 
 
+def cnn_small(*, in_channels: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
+    """Two convolutions and two linear layers, (B, in_channels, 28, 28) -> logits (B, num_classes).
+
+    Reference:
+        The model of Papernot et al. 2021 (tempered sigmoids): 26,010 parameters for one channel and 10 classes.
+    """
+    make_activation = _activation(activation)
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 16, 8, stride=2, padding=3),
+        make_activation(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        make_activation(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        make_activation(),
+        nn.Linear(32, num_classes),
+    )
+
+
 def autoencoder(*, in_features: int) -> nn.Sequential:
     """Down to 30 numbers and back, (B, ...) -> (B, in_features) in (0, 1); sigmoids but at the code.
 
@@ -85,6 +108,51 @@ def bag_of_words(*, vocabulary: int, num_classes: int) -> nn.EmbeddingBag:
     layer = nn.EmbeddingBag(vocabulary, num_classes, mode="mean", padding_idx=0)
     nn.init.zeros_(layer.weight)
     return layer
+
+
+class SparseLinear(nn.Module):
+    """A linear map of sparse rows, (column, value) pairs (B, 2, L) as `data.packed` makes them, -> (B, out_features).
+
+    Attributes:
+        weight: shape (in_features, out_features): a row a feature; bias: (out_features,). Both start as Linear's.
+
+    Args:
+        in_features: columns are in [0, in_features).
+        out_features: width of the output.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        bound = in_features**-0.5
+        self.weight = nn.Parameter(torch.empty(in_features, out_features).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns, values = x[:, 0].long(), x[:, 1].to(self.weight.dtype)
+        return F.embedding_bag(columns, self.weight, mode="sum", per_sample_weights=values) + self.bias
+
+
+class WordLSTM(nn.Module):
+    """Word ids (B, T) -> embeddings, two LSTM layers, the mean over words -> logits (B, num_classes).
+
+    Args:
+        vocabulary: ids are in [0, vocabulary).
+        num_classes: number of labels.
+        width: of embeddings and layers.
+    Reference:
+        Li et al. 2022 (AdaDPS), their LSTM for IMDB: 706,690 parameters for 10,000 words, width 64 and two classes.
+    """
+
+    def __init__(self, *, vocabulary: int, num_classes: int, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.dropout = nn.Dropout(0.2)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states, _ = self.lstm(self.dropout(self.embedding(ids)))
+        return self.head(self.dropout(states).mean(1))
 
 
 class LanguageModel(nn.Module):

@@ -97,6 +97,9 @@ class PrivateGradient:
         if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed({...})"
             raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
+        if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
+            raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
         require_supported(model)
         self._model = model
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
@@ -158,7 +161,9 @@ class PrivateGradient:
         with self._lock:
             self._require_drawn_as_planned(batch)
             draw, seeded = batch.sampling.draw, self._plan.seed is not None
-            self._ledger.admit(draw, limit=self._plan.steps, repeatable=seeded)
+            # Once is enough here; but what an earlier process released may be computed again.
+            repeatable = seeded and batch.sampling.step >= self._step
+            self._ledger.admit(draw, limit=self._plan.steps, repeatable=repeatable)
             require_supported(self._model)
             parameters = trainable(self._model)
             if batch.size > 0 and self._checked != frozenset(parameters):
@@ -173,17 +178,19 @@ class PrivateGradient:
                 # What was not charged may still be seen in a traceback: without a seed its noise is not drawn again.
                 self._make_streams()
                 raise
-            self._step += 1
+            self._step = batch.sampling.step + 1 if seeded else self._step + 1
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
             for observe in self.raw_observers:
                 observe(raw)
             return gradient
 
     def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, RawStep]:
-        with seeded(int(self._dropout_stream.uint64(self._step, 1)[0] >> 1)):
+        # A seeded draw has its own place in the streams, however often it is computed and by whom.
+        index = self._step if self._plan.seed is None else batch.sampling.step
+        with seeded(int(self._dropout_stream.uint64(index, 1)[0] >> 1)):
             transform = self._transform(batch, parameters)
             clipped, clipping = clipped_sum(
-                self._chunks(batch, transform, parameters),
+                self._chunks(batch, index, transform, parameters),
                 like=parameters,
                 clip=self._clip,
                 max_grad_norm=self._plan.max_grad_norm,
@@ -198,7 +205,7 @@ class PrivateGradient:
             noise_multiplier=self._plan.noise_multiplier,
             divisor=divisor,
             stream=self._noise_stream,
-            step=self._step,
+            step=index,
         )
         return gradient, RawStep(self._step, raw_mean, clipping, gradient)
 
@@ -256,7 +263,7 @@ class PrivateGradient:
             raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 
     def _chunks(
-        self, batch: Batch, transform: Transform, parameters: Mapping[str, Tensor]
+        self, batch: Batch, index: int, transform: Transform, parameters: Mapping[str, Tensor]
     ) -> Iterator[Mapping[str, Factor]]:
         if batch.size == 0:
             return
@@ -265,7 +272,7 @@ class PrivateGradient:
             ranges = (slice(start, start + size) for start in range(0, batch.size, size))
             chunks = (self._engine(map_examples(itemgetter(part), batch.examples)) for part in ranges)
         else:
-            words = self._group_stream.uint64(self._step, batch.size)
+            words = self._group_stream.uint64(index, batch.size)
             chunks = group_means(self._engine, batch.examples, group_of(words, self._plan.divisor), size)
         for chunk in chunks:
             yield shifted(chunk, transform.keep, transform.shift, parameters) if transform.shift else chunk

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad import accounting
@@ -67,6 +68,9 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         function = "PrivacyPlan"
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):  # which neither a ledger nor a checkpoint could hold
+                object.__setattr__(self, name, value.item())
         require_rate(function, self.sample_rate)
         require_integer(function, "steps", self.steps, 1)
         require_integer(function, "expected_batch_size", self.expected_batch_size, 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.progress import (
     BarColumn,
@@ -319,8 +320,12 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, oracle: PrivateGradient, ste
     if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         got = type(measured).__name__
         raise expected("fit", "evaluate", "to return numbers by name", got, 'return {"accuracy": ...}, say')
+    # Plain numbers: a checkpoint holds neither numpy's nor tensors of one.
+    plain: dict[str, Any] = {
+        name: value.item() if isinstance(value, np.generic) else value for name, value in measured.items()
+    }
     epsilon = None if oracle.plan.delta is None else oracle.epsilon(steps=step)
-    return {"step": step, "epsilon": epsilon, **measured}
+    return {"step": step, "epsilon": epsilon, **plain}
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from privgrad.data.dataset import DataSet
 from privgrad.data.debian import debian_sections, debian_tags, sentence_pairs
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
+from privgrad.data.sentiment import imdb, tweets
+from privgrad.data.sparse import packed
 from privgrad.data.synthetic import heavy_tail
 from privgrad.data.text import brown, ptb, snli
 
@@ -23,10 +25,13 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "heavy_tail",
+    "imdb",
     "mnist",
+    "packed",
     "ptb",
     "sentence_pairs",
     "snli",
+    "tweets",
 ]
 
 LOADERS: dict[str, Callable[..., DataSet]] = {
@@ -38,8 +43,10 @@ LOADERS: dict[str, Callable[..., DataSet]] = {
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "heavy-tail": heavy_tail,
+    "imdb": imdb,
     "mnist": mnist,
     "ptb": ptb,
     "sentence-pairs": sentence_pairs,
     "snli": snli,
+    "tweets": tweets,
 }

@@ -27,6 +27,8 @@ class DataSet:
         public_counts: how often each id occurs in text that is apart from all examples, shape (vocabulary,).
         score: what models are compared by, besides their loss; None where there is nothing to get right.
         public: (input, label) pairs that were taken out of the training set to be public; None if there are none.
+        other_public: public ones from elsewhere, which are drawn otherwise than the training set; None if there are
+            none.
     """
 
     name: str
@@ -39,7 +41,13 @@ class DataSet:
     vocabulary: int | None = None
     public_counts: Tensor | None = None
     public: TensorDataset | None = None
+    other_public: TensorDataset | None = None
     score: Literal["accuracy", "recall@5"] | None = "accuracy"
+
+    @property
+    def measured_on(self) -> Literal["test", "training"]:
+        """Which examples results are of; "training", NOT private, where there is nothing to generalise to."""
+        return "training" if self.test is self.train else "test"
 
 
 def split(
@@ -111,8 +119,20 @@ def with_public(data: DataSet, count: int) -> DataSet:
     return replace(data, train=private, public=public)
 
 
+def with_other_public(data: DataSet, other: DataSet) -> DataSet:
+    """The same with another set's training part as public examples from elsewhere.
+
+    Raises:
+        PrivacyError: inputs of another shape.
+    """
+    if other.input_shape != data.input_shape:
+        remedy = "choose another set, or bring its inputs to that shape"
+        raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
+    return replace(data, other_public=other.train)
+
+
 def to_reconstruct(data: DataSet) -> DataSet:
     """The same with every input as its own label."""
-    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public")}
+    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
     return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)

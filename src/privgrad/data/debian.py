@@ -8,11 +8,12 @@ import subprocess
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.sources import PathLike, find_folder
@@ -28,6 +29,7 @@ _SECTION_EDGES = (4000, 1000, 250, 60, 0)
 _COMMON_FACETS = ("role", "implemented-in")
 
 _FIELD = re.compile(r"^(Package|Source|Section|Description-md5): (\S+)", re.MULTILINE)
+_MAINTAINER = re.compile(r"^Maintainer: (.*)$", re.MULTILINE)
 _TAGS = re.compile(r"^Tag: (.*\n(?: .*\n)*)", re.MULTILINE)
 _TAG = re.compile(r"([\w+-]+)::[^\s,]+")
 _DESCRIPTION = re.compile(r"^Description-md5: (\w+)\nDescription-en: (.*)\n((?: .*\n)*)", re.MULTILINE)
@@ -38,9 +40,10 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True, slots=True)
 class _Package:
-    """A binary package. Its maintainer, a person, is not read."""
+    """A binary package. Its maintainer, a person, is a hash."""
 
     source: str
+    maintainer: bytes
     section: str
     synopsis: str
     description: str
@@ -103,6 +106,7 @@ def debian_tags(
     words: int = 10_000,
     length: int = 128,
     limit: int | None = None,
+    other_public: int = 0,
     validation: int = 0,
 ) -> DataSet:
     """Which tags does a Debian package have? Bags of words of descriptions, about 560 tags, several to a package.
@@ -114,6 +118,7 @@ def debian_tags(
 
     Args:
         path, words, length, limit, validation: as in debian_sections.
+        other_public: how many training examples of a few maintainers, all that these have, are public instead.
     Raises:
         PrivacyError: as in debian_sections.
     Privacy:
@@ -121,9 +126,12 @@ def debian_tags(
     """
     for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
         require_integer("debian_tags", name, value, 1)
+    require_integer("debian_tags", "other_public", other_public, 0)
     suites, *parts = _read_index("debian_tags", path)
     train, test = ([package for package in part if package.tags] for part in parts)
-    train = train[:limit]
+    other = _of_few_maintainers(train, other_public)
+    known = {package.maintainer for package in other}
+    train = [package for package in train if package.maintainer not in known][:limit]
     ids, counts = _vocabulary([package for part in parts for package in part if not package.tags], words)
     tags = {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in train))))}
 
@@ -133,7 +141,7 @@ def debian_tags(
             labels[row, [tags[tag] for tag in package.tags if tag in tags]] = 1
         return _bags(packages, ids, length), labels
 
-    return split(
+    loaded = split(
         f"Debian package index ({suites}), tags",
         part(train),
         part([package for package in test if package.tags & tags.keys()]),
@@ -143,6 +151,9 @@ def debian_tags(
         public_counts=counts,
         score="recall@5",
     )
+    if not other:
+        return loaded
+    return replace(loaded, other_public=TensorDataset(*part([p for p in other if p.tags & tags.keys()])))
 
 
 def sentence_pairs(
@@ -259,10 +270,12 @@ def _read_index(function: str, path: PathLike | None) -> tuple[str, list[_Packag
             text = descriptions.get(fields.get("Description-md5", ""))
             if text and {"Package", "Section"} <= fields.keys():
                 name, tags = fields["Package"], _TAGS.search(paragraph + "\n")
+                person = _MAINTAINER.search(paragraph)
                 found = _TAG.finditer(tags[1]) if tags else ()
                 kept = frozenset(tag[0] for tag in found if tag[1] not in _COMMON_FACETS)
                 # Of a package with several versions, the first list's: updates come before their release.
-                packages.setdefault(name, _Package(fields.get("Source", name), fields["Section"], *text, kept))
+                source, maintainer = fields.get("Source", name), _digest(person[1] if person else name)
+                packages.setdefault(name, _Package(source, maintainer, fields["Section"], *text, kept))
     if not packages:
         raise expected(function, f"the lists in {folder}", "to hold packages with descriptions", "none", _REMEDY)
     keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())
@@ -274,8 +287,13 @@ def _read_index(function: str, path: PathLike | None) -> tuple[str, list[_Packag
     return ", ".join(suites), train, test
 
 
-def _digest(source: str) -> bytes:
-    return hashlib.sha256(source.encode()).digest()
+def _of_few_maintainers(packages: Sequence[_Package], count: int) -> list[_Package]:
+    """So many packages of as few maintainers as they take, one after the other by a hash of their address."""
+    return sorted(packages, key=lambda package: package.maintainer)[:count]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _lists(folder: Path, kind: str) -> list[Path]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split, whole
@@ -37,10 +38,11 @@ _BARCODES = 2**_BITS - 1  # of each digit
 _BARCODE_GROUPS = ((10, 1127), (20, 500), (200, 10), (100, 5))  # classes, and examples of each
 
 
-def digits(*, standardise: bool = True, validation: int = 0) -> DataSet:
+def digits(*, size: int = 8, standardise: bool = True, validation: int = 0) -> DataSet:
     """Handwritten digits bundled with scikit-learn: 1,437 training (less `validation`) and 360 test images, 1x8x8.
 
     Args:
+        size: >= 8: width and height that they are enlarged to, by interpolation.
         validation: how many training examples to hold out.
     Raises:
         PrivacyError: scikit-learn is not installed, or more examples held out than there are.
@@ -52,6 +54,9 @@ def digits(*, standardise: bool = True, validation: int = 0) -> DataSet:
         raise expected("digits", "scikit-learn", "to be installed", "none", remedy) from error
     pixels, targets = cast("tuple[np.ndarray, np.ndarray]", load_digits(return_X_y=True))
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
+    if size != 8:
+        require_integer("digits", "size", size, 8)
+        images = F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
     labels = torch.from_numpy(targets).long()
     # The file is ordered by writer; a fixed permutation makes the parts alike.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

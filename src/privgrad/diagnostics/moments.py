@@ -1,11 +1,12 @@
 """Adam's moments of the released gradient, beside the same moments of the gradient before its noise."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from privgrad.errors import expected
 from privgrad.optim.debias import debias, default_floor
 from privgrad.oracle import PrivateGradient, RawStep
 
@@ -19,8 +20,10 @@ class RawTwins:
     Args:
         private_grad: watched from here on.
         betas: decays (beta1, beta2).
+    Raises:
+        PrivacyError: betas that are not two decays in [0, 1), or a table before the first step.
     Attributes:
-        steps: how many have been seen.
+        steps: by parameter name, how many have been seen.
         raw_exp_avg, raw_exp_avg_sq: clean m and v by parameter name. NOT private.
         exp_avg, exp_avg_sq, noise_var: of the released gradient. Post-processing.
     Reference:
@@ -28,18 +31,19 @@ class RawTwins:
     """
 
     def __init__(self, private_grad: PrivateGradient, *, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise expected("RawTwins", "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
         self.betas = betas
-        self.steps = 0
+        self.steps: dict[str, int] = {}
         self.raw_exp_avg: dict[str, Tensor] = {}
         self.raw_exp_avg_sq: dict[str, Tensor] = {}
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
         self.noise_var: dict[str, float | Tensor] = {}
-        private_grad.raw_observers.append(self.observe)
+        observers(private_grad).append(self.observe)
 
     def observe(self, raw: RawStep) -> None:
         """Take in one step."""
-        self.steps += 1
         beta1, beta2 = self.betas
         for name, clean in raw.raw_mean.items():
             noisy = raw.released.values[name]
@@ -49,6 +53,7 @@ class RawTwins:
             ):
                 average.setdefault(name, torch.zeros_like(value)).lerp_(value, 1 - beta1)
                 square.setdefault(name, torch.zeros_like(value)).mul_(beta2).addcmul_(value, value, value=1 - beta2)
+            self.steps[name] = self.steps.get(name, 0) + 1
             variance = raw.released.noise_std_of(name) ** 2
             self.noise_var[name] = beta2 * self.noise_var.get(name, 0.0) + (1 - beta2) * variance
 
@@ -60,10 +65,10 @@ class RawTwins:
         Returns:
             {"raw_clean", "noisy", "debiased"} -> see `five_numbers`. NOT private.
         """
-        correction = 1 - self.betas[1] ** self.steps if corrected else 1.0
         debiased = {name: v - self.noise_var[name] for name, v in self.exp_avg_sq.items()}
         rows = {"raw_clean": self.raw_exp_avg_sq, "noisy": self.exp_avg_sq, "debiased": debiased}
-        return {name: five_numbers(_flat(values) / correction) for name, values in rows.items()}
+        beta2 = self.betas[1] if corrected else 0.0
+        return {name: five_numbers(self._corrected(values, beta2)) for name, values in rows.items()}
 
     def updates(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
         """Adam's step over its learning rate, by the denominator: clean, noisy, debiased; the numerator always clean.
@@ -74,19 +79,33 @@ class RawTwins:
             "raw_clean", "raw_noisy", "raw_debiased": one number a coordinate, shape (P,). NOT private.
         """
         beta1, beta2 = self.betas
-        correction = 1 - beta2**self.steps
-        numerator = _flat(self.raw_exp_avg) / (1 - beta1**self.steps)
+        numerator = self._corrected(self.raw_exp_avg, beta1)
         debiased: list[Tensor] = []
         for name, v in self.exp_avg_sq.items():
+            correction = 1 - beta2 ** self.steps[name]
             noise_std = (self.noise_var[name] / correction) ** 0.5
             floor = default_floor(noise_std, beta2) if debias_floor is None else debias_floor
             debiased.append(debias(v / correction, noise_std, floor=floor).flatten())
         tiny = torch.finfo(numerator.dtype).tiny
         return {
-            "raw_clean": numerator / (_flat(self.raw_exp_avg_sq) / correction).clamp(min=tiny).sqrt(),
-            "raw_noisy": numerator / (_flat(self.exp_avg_sq) / correction).clamp(min=tiny).sqrt(),
+            "raw_clean": numerator / self._corrected(self.raw_exp_avg_sq, beta2).clamp(min=tiny).sqrt(),
+            "raw_noisy": numerator / self._corrected(self.exp_avg_sq, beta2).clamp(min=tiny).sqrt(),
             "raw_debiased": numerator / torch.cat(debiased).sqrt(),
         }
+
+    def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:
+        """All coordinates, each divided by 1 - beta**t of its own parameter."""
+        if not values:
+            raise expected("RawTwins", "a step", "to have been seen", "none", "release a gradient first")
+        return torch.cat([value.flatten() / (1 - beta ** self.steps[name]) for name, value in values.items()])
+
+
+def observers(private_grad: PrivateGradient) -> list[Callable[[RawStep], None]]:
+    """Where to hang what watches; raises PrivacyError if it is no PrivateGradient."""
+    if not isinstance(private_grad, PrivateGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
+        got, remedy = type(private_grad).__name__, "give the PrivateGradient that the steps are taken with"
+        raise expected("diagnostics", "what is watched", "to be a PrivateGradient", got, remedy)
+    return private_grad.raw_observers
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:
@@ -96,7 +115,3 @@ def five_numbers(values: Tensor) -> dict[str, float]:
     below, above = ordered[places.floor().long()], ordered[places.ceil().long()]
     found = cast("list[float]", torch.lerp(below, above, places - places.floor()).tolist())
     return dict(zip(("min", "q1", "median", "q3", "max"), found, strict=True)) | {"mean": float(ordered.mean())}
-
-
-def _flat(values: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([value.flatten() for value in values.values()])

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from privgrad.diagnostics.moments import observers
 from privgrad.oracle import PrivateGradient, RawStep
 
 
@@ -25,7 +26,7 @@ class RawWatch:
         self._signal: dict[str, float] = {}  # squared lengths, summed over steps
         self._noise: dict[str, float] = {}
         self._released: dict[str, float] = {}
-        private_grad.raw_observers.append(self.observe)
+        observers(private_grad).append(self.observe)
 
     def observe(self, raw: RawStep) -> None:
         """Take in one step."""
@@ -34,7 +35,7 @@ class RawWatch:
         self._examples += len(norms_B)
         self._clipped += int((factors_B < 1).sum())
         self._norms += float(norms_B.sum())
-        self._kept += float((norms_B * factors_B).sum())
+        self._kept += float(raw.clipping.raw_lengths.sum())
         for name, clean in raw.raw_mean.items():
             released, variance = raw.released.values[name], raw.released.noise_std_of(name) ** 2
             noise = variance.sum() if isinstance(variance, torch.Tensor) else variance * clean.numel()
@@ -81,7 +82,12 @@ class RawWatch:
         sentences = [
             "NOT PRIVATE.",
             f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} "
-            f"of their length; the signal is {found['raw_signal_to_noise']:.2g} times as long as the noise.",
+            f"of their length; "
+            + (
+                f"the signal is {found['raw_signal_to_noise']:.2g} times as long as the noise."
+                if math.isfinite(found["raw_signal_to_noise"])
+                else "there is no noise."
+            ),
         ]
         noisy, clipped = found["raw_signal_to_noise"] < 1, found["raw_kept"] < 0.5
         if noisy and found["raw_clip_fraction"] < 0.1:

@@ -24,6 +24,7 @@ from privgrad.experiments.records import (
     in_phase,
     is_finite,
     is_scored,
+    measured_on,
     summarize,
     tuned,
     tuned_by,
@@ -71,8 +72,9 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """Curves beside (narrow: above) the final accuracies; losses where there are no accuracies."""
-    scored = is_scored(records)
-    number, label = ("accuracy", "test accuracy") if scored else ("loss", "test loss")
+    scored, on = is_scored(records), measured_on(records)
+    number = "accuracy" if scored else "loss"
+    label = f"{on} {number}" + (" (NOT PRIVATE)" if on == "training" else "")
     looks, finals = _looks(records), by_method(in_phase(records, "final"))
     extra = 0.3 * max(0, len(finals) - 6)
     figure = Figure(figsize=(4.8, 7 + extra) if narrow else (10.4, 4 + extra))
@@ -130,6 +132,8 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
             ax.set(ylabel=number, xlabel="ε")
             if number == "accuracy":
                 ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+                ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))
+    figure.suptitle("On training examples: NOT PRIVATE", fontsize=9, ha="right", x=0.99)
     _legend(figure, axes[0][0])
     return figure
 
@@ -157,7 +161,7 @@ def learning_rate_figure(records: Sequence[Record], *, narrow: bool = False) -> 
     ax.set(
         title="Tuning",
         xlabel="learning rate",
-        ylabel=by.removeprefix("raw_").replace("train_", "training ").replace("_", " "),
+        ylabel=by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("_", " "),
     )
     ax.set_xscale("log")
     chosen = {row["method"]: row["lr"] for row in summarize(records)}

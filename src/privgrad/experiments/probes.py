@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawTwins, RawWatch, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, open_folder, read_records
-from privgrad.experiments.spec import Spec
+from privgrad.experiments.runs import Record, claim, describe, read_records
+from privgrad.experiments.spec import Spec, make_data
 from privgrad.experiments.tasks import losses_for, make_model
 from privgrad.optim import AdamBC
 from privgrad.oracle import PrivateGradient
@@ -49,7 +49,7 @@ class NoiseMoments(BaseModel):
 def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """AdamBC's own second moment under gradients that are noise only, from each divisor; quantiles over coordinates."""
     item = NoiseMoments.model_validate(raw)
-    out.mkdir(parents=True, exist_ok=True)
+    claim(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
     table = Table("", "divisor", *NUMBERS, title=item.title)
     records: list[Record] = []
@@ -91,7 +91,7 @@ def moments(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tupl
     """Along one training: the moments of the released gradient beside those of the gradient before its noise."""
     from privgrad.experiments.figures import histograms_figure, png
 
-    records = _read(out, at)
+    records = _read(spec, out, at)
     if not records:
         stops = _stops(spec, at, out, progress=progress)
         _, oracle, _, _ = next(stops)
@@ -113,7 +113,7 @@ def cosines(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tupl
     """Cosines between the gradients of random pairs of examples, at several steps of one training."""
     from privgrad.experiments.figures import cosines_figure, png
 
-    records = _read(out, at)
+    records = _read(spec, out, at)
     if not records:
         matrices: dict[int, Tensor] = {}
         for t, _, model, data in _stops(spec, at, out, progress=progress):
@@ -140,7 +140,8 @@ def _stops(
         got, remedy = f"{len(spec.methods)}, and {max(at)}", "correct the item's file"
         condition = f"to be one with its lr, and at within its {spec.privacy.steps} steps"
         raise expected("reproduce", "methods", condition, got, remedy)
-    data, plan = open_folder(spec, out), spec.plan(seed)
+    data, plan = make_data(spec), spec.plan(seed)
+    claim(out, _described(spec, at))
     torch.manual_seed(seed)
     model = make_model(spec, data)
     optimizer = method.make(model.named_parameters(), method.fixed_lr)
@@ -175,10 +176,16 @@ def _flat(values: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.flatten() for value in values.values()])
 
 
-def _read(out: Path, at: Sequence[int]) -> list[Record]:
+def _described(spec: Spec, at: Sequence[int]) -> str:
+    return f"{describe(spec)}\n{json.dumps({'at': list(at)})}"
+
+
+def _read(spec: Spec, out: Path, at: Sequence[int]) -> list[Record]:
     """The records of a finished item; none of an unfinished one."""
     records = read_records(out)
-    return records if [record["t"] for record in records][-1:] == [max(at)] else []
+    if records:
+        claim(out, _described(spec, at))
+    return records
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:

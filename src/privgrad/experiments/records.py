@@ -18,10 +18,10 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Args:
         records: one mapping a training run, phase "tuning" or "final".
     Returns:
-        Rows with the keys method; lr (None if the final runs differ in it); lr_at_edge (None unless more than
-        one lr was tuned); seeds (number of final runs); test_accuracy_mean, test_accuracy_std,
-        test_loss_mean, test_loss_std (std is None with one seed); epsilon (max); sampling ("fixed" if any
-        run was); fraction_floored and seconds (means, or None).
+        Rows with the keys method; max_grad_norm and lr (None if the final runs differ in it); lr_at_edge and
+        norm_at_edge (None unless more than one was tuned); seeds (number of final runs); test_accuracy_mean,
+        test_accuracy_std, test_loss_mean, test_loss_std (std is None with one seed); epsilon (max); sampling
+        ("fixed" if any run was); fraction_floored and seconds (means, or None).
     Privacy:
         NOT private for the held-out examples that accuracy and loss were measured on.
     """
@@ -31,13 +31,17 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     finals = in_phase(runs, "final")
     schemes = {run.get("sampling") for run in runs}
-    rates, grid = ({run["lr"] for run in in_phase(runs, phase)} for phase in ("final", "tuning"))
-    lr = rates.pop() if len(rates) == 1 else None
+    norm, lr = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr"))
+    tuning = in_phase(runs, "tuning")
+    norms: set[float] = {run["max_grad_norm"] for run in tuning if run.get("max_grad_norm") is not None}
+    rates: set[float] = {run["lr"] for run in tuning if run.get("max_grad_norm") == norm}
     accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
     return {
         "method": method,
+        "max_grad_norm": norm,
         "lr": lr,
-        "lr_at_edge": (lr <= min(grid) or lr >= max(grid)) if len(grid) > 1 and lr is not None else None,
+        "lr_at_edge": _at_edge(lr, rates),
+        "norm_at_edge": _at_edge(norm, norms),
         "seeds": len(finals),
         "test_accuracy_mean": mean(accuracy),
         "test_accuracy_std": std(accuracy),
@@ -50,6 +54,21 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "seconds": mean(numbers(finals, "seconds")),
         "updates": mean(numbers(finals, "updates")),
     }
+
+
+def measured_on(records: Iterable[Record]) -> str:
+    """Which examples accuracy and loss are of: "test", or "training", and then NOT private."""
+    return "training" if any(record.get("measured_on") == "training" for record in records) else "test"
+
+
+def _only(values: Iterable[float | None]) -> float | None:
+    """The one value that all have, if they do."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def _at_edge(chosen: float | None, tried: set[float]) -> bool | None:
+    return chosen in (min(tried), max(tried)) if chosen is not None and len(tried) > 1 else None
 
 
 def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -97,12 +116,16 @@ def is_scored(records: Sequence[Record]) -> bool:
 
 
 def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Per method its (learning rate, mean of `tuned_by`) in ascending order, diverged runs left out."""
+    """Per method its (learning rate, mean of `tuned_by`) in ascending order, with the clipping norm that was chosen;
+    diverged runs left out.
+    """
     result, key = {}, tuned_by(records)
+    chosen = {row["method"]: row["max_grad_norm"] for row in summarize(records) if row["seeds"]}
     for method, runs in by_method(in_phase(records, "tuning")).items():
         found: dict[float, list[float]] = {}
         for run in runs:
-            if is_finite(run.get(key)):
+            norm = run.get("max_grad_norm")
+            if is_finite(run.get(key)) and chosen.get(method, norm) == norm:
                 found.setdefault(run["lr"], []).append(run[key])
         result[method] = [(lr, statistics.fmean(values)) for lr, values in sorted(found.items())]
     return result

@@ -21,6 +21,7 @@ from privgrad.experiments.records import (
     groups_of,
     in_phase,
     is_finite,
+    measured_on,
     numbers,
     summarize,
     summary_row,
@@ -45,14 +46,16 @@ def summary_table(records: Iterable[Record]) -> Table:
     Privacy:
         NOT private for the held-out examples that accuracy and loss were measured on.
     """
-    table = Table(caption="± one standard deviation over seeds. Measured on test examples, without privacy for those.")
+    records = list(records)
+    told = f"Measured on {measured_on(records)} examples, without privacy for those."
+    table = Table(caption=f"± one standard deviation over seeds. {told}")
     # Not wrapped: on a narrow terminal the name would be the first column to vanish.
     table.add_column("method", no_wrap=True)
     for name in ("accuracy", "loss", "ε", "lr", "seeds", "floored"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in map(_row_texts, summarize(records)):
         epsilon = row["epsilon"] + (" ⚠ not covered" if row["uncovered"] else "")
-        lr = row["lr"] + (" ⚠ edge" if row["lr_at_edge"] else "")
+        lr = row["lr"] + (" ⚠ edge" if row["at_edge"] else "")
         cells = (row["method"], row["accuracy"], row["loss"], epsilon, lr, row["seeds"], row["floored"])
         # Text, not str: a method's name must not be read as markup.
         table.add_row(*map(Text, cells))
@@ -100,7 +103,12 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
     page = _template().render(
         context=context,
         plan=plan,
-        headline=_headline(rows, scored=any(record.get("score", "accuracy") is not None for record in records)),
+        on=measured_on(records),
+        headline=_headline(
+            rows,
+            scored=any(record.get("score", "accuracy") is not None for record in records),
+            on=measured_on(records),
+        ),
         rows=[_row_texts(row) for row in rows],
         images={name: [base64.b64encode(png).decode() for png in pair] for name, pair in pngs.items()},
         privacy=_privacy(records, rows),
@@ -120,21 +128,21 @@ def _template() -> jinja2.Template:
     return environment.from_string(source.read_text("utf-8"))
 
 
-def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool = True) -> str:
+def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool = True, on: str = "test") -> str:
     """Name the best mean accuracy, and claim no more than the spread over seeds allows."""
     ranked = sorted((r for r in rows if is_finite(r["test_accuracy_mean"])), key=lambda r: -r["test_accuracy_mean"])
     if not ranked:
         losses = sorted((r for r in rows if is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
         if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
             best = losses[0]
-            return f"{best['method']} has the lowest mean test loss, {_row_texts(best)['loss']}; see the spread."
-        return "No method has a test accuracy for all of its final runs, so none is best."
+            return f"{best['method']} has the lowest mean {on} loss, {_row_texts(best)['loss']}; see the spread."
+        return f"No method has a {on} accuracy for all of its final runs, so none is best."
     best, *rest = ranked
     seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
     figures = f"{_row_texts(best)['accuracy']} over {seeds}"
     if not rest:
-        return f"{best['method']} reaches a test accuracy of {figures}; there is no other method to compare it with."
-    lead = f"{best['method']} has the best mean test accuracy, {figures}"
+        return f"{best['method']} reaches a {on} accuracy of {figures}; there is no other method to compare it with."
+    lead = f"{best['method']} has the best mean {on} accuracy, {figures}"
     second = rest[0]["method"]
     gaps = [best["test_accuracy_mean"] - row["test_accuracy_mean"] for row in rest]
     if best["test_accuracy_std"] is None or rest[0]["test_accuracy_std"] is None:
@@ -158,7 +166,9 @@ def _row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
         "epsilon": _epsilon_text(row["epsilon"]) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
         "lr": f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH),
-        "lr_at_edge": bool(row["lr_at_edge"]),
+        "at_edge": " and ".join(
+            name for name, key in (("learning rate", "lr"), ("clipping norm", "norm")) if row[f"{key}_at_edge"]
+        ),
         "seeds": str(row["seeds"]),
         "floored": f"{100 * row['fraction_floored']:.0f} %" if is_finite(row["fraction_floored"]) else _DASH,
         "seconds": f"{row['seconds']:.1f}" if is_finite(row["seconds"]) else _DASH,

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from privgrad.errors import expected
 from privgrad.experiments import probes
-from privgrad.experiments.records import in_phase, mean, std
-from privgrad.experiments.runs import Record, compare, context, read_records
+from privgrad.experiments.records import in_phase, mean, measured_on, std
+from privgrad.experiments.runs import Record, claim, compare, context, describe, read_records
 from privgrad.experiments.spec import Spec, check_spec
 from privgrad.experiments.toy import toy
 
@@ -54,13 +54,17 @@ def reproduce(
     """
     raw = _load(name)
     tiny, given, at = raw.pop("smoke", {}), raw.pop("given", None), raw.pop("at", [])
+    stands_in_for = raw.pop("stands_in_for", None)
     if data is not None:
         if given is None:
-            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it makes its own data")
-        raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
+            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it has one source of data")
+        if smoke:
+            raise expected("reproduce", "--data", "to be absent for --smoke", data, "smoke takes small data of its own")
+        raw, stands_in_for = _merged(raw, _merged(given, {"data": {"path": str(data)}})), None
     if smoke:
         at = tiny.pop("at", at)
         raw = _merged(raw, tiny)
+        raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
         if "methods" in raw:
             raw["paper"] = {}  # its numbers are of another size
     kind = raw.get("kind", "comparison")
@@ -73,8 +77,10 @@ def reproduce(
         if kind in _PROBES:
             found, table = _PROBES[kind](spec, at, out, progress=progress)
         else:
+            if so_far:
+                claim(out, describe(spec), look_only=True)
             records = read_records(out) if so_far else compare(spec, out, progress=progress)
-            found, table = _beside_paper(spec, records)
+            found, table = _beside_paper(spec, records, stands_in_for)
             _report(spec, records, out, command)
     (out / "table.json").write_text(json.dumps(found, indent=1))
     with (out / "table.txt").open("w") as file:
@@ -106,7 +112,8 @@ def _load(name: str) -> dict[str, Any]:
         if f"{paper.name}/{item.name}" == f"{name}.toml":
             raw = tomllib.loads(item.read_text())
             base = raw.pop("base", None)
-            return raw if base is None else _merged(_load(base), raw)
+            # The paper's numbers are those of one item only.
+            return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
     raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), "choose one")
 
 
@@ -125,31 +132,39 @@ def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> N
         write_report(records, context(spec, records, out, command=command), out)
 
 
-def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any], Table]:
-    """By method, on all test examples and by group of classes: mean and spread, the paper's number, the difference."""
+def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> tuple[dict[str, Any], Table]:
+    """By method, on all test examples and by group of classes: mean and spread, the paper's number, and, on the
+    paper's own data, the difference.
+    """
     found: dict[str, Any] = {}
     score = next((record["score"] for record in records), None) or "accuracy"
-    table = Table("method", "C, lr", "classes", "loss", "paper", score, "paper", title=spec.title)
+    paper = f"paper ({stands_in_for})" if stands_in_for else "paper"
+    on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
+    table = Table("method", "C, lr", "classes", "loss", paper, score, paper, title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
-        finals, paper = in_phase(runs, "final"), spec.paper.get(method.name, {})
+        finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
         rows: dict[str, Any] = {}
         if finals:
             tests = [{"loss": final["test_loss"], "accuracy": final["test_accuracy"]} for final in finals]
-            rows["all"] = {"title": "all (test)"} | _numbers(tests, paper.get("all", {}))
+            rows["all"] = {"title": on} | _numbers(tests, theirs.get("all", {}), stands_in_for)
         for index, group in enumerate(finals[0]["curve"][-1].get("raw_groups", []) if finals else []):
             key = f"{group['from']:g}"
             groups = [final["curve"][-1]["raw_groups"][index] for final in finals]
-            rows[key] = {"title": f"{group['classes']:g} x {key}"} | _numbers(groups, paper.get(key, {}))
-        tried = sorted({record["lr"] for record in in_phase(runs, "tuning")})
+            sizes = key if group["to"] == group["from"] else f"{key} to {group['to']:g}"
+            rows[key] = {"title": f"{group['classes']:g} x {sizes}"}
+            rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
+        tuning = in_phase(runs, "tuning")
+        tried, norms = (sorted({record[key] for record in tuning}) for key in ("lr", "max_grad_norm"))
         found[method.name] = {
             "max_grad_norm": finals[0]["max_grad_norm"] if finals else None,
             "lr": finals[0]["lr"] if finals else None,
             "lrs_tried": tried,
+            "norms_tried": norms,
             "seeds": len(finals),
             "seeds_planned": len(spec.run.seeds),
             "fraction_floored": mean([f["fraction_floored"] for f in finals if f["fraction_floored"] is not None]),
-            "groups": rows,
+            "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
         }
         for index, row in enumerate(rows.values()):
             final = finals[0]
@@ -161,18 +176,24 @@ def _beside_paper(spec: Spec, records: Sequence[Record]) -> tuple[dict[str, Any]
             )
     done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
     sources = ", ".join(sorted({record["data"] for record in records}))
-    spread = "Mean ± standard deviation over seeds; classes x examples of each: on training examples, NOT PRIVATE."
-    table.caption = f"{sources}. {spread}" + (f" {done} of {planned} final runs were done." if done < planned else "")
+    spread = "Mean ± standard deviation over seeds"
+    private = any("raw_groups" in row for row in found.values()) or measured_on(records) == "training"
+    groups = "; classes x examples of each, and all that is on training examples: NOT PRIVATE" if private else ""
+    table.caption = f"{sources}. {spread}{groups}." + (
+        f" {done} of {planned} final runs were done." if done < planned else ""
+    )
     return found, table
 
 
-def _numbers(runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float]) -> dict[str, Any]:
-    """Loss and accuracy: mean, standard deviation, and where the paper has the number, the difference from it."""
+def _numbers(
+    runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float], stands_in_for: str | None
+) -> dict[str, Any]:
+    """Loss and accuracy: mean, standard deviation, and where the paper has it of the same data, the difference."""
     found: dict[str, Any] = {"paper": dict(paper)}
     for number in ("loss", "accuracy"):
         values = [run[number] for run in runs if run[number] is not None]
         found[number] = {"mean": mean(values), "std": std(values)}
-        if number in paper and values:
+        if number in paper and values and not stands_in_for:
             found[number]["difference"] = found[number]["mean"] - paper[number]
     return found
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import torch
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -59,7 +60,8 @@ class Run:
     def name(self) -> str:
         """Folder of the run's ledger and checkpoint."""
         norm = "" if self.method.max_grad_norm is None else f"-C{self.max_grad_norm:g}"
-        return f"{self.method.name}{norm}-lr{self.lr:g}-{self.phase}-seed{self.seed}".replace("/", "_")
+        name = quote(self.method.name, safe=" ,;+=()")  # no two methods in one folder
+        return f"{name}{norm}-lr{self.lr:g}-{self.phase}-seed{self.seed}"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -139,9 +141,8 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
     """What a report says besides the records; the total is that of every ledger in the folder."""
     plan = spec.plan(None)
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
-    charged = [Ledger(path, read_only=True).charged for path in sorted(out.glob("runs/*/ledger.jsonl"))]
-    releases = [release for run in charged for release in run]
-    total = epsilon(releases, delta=spec.privacy.delta, assume_poisson=not plan.is_covered)
+    norms = {str(r["method"]): f"{r['max_grad_norm']:g}" for r in records if r["phase"] == "final"}
+    told = ", ".join(f"{norm} ({method})" for method, norm in norms.items())
     return {
         "title": spec.title,
         "command": command,
@@ -149,13 +150,33 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
         "plan": asdict(plan)
         | {
             "seed": ", ".join(map(str, seeds)) or None,
+            "max_grad_norm": told if len(set(norms.values())) > 1 else next(iter(norms.values()), plan.max_grad_norm),
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
         },
-        "total_epsilon": {"value": total, "runs": len(charged)},
+        "total_epsilon": _total_epsilon(spec, records, out),
         "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _total_epsilon(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, Any] | None:
+    """What all trainings of a folder cost together, by their ledgers; None where a record's is not there."""
+    ledgers = {path.parent.name: path for path in sorted(out.glob("runs/*/ledger.jsonl"))}
+    methods = {method.name: method for method in spec.methods}
+    for record in records:
+        run = Run(methods[record["method"]], record["max_grad_norm"], record["lr"], record["seed"], record["phase"])
+        tuned = replace(run, phase="tuning")  # a final run that was done in tuning has no folder of its own
+        if not {run.name, tuned.name} & ledgers.keys():
+            return None
+    charged = [Ledger(path, read_only=True).charged for path in ledgers.values()]
+    releases = [release for run in charged for release in run]
+    covered = spec.privacy.sampling == "poisson"
+    return {
+        "value": epsilon(releases, delta=spec.privacy.delta, assume_poisson=not covered),
+        "runs": len(ledgers),
+        "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
     }
 
 
@@ -238,6 +259,7 @@ def _record(
         "delta": plan.delta,
         "sampling": plan.sampling,
         "score": data.score,
+        "measured_on": data.measured_on,
         "test_accuracy": None if validated else last.get("accuracy"),
         "test_loss": None if validated else last["loss"],
         "validation_accuracy": last.get("accuracy") if validated else None,
@@ -262,9 +284,10 @@ def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate |
     """The next learning rate, half a power of ten beyond the best, if that is the first or last tried with its norm."""
     costs, (norm, best) = _tuning_costs(records, method, by), best_candidate(records, method, by)
     tried = [lr for other, lr in costs if other == norm]
-    if len(tried) >= _MOST_RATES or best not in (min(tried), max(tried)) or math.isinf(costs[norm, best]):
+    diverged = math.isinf(costs[norm, best])  # then so did all: go down
+    if len(tried) >= _MOST_RATES or best not in (min(tried), max(tried)):
         return None
-    factor = 10**0.5 if best == max(tried) else 10**-0.5
+    factor = 10**0.5 if best == max(tried) and not diverged else 10**-0.5
     return norm, float(f"{best * factor:.2g}")
 
 
@@ -283,14 +306,36 @@ def open_folder(spec: Spec, out: Path) -> DataSet:
     """Check all that can be checked, then make the folder or see that it holds runs of the same spec."""
     data = make_data(spec)
     spec.plan(None)
-    description = spec.model_dump_json(indent=1, exclude_defaults=True)
+    claim(out, describe(spec))
+    return data
+
+
+def describe(spec: Spec) -> str:
+    """What a folder is known by."""
+    return spec.model_dump_json(indent=1, exclude_defaults=True)
+
+
+def claim(out: Path, description: str, *, look_only: bool = False) -> None:
+    """Make a folder for what is described, or see that it holds runs of just that.
+
+    Raises:
+        PrivacyError: no folder, or another's; with look_only also one without any runs. Nothing was written.
+    """
+    remedy = "give another --out, or --restart to move the old folder aside"
+    if out.exists() and not out.is_dir():
+        raise expected("experiments", "--out", "to be a folder", f"the file {out}", "give another --out")
     path = out / "spec.json"
-    if path.exists() and path.read_text() != description:
-        remedy = "give another --out, or --restart to move the old folder aside"
+    held = path.read_text() if path.exists() else None
+    if held is None and (out / "runs.jsonl").exists():
+        raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
+    if held not in (None, description):
         raise expected("experiments", f"{out}", "to hold runs of this spec", "another spec's", remedy)
+    if look_only:
+        if held is None:
+            raise expected("reproduce", f"{out}", "to hold runs to show", "none", "run it without --so-far")
+        return
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(description)
-    return data
 
 
 def read_records(out: Path) -> list[Record]:

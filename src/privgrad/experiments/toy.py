@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad import precondition
+from privgrad.experiments.runs import claim
 from privgrad.optim import SGD
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
@@ -63,7 +64,7 @@ class Toy(_Table):
 def toy(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Train every method in every trial; final losses beside the expected ones, and curves."""
     item = Toy.model_validate(raw)
-    out.mkdir(parents=True, exist_ok=True)
+    claim(out, json.dumps(raw, indent=1))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products this small lose more by waiting for each other than they gain
     try:
@@ -96,7 +97,10 @@ def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table
         (out / f"{name}.png").write_bytes(png(partial(curves_figure, {m: curves[m] for m in shown})))
     plan = _plan(item, 0)
     table = Table("method", "final loss", "expected", title=item.title)
-    table.caption = f"Mean ± standard deviation over {item.trials} trials; private: epsilon {plan.epsilon():.2f}."
+    table.caption = (
+        f"Training loss (NOT PRIVATE), mean ± standard deviation over {item.trials} trials; one private training: "
+        f"epsilon {plan.epsilon():.2f}."
+    )
     found: dict[str, Any] = {}
     for method in methods:
         losses, wanted = [r["loss"] for r in records if r["method"] == method], item.expected[method]

@@ -141,11 +141,13 @@ class RawClipping:
         raw_norms: L2 norm of each example's whole gradient (divided by its scales), shape (B,), float64; 0 where it
             was not finite.
         raw_factors: the smallest of the factors that each was multiplied with, shape (B,).
+        raw_lengths: L2 norm of what was left of each, shape (B,), float64.
         raw_nonfinite_examples: how many were not finite.
     """
 
     raw_norms: Tensor
     raw_factors: Tensor
+    raw_lengths: Tensor
     raw_nonfinite_examples: int
 
 
@@ -200,6 +202,7 @@ def clipped_sum(
     raw = RawClipping(
         torch.cat([part.raw_norms for part in seen] or [nothing]),
         torch.cat([part.raw_factors for part in seen] or [nothing]),
+        torch.cat([part.raw_lengths for part in seen] or [nothing]),
         sum(part.raw_nonfinite_examples for part in seen),
     )
     return ClippedSum({name: total[name] for name in like}, sensitivity=(1 + grouped) * max_grad_norm), raw
@@ -229,7 +232,7 @@ def _add_clipped(
         chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
         norms = {name: torch.where(cancelling_B, 0.0, norm_B) for name, norm_B in norms.items()}
         factors = _factors(clip, norms, max_grad_norm)
-    _require_bound(factors, norms, clip, max_grad_norm)
+    length_B = _require_bound(factors, norms, clip, max_grad_norm)
     for name, factor_B in factors.items():
         if name in total:
             chunk[name].add_weighted_sum(total[name], factor_B)
@@ -238,8 +241,9 @@ def _add_clipped(
     norm_B, smallest_B = _joint_norm(norms.values()), torch.stack(list(factors.values())).amin(0)
     for index, raw in apart.items():
         norm_B[index], smallest_B[index] = raw.raw_norms[0], raw.raw_factors[0]
+        length_B[index] = raw.raw_lengths[0]
     nonfinite = int((~finite_B).sum()) + sum(raw.raw_nonfinite_examples for raw in apart.values())
-    return RawClipping(norm_B, smallest_B, nonfinite)
+    return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
 def _factors(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
@@ -269,13 +273,14 @@ def _cancelling(
 
 def _require_bound(
     factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float
-) -> None:
-    """Every contribution is within C, by the factors themselves and not by the rule's word."""
+) -> Tensor:
+    """The lengths of the contributions, each within C: by the factors themselves and not by the rule's word."""
     contribution_B = _joint_norm(factors[name] * norm_B for name, norm_B in norms.items())
     finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in factors.values())
     if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
         remedy = "correct the rule: nothing was released"
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", "more", remedy)
+    return contribution_B
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:

@@ -199,6 +199,18 @@ class _EmbeddingBag(Rule):
         return Bags(x, weight_BT, grad, layer.num_embeddings)
 
 
+@register_rule("privgrad.models.SparseLinear")
+class _SparseLinear(Rule):
+    """Packed rows (B, 2, L), output (B, O)."""
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        weight, values = parameters["weight"], x[:, 1].to(parameters["weight"].dtype)
+        return F.embedding_bag(x[:, 0].long(), weight, mode="sum", per_sample_weights=values) + parameters["bias"]
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        return Dense(grad) if name == "bias" else Bags(x[:, 0].long(), x[:, 1], grad, len(parameters["weight"]))
+
+
 class _Normalization(Rule):
     """out = weight * normalized(x) + bias, elementwise."""
 

