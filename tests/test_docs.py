@@ -33,7 +33,7 @@ def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    loop, rule, known, public, watched, fit = code_blocks("docs/guide.md")
+    loop, rule, known, public, groups, watched, fit = code_blocks("docs/guide.md")
     names: dict[str, Any] = {
         "pg": pg,
         "torch": torch,
@@ -59,6 +59,10 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         exec(block, names)
         batch = next(iter(names["plan"].batches(names["train_set"])))
         assert set(names["private_grad"](batch).values) == dict(names["model"].named_parameters()).keys()
+    exec(groups, names)
+    names["private_grad"] = pg.PrivateGradient(names["model"], loss_fn, names["plan"])
+    names["optimizer"].step(grad=names["private_grad"](next(iter(names["plan"].batches(names["train_set"])))))
+    names["schedule"].step()
     names["private_grad"] = pg.PrivateGradient(names["model"], loss_fn, names["plan"])
     exec(watched, names)
     exec(fit.replace('folder="runs/mine"', 'folder="runs/mine", progress=False'), names)

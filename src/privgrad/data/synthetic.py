@@ -20,7 +20,8 @@ def heavy_tail(*, groups: int = 8, log_size: int = 10, seed: int = 0, validation
     Raises:
         PrivacyError: numbers out of range.
     Reference:
-        Kunstner et al. 2024 (arXiv 2402.19449), as Tang, Zhiyanov, Lecuyer use it: SPEC E8 resolves its sizes.
+        Kunstner et al. 2024 (arXiv 2402.19449), as Tang, Zhiyanov, Lecuyer use it. Deviation: of the
+        printed sizes, which contradict each other, those that docs/papers/heavy-tail.md tells.
     """
     if groups < 1 or log_size < groups - 1 or validation != 0:
         got, remedy = (groups, log_size, validation), "as groups=8, log_size=10, validation=0"

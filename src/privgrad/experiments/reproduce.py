@@ -8,6 +8,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
@@ -52,34 +53,21 @@ def reproduce(
     Raises:
         PrivacyError: an unknown item, a folder of another one, or an item that cannot be so.
     """
-    raw = _load(name)
-    tiny, given, at = raw.pop("smoke", {}), raw.pop("given", None), raw.pop("at", [])
-    stands_in_for = raw.pop("stands_in_for", None)
-    if data is not None:
-        if given is None:
-            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it has one source of data")
-        if smoke:
-            raise expected("reproduce", "--data", "to be absent for --smoke", data, "smoke takes small data of its own")
-        raw, stands_in_for = _merged(raw, _merged(given, {"data": {"path": str(data)}})), None
-    if smoke:
-        at = tiny.pop("at", at)
-        raw = _merged(raw, tiny)
-        raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
-        if "methods" in raw:
-            raw["paper"] = {}  # its numbers are of another size
+    raw = _prepared(name, data=data, smoke=smoke)
+    at, stands_in_for = raw.pop("at", []), raw.pop("stands_in_for", None)
     kind = raw.get("kind", "comparison")
-    if so_far and kind != "comparison":
+    if so_far and kind not in ("comparison", "table"):
         raise expected("reproduce", "--so-far", "to be for a comparison", name, "run it whole")
-    if kind in _WHOLE:
+    if kind == "table":
+        found, table = _table(raw, out, smoke=smoke, so_far=so_far, progress=progress)
+    elif kind in _WHOLE:
         found, table = _WHOLE[kind](raw, out, progress=progress)
     else:
         spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
         if kind in _PROBES:
             found, table = _PROBES[kind](spec, at, out, progress=progress)
         else:
-            if so_far:
-                claim(out, describe(spec), look_only=True)
-            records = read_records(out) if so_far else compare(spec, out, progress=progress)
+            records = _records(spec, out, so_far=so_far, progress=progress)
             found, table = _beside_paper(spec, records, stands_in_for)
             _report(spec, records, out, command)
     (out / "table.json").write_text(json.dumps(found, indent=1))
@@ -117,12 +105,103 @@ def _load(name: str) -> dict[str, Any]:
     raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), "choose one")
 
 
+def _prepared(
+    name: str, *, data: Path | None = None, smoke: bool = False, methods: Sequence[str] = ()
+) -> dict[str, Any]:
+    """An item's tables with all its methods or those named; on the paper's own data or in its tiny version."""
+    raw = _load(name)
+    tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
+    few = tiny.pop("only", [])
+    if data is not None:
+        if given is None:
+            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it has one source of data")
+        if smoke:
+            raise expected("reproduce", "--data", "to be absent for --smoke", data, "smoke takes small data of its own")
+        raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
+        raw.pop("stands_in_for", None)
+    if smoke:
+        raw = _merged(raw, tiny)
+        raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
+        if "methods" in raw:
+            raw["paper"] = {}  # its numbers are of another size
+            raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
+    wanted = methods or (few if smoke else [])
+    if wanted:
+        raw["methods"] = [method for method in raw["methods"] if method["name"] in wanted]
+    return raw
+
+
+def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """The method with one entry of each grid; of a grid that is to grow, all."""
+    cut = ("max_grad_norm",) if tuning.get("extend") else ("max_grad_norm", "lr")
+    return {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
+
+
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Tables within tables are merged; all else is replaced."""
     merged = dict(raw)
     for key, value in changes.items():
         merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
     return merged
+
+
+def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
+    if not so_far:
+        return compare(spec, out, progress=progress)
+    claim(out, describe(spec), look_only=True)
+    return read_records(out)
+
+
+class _Row(BaseModel):
+    """One data set of a table: an item, and which of its methods stands in each column."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    item: str
+    methods: list[str]  # "" leaves a column empty
+    paper: list[float | str]  # a string where the paper has none
+
+
+class _TableItem(BaseModel):
+    """An item of kind "table": methods of other items, side by side."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str
+    title: str
+    columns: list[str]
+    rows: list[_Row]
+
+
+def _table(
+    raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool
+) -> tuple[dict[str, Any], Table]:
+    """Score (or loss, where there is none) of each row's methods, each row in a folder of its own."""
+    item = _TableItem.model_validate(raw)
+    found: dict[str, Any] = {}
+    table = Table(
+        "", *item.columns, title=item.title, caption="Mean ± standard deviation over seeds; below, the paper."
+    )
+    for row in item.rows:
+        base = _prepared(row.item, smoke=smoke, methods=row.methods)
+        stands_in_for = base.pop("stands_in_for", None)
+        base["paper"] = {}
+        spec = check_spec(base, row.item)
+        records = _records(spec, out / row.item.replace("/", "-"), so_far=so_far, progress=progress)
+        numbers, _ = _beside_paper(spec, records, None)
+        cells: list[str] = []
+        found[row.title] = {"stands_in_for": stands_in_for}
+        for column, name, theirs in zip(item.columns, row.methods, row.paper, strict=True):
+            everything = numbers[name]["groups"].get("all") if name else None
+            number = "loss" if everything is None or everything["accuracy"]["mean"] is None else "accuracy"
+            ours = None if everything is None else everything[number]
+            found[row.title][column] = {"method": name, number: ours, "paper": theirs}
+            cells.append(_cells(everything | {"paper": {}}, number)[0] if everything else "–")
+        table.add_row(row.title, *cells)
+        table.add_row(f"  paper ({stands_in_for})" if stands_in_for else "  paper", *map(str, row.paper), style="dim")
+    out.mkdir(parents=True, exist_ok=True)
+    return found, table
 
 
 def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> None:

@@ -24,6 +24,7 @@ from privgrad.experiments.spec import (
     MethodTable,
     Spec,
     make_data,
+    public_examples,
 )
 from privgrad.experiments.tasks import (
     losses_for,
@@ -196,7 +197,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     method, loss_fn = run.method, losses_for(data)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
-        warm_start(method.warm_start, model, data)
+        warm_start(method.warm_start, model, public_examples(method, data), data)
     optimizer = method.make(model.named_parameters(), run.lr, public=public, steps=plan.steps)
     made = preconditioner(method.precondition, public, model, data)
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"

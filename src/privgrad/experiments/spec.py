@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from privgrad import data, optim
-from privgrad.data.dataset import to_reconstruct, with_public
+from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.public import PublicGradient
 from privgrad.models import Activation
@@ -51,10 +52,12 @@ DataName = Literal[
     "digits",
     "fashion-mnist",
     "heavy-tail",
+    "imdb",
     "mnist",
     "ptb",
     "sentence-pairs",
     "snli",
+    "tweets",
 ]
 
 # Encoders that come as packages too, where the hub is out of reach.
@@ -72,13 +75,15 @@ class DataTable(_Table):
     """Which data, how much of its training part is held out for tuning, and its loader's own options.
 
     `public` examples, from the end of what is left, are taken out of the training part and count as public.
-    `reconstruct`: the label of an input is the input.
+    `elsewhere` is another data set, whose training part is public too. `reconstruct`: the label of an input is the
+    input.
     """
 
     name: DataName
     path: str | None = None
     validation: int = Field(default=0, ge=0)
     public: int = Field(default=0, ge=0)
+    elsewhere: "DataTable | None" = None
     reconstruct: bool = False
     standardise: bool | None = None
     seed: int | None = None
@@ -90,12 +95,28 @@ class DataTable(_Table):
     limit: int | None = Field(default=None, ge=1)
     pairs: int | None = Field(default=None, ge=1)
     min_count: int | None = Field(default=None, ge=1)
+    size: int | None = Field(default=None, ge=1)
+    features: Literal["counts", "tf-idf", "words"] | None = None
+    amazon: str | None = None
+    other_public: int | None = Field(default=None, ge=0)
 
 
 class ModelTable(_Table):
     """Which model."""
 
-    name: Literal["autoencoder", "bag-of-words", "cnn2", "cnn5", "language-model", "linear", "mlp", "pair-classifier"]
+    name: Literal[
+        "autoencoder",
+        "bag-of-words",
+        "cnn-small",
+        "cnn2",
+        "cnn5",
+        "language-model",
+        "linear",
+        "mlp",
+        "pair-classifier",
+        "sparse-linear",
+        "word-lstm",
+    ]
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
     encoder: str | None = None  # of pairs: a folder, or a name on the Hugging Face hub; its tokenizer reads the data
@@ -121,6 +142,14 @@ class PreconditionTable(_Table):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class PublicTable(_Table):
+    """Which public examples a method uses: the first so many of those taken out of training, or of other ones."""
+
+    other: bool = False
+    examples: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1)
+
+
 class WarmStartTable(_Table):
     """Ordinary SGD on the public examples, before the private training."""
 
@@ -133,8 +162,8 @@ class MethodTable(_Table):
     """One optimizer with its options.
 
     `lr` is a number, or the method's own grid; without it, [tuning]'s grid. `max_grad_norm` likewise; without it,
-    [privacy]'s. `assumed_noise_std` is what the optimizer is told of the noise, true or not: for ablations.
-    `non_private` neither clips nor adds noise.
+    [privacy]'s. `group_size` examples are clipped as one, with the sensitivity that this has. `assumed_noise_std` is
+    what the optimizer is told of the noise, true or not: for ablations. `non_private` neither clips nor adds noise.
     """
 
     name: str = Field(min_length=1)
@@ -143,8 +172,9 @@ class MethodTable(_Table):
     options: dict[str, Any] = Field(default_factory=dict)
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None
     assumed_noise_std: float | None = Field(default=None, ge=0)
+    group_size: int = Field(default=1, ge=1)
     precondition: PreconditionTable | None = None
-    public_batch_size: int | None = Field(default=None, ge=1)
+    public: PublicTable = PublicTable()
     warm_start: WarmStartTable | None = None
     non_private: bool = False
 
@@ -231,9 +261,11 @@ class Spec(_Table):
     ) -> PrivacyPlan:
         """The plan that the experiment's methods train under, with a method's own clipping norm if it has one."""
         plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm)
-        if method is not None and method.non_private:
+        if method is None:
+            return plan
+        if method.non_private:
             return replace(plan, noise_multiplier=0.0, max_grad_norm=math.inf, target_epsilon=None)
-        return plan
+        return replace(plan, group_size=method.group_size)
 
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True) | {"max_grad_norm": max_grad_norm}
@@ -321,7 +353,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     except (TypeError, ValueError) as error:
         place = f"methods.{method.name}.options"
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
-    if method.needs_public and spec.data.public == 0:
+    if method.needs_public and not method.public.other and spec.data.public == 0:
         remedy = "say how many examples of the training part count as public"
         raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
     if not spec.is_tuned(method):
@@ -340,18 +372,13 @@ def make_data(spec: Spec) -> data.DataSet:
     Raises:
         PrivacyError: no source has it, or it does not hold num_examples training examples.
     """
-    loader, options = (
-        data.LOADERS[spec.data.name],
-        spec.data.model_dump(exclude={"name", "public", "reconstruct"}, exclude_none=True),
-    )
-    parameters = inspect.signature(loader).parameters
-    if "tokenizer" in parameters:
-        options["tokenizer"] = encoder_folder(spec.model.encoder)
-    for name, value in options.items():
-        if name not in parameters:
-            raise expected("load_spec", f"data.{name}", f"to be absent for {spec.data.name}", value, "remove it")
-    loaded = with_public(loader(**options), spec.data.public)
+    loaded = with_public(_load(spec.data, spec.model.encoder), spec.data.public)
+    if spec.data.elsewhere is not None:
+        loaded = with_other_public(loaded, _load(spec.data.elsewhere, spec.model.encoder))
     loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
+    for method in spec.methods:
+        if method.needs_public:
+            public_examples(method, loaded)
     if len(loaded.train) != spec.privacy.num_examples:
         raise PrivacyError(
             f"make_data: expected privacy.num_examples to be the size of the training set, got "
@@ -359,6 +386,37 @@ def make_data(spec: Spec) -> data.DataSet:
             f"{spec.data.validation} held out and {spec.data.public} public; correct it."
         )
     return loaded
+
+
+def public_examples(method: MethodTable, loaded: data.DataSet) -> TensorDataset:
+    """Those that a method's table says.
+
+    Raises:
+        PrivacyError: there are none, or fewer.
+    """
+    whole = loaded.other_public if method.public.other else loaded.public
+    if whole is None:
+        remedy = "give [data] elsewhere, other_public or amazon"
+        raise expected("make_data", "other public data", f"to be there for {method.name!r}", "none", remedy)
+    count = method.public.examples or len(whole)
+    if count > len(whole):
+        remedy = "ask for fewer"
+        raise expected("make_data", "public.examples", f"to be at most {len(whole)} for {method.name!r}", count, remedy)
+    return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
+
+
+def _load(table: DataTable, encoder: str | None) -> data.DataSet:
+    loader, own = data.LOADERS[table.name], {"name", "public", "elsewhere", "reconstruct"}
+    options = table.model_dump(exclude=own, exclude_none=True)
+    parameters = inspect.signature(loader).parameters
+    if "tokenizer" in parameters:
+        options["tokenizer"] = encoder_folder(encoder)
+    if "validation" not in table.model_fields_set:
+        options.pop("validation")
+    for name, value in options.items():
+        if name not in parameters:
+            raise expected("load_spec", f"data.{name}", f"to be absent for {table.name}", value, "remove it")
+    return loader(**options)
 
 
 def encoder_folder(name: str | None) -> str:

@@ -11,7 +11,14 @@ from privgrad import models, side_information
 from privgrad.data import DataSet
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
-from privgrad.experiments.spec import MethodTable, PreconditionTable, Spec, WarmStartTable, encoder_folder
+from privgrad.experiments.spec import (
+    MethodTable,
+    PreconditionTable,
+    Spec,
+    WarmStartTable,
+    encoder_folder,
+    public_examples,
+)
 from privgrad.gradient import precondition
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.precondition import Preconditioner
@@ -28,6 +35,8 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
             return models.mlp(
                 in_features=shape.numel(), hidden=options.hidden, num_classes=classes, activation=options.activation
             )
+        case "cnn-small":
+            return models.cnn_small(in_channels=shape[0], num_classes=classes, activation=options.activation)
         case "cnn2":
             return models.cnn2(in_channels=shape[0], num_classes=classes)
         case "cnn5":
@@ -36,6 +45,10 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
             return models.autoencoder(in_features=shape.numel())
         case "bag-of-words":
             return models.bag_of_words(vocabulary=_vocabulary(data), num_classes=classes)
+        case "sparse-linear":
+            return models.SparseLinear(_vocabulary(data), classes)
+        case "word-lstm":
+            return models.WordLSTM(vocabulary=_vocabulary(data), num_classes=classes, width=options.hidden)
         case "language-model":
             return models.LanguageModel(num_tokens=_vocabulary(data), length=shape[0], width=options.hidden)
         case "pair-classifier":
@@ -50,10 +63,14 @@ def _vocabulary(data: DataSet) -> int:
 
 def public_gradient(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
     """Of the data's public examples, for a method that needs it."""
-    if data.public is None or not method.needs_public:
+    if not method.needs_public:
         return None
-    source = f"public data: {len(data.public)} examples taken out of the training set"
-    return PublicGradient(model, losses_for(data), data.public, source=source, batch_size=method.public_batch_size)
+    examples, origin = (
+        public_examples(method, data),
+        "from elsewhere" if method.public.other else "taken out of the training set",
+    )
+    source = f"public data: {len(examples)} examples {origin}"
+    return PublicGradient(model, losses_for(data), examples, source=source, batch_size=method.public.batch_size)
 
 
 def preconditioner(
@@ -78,15 +95,14 @@ def preconditioner(
     return getattr(precondition, table.rule)(public, **table.options)
 
 
-def warm_start(table: WarmStartTable, model: nn.Module, data: DataSet) -> None:
-    """Train on the public examples, without privacy."""
-    assert data.public is not None
+def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset, data: DataSet) -> None:
+    """Train on public examples, without privacy."""
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=table.lr), losses_for(data)
     for _ in range(table.epochs):
-        order = torch.randperm(len(data.public))
+        order = torch.randperm(len(examples))
         for chosen in order.split(table.batch_size):
             optimizer.zero_grad()
-            loss_fn(model, tuple(tensor[chosen] for tensor in data.public.tensors)).mean().backward()
+            loss_fn(model, tuple(tensor[chosen] for tensor in examples.tensors)).mean().backward()
             optimizer.step()
     optimizer.zero_grad()
 
