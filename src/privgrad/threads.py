@@ -1,16 +1,20 @@
-"""Work on many blocks, on as many threads as torch uses."""
+"""Work on blocks that stay in cache, on as many threads as torch uses."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from itertools import repeat
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
 _NUMBERS_A_THREAD = 1 << 19
+# Numbers in a block: what eight operators read and write stays in cache, and is still worth torch's own threads.
+_BLOCK = 1 << 18
 
 
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
@@ -40,3 +44,18 @@ def _taken(queue: deque[T]) -> Iterator[T]:
     with suppress(IndexError):
         while True:
             yield queue.popleft()
+
+
+def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """The tensors in aligned blocks, each with the numbers. Whole if short, not laid out alike, or not on the CPU.
+
+    For elementwise work of several operators: what one wrote, the next finds in cache.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    first = tensors[0]
+    if first.numel() <= _BLOCK or any(
+        not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu" for t in tensors
+    ):
+        return [values]
+    parts: list[Iterable[Any]] = [v.view(-1).split(_BLOCK) if isinstance(v, Tensor) else repeat(v) for v in values]
+    return zip(*parts, strict=False)

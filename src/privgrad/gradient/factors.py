@@ -10,6 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from privgrad.threads import blocks
+
 _BLOCK = 1024  # float32 entries summed before they are joined in float64
 _CACHED = 1 << 20  # floats of scratch that stay in a core's cache while they are scaled and summed
 _TINY = 1e-15  # the square of a norm below this loses digits in float32
@@ -232,7 +234,9 @@ class Outer(Factor):
         if places == 1:
             scales = wide(cast(Tensor, inverse_scales))
             largest = scales.max()
-            square = (scales / largest).square_()
+            square = torch.empty_like(scales)
+            for scale, squared in blocks(scales, square):
+                torch.div(scale, largest, out=squared).square_()
             parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))]
             return torch.cat(parts) * largest.double()
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:

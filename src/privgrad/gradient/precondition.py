@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.engines import trainable
 from privgrad.gradient.public import PublicGradient
+from privgrad.threads import blocks
 from privgrad.types import Scales
 
 Rule = Literal["rmsprop", "adam", "adagrad"]
@@ -137,6 +138,7 @@ class Moments(Preconditioner):
         self._exp_avg: dict[str, Tensor] = {}
         self._exp_avg_sq: dict[str, Tensor] = {}
         self._made: Transform | None = None
+        self._inverse: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
         options = {
@@ -181,20 +183,23 @@ class Moments(Preconditioner):
     @torch.no_grad()
     def _update(self, time: int, raw_mean: MeanGradient) -> None:
         """Take in the mean gradient of a batch (schedule "step"), or of all of them (schedule "epoch")."""
-        if self._schedule == "epoch" and self._gradient is not None:
-            mean, square = _pass_moments(self._gradient, time)
-        else:
-            mean = raw_mean() if self._gradient is None else self._gradient(time)
-            square = {name: grad.square() for name, grad in mean.items()}
         keep, add = {
             ("rmsprop", "step"): (self._beta, 1 - self._beta),
             ("adam", "step"): (self._beta, 1 - self._beta),
             ("adagrad", "step"): (1.0, 1.0),
             ("adagrad", "epoch"): (1.0, 1.0),
         }.get((self._rule, self._schedule), (0.0, 1.0))
-        for name, value in square.items():
-            before = self._exp_avg_sq.get(name)
-            self._exp_avg_sq[name] = add * value if before is None else before.mul_(keep).add_(value, alpha=add)
+        squares: Mapping[str, Tensor] = {}
+        if self._schedule == "epoch" and self._gradient is not None:
+            mean, squares = _pass_moments(self._gradient, time)
+        else:
+            mean = raw_mean() if self._gradient is None else self._gradient(time)
+        for name, value in mean.items():
+            if name not in self._exp_avg_sq:
+                self._exp_avg_sq[name] = value.new_zeros(value.shape)
+            for part, h, square in blocks(self._exp_avg_sq[name], value, squares.get(name)):
+                part.mul_(keep)
+                part.addcmul_(h, h, value=add) if square is None else part.add_(square, alpha=add)
         if self._rule == "adam":
             for name, value in mean.items():
                 before = self._exp_avg.get(name, torch.zeros_like(value))
@@ -202,13 +207,21 @@ class Moments(Preconditioner):
 
     @torch.no_grad()
     def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
-        inverse: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            square = self._exp_avg_sq[name]
-            root = (square + self._epsilon).sqrt_() if self._epsilon_inside else square.sqrt().add_(self._epsilon)
-            inverse[name] = _inverse(name, root, parameter)
+        # Written over at every step: to find fresh memory would take as long as to fill it.
+        kept = self._inverse
+        self._inverse = {
+            n: kept[n] if n in kept else torch.empty_like(p, dtype=_wide(p)) for n, p in parameters.items()
+        }
+        for name, scales in self._inverse.items():
+            for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
+                if self._epsilon_inside:
+                    torch.add(square, self._epsilon, out=part).sqrt_()
+                else:
+                    torch.sqrt(square, out=part).add_(self._epsilon)
+                _require_scales(name, part)
+                part.reciprocal_()
         shift = {name: (1 - self._keep) * average for name, average in self._exp_avg.items()} if self._keep < 1 else {}
-        return Transform(inverse, self._keep, shift)
+        return Transform(self._inverse, self._keep, shift)
 
 
 def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Preconditioner:
@@ -335,16 +348,23 @@ def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
     """1 / A, shaped and placed like the parameter, float32 or wider."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
     try:
-        whole = scale.detach().to(parameter.device, dtype).expand(parameter.shape)
+        whole = scale.detach().to(parameter.device, _wide(parameter)).expand(parameter.shape)
     except RuntimeError:
         got = f"shape {tuple(scale.shape)} for {tuple(parameter.shape)}"
         raise expected("precondition", f"scales of {name!r}", "to fit", got, "broadcast to the parameter") from None
-    smallest, largest = (float(value) for value in torch.aminmax(whole)) if whole.numel() else (1.0, 1.0)
+    _require_scales(name, whole)
+    return whole.reciprocal().contiguous()
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _require_scales(name: str, scales: Tensor) -> None:
+    smallest, largest = (float(value) for value in torch.aminmax(scales)) if scales.numel() else (1.0, 1.0)
     if not _SMALLEST <= smallest <= largest <= 1 / _SMALLEST:
         got = f"values from {smallest:g} to {largest:g}"
         remedy = "add a small constant, as 1e-5, or scale them together: only their ratios matter once C is tuned"
         condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"
         raise expected("precondition", f"scales of {name!r}", condition, got, remedy)
-    return whole.reciprocal().contiguous()

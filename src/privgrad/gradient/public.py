@@ -92,7 +92,7 @@ class PublicGradient:
                 losses.mean(), list(parameters.values()), allow_unused=True, materialize_grads=True
             )
         for name, grad in zip(parameters, grads, strict=True):
-            if not bool(torch.isfinite(grad).all()):
+            if grad.numel() and not all(torch.isfinite(end) for end in torch.aminmax(grad)):  # in one pass
                 raise PrivacyError(
                     f"PublicGradient: expected the public gradient of '{name}' to be finite, got inf or nan; look at "
                     f"the public examples, or lower the learning rate."

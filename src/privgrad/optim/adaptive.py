@@ -1,8 +1,7 @@
 """Adaptive optimizers with the noise's variance taken out of their second moment."""
 
 import math
-from collections.abc import Iterable, Mapping
-from itertools import repeat
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from privgrad.errors import expected, require_nonnegative, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.debias import FloorRule, debias, default_floor, require_rule
+from privgrad.threads import blocks
 from privgrad.types import NoisyGradient
-
-# Numbers in a block: what eight operators read and write stays in cache, and is still worth torch's own threads.
-_BLOCK = 1 << 18
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -79,7 +76,7 @@ class Debiased(PrivateOptimizer):
                 decay = group["lr"] * group.get("weight_decay", 0.0)
                 given = gradient.values[name].to(state[self._square].dtype)
                 tensors = (parameter, given, state[self._square], state.get("exp_avg"))
-                for values, grad, square, average, std, lowest in _blocks(*tensors, state[self._noise] ** 0.5, floor):
+                for values, grad, square, average, std, lowest in blocks(*tensors, state[self._noise] ** 0.5, floor):
                     if keep != 1:
                         square.mul_(keep)
                     square.addcmul_(grad, grad, value=add)
@@ -323,15 +320,3 @@ def _adam_options(
     lr: float, betas: tuple[float, float], debias_floor: float | None, floor_rule: FloorRule
 ) -> dict[str, Any]:
     return {"lr": lr, "betas": betas, "debias_floor": debias_floor, "floor_rule": floor_rule}
-
-
-def _blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """The tensors in aligned blocks, each with the numbers. Whole if short, not laid out alike, or not on the CPU."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    first = tensors[0]
-    if first.numel() <= _BLOCK or any(
-        not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu" for t in tensors
-    ):
-        return [values]
-    parts: list[Iterable[Any]] = [v.view(-1).split(_BLOCK) if isinstance(v, Tensor) else repeat(v) for v in values]
-    return zip(*parts, strict=False)
