@@ -280,8 +280,8 @@ class PrivateGradient:
 
 def _digest(values: Mapping[str, Tensor]) -> str:
     """Hash of released values. Post-processing: what it is made of has left, or is about to."""
-    state = hashlib.blake2b(digest_size=16)
+    state = hashlib.sha256()  # which processors have instructions for
     for name, value in values.items():
         state.update(name.encode())
-        state.update(value.detach().cpu().numpy().tobytes())
-    return state.hexdigest()
+        state.update(memoryview(value.detach().cpu().contiguous().numpy().reshape(-1)).cast("B"))
+    return state.hexdigest()[:32]
