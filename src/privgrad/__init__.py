@@ -3,7 +3,7 @@
 from privgrad import optim, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
-from privgrad.gradient import precondition
+from privgrad.gradient import perturb, precondition
 from privgrad.gradient.public import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.oracle import PrivateGradient
@@ -27,6 +27,7 @@ __all__ = [
     "clip",
     "fit",
     "optim",
+    "perturb",
     "precondition",
     "side_information",
 ]

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.groups import group_means, group_of
 from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner, Transform
 from privgrad.gradient.shifted import shifted
 from privgrad.ledger import Ledger
@@ -53,6 +55,8 @@ class PrivateGradient:
         model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
+        perturb: where gradients are taken: perturb.BAM(radius) at a point of each example's own, perturb.SAT(radius)
+            along the last released gradient; None at the weights.
         precondition: divides each gradient by public scales before it is clipped (AdaDPS); None divides by nothing.
         clip: Flat(), PerLayer({...}) or Automatic().
         engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
@@ -81,6 +85,7 @@ class PrivateGradient:
         loss_fn: LossFunction,
         plan: PrivacyPlan,
         *,
+        perturb: Perturbation | None = None,
         precondition: Preconditioner | None = None,
         clip: Clipping | None = None,
         engine: Literal["hooks", "vmap"] = "hooks",
@@ -94,6 +99,9 @@ class PrivateGradient:
             require_positive("PrivateGradient", "memory_mb", memory_mb, "None lets the engine choose")
         if engine not in _ENGINES:
             raise expected("PrivateGradient", "engine", "to be 'hooks' or 'vmap'", repr(engine), "choose one")
+        if perturb is not None and not isinstance(perturb, Perturbation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = type(perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
+            raise expected("PrivateGradient", "perturb", "to be a Perturbation", got, remedy)
         if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed({...})"
             raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
@@ -103,6 +111,7 @@ class PrivateGradient:
         require_supported(model)
         self._model = model
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
+        self._perturb = Perturbation(0.0) if perturb is None else perturb
         self._precondition = precondition
         if precondition is not None:
             precondition.require_fits(model)
@@ -115,8 +124,8 @@ class PrivateGradient:
         self._release, facts = plan.release, plan.public_facts
         if precondition is not None:
             facts["side_information"] = precondition.source
-            if not precondition.is_public:
-                self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
+        if not self._perturb.is_public or (precondition is not None and not precondition.is_public):
+            self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
         self._ledger.bind(facts)
         self._lock = threading.Lock()
         self._make_streams()
@@ -136,7 +145,7 @@ class PrivateGradient:
         return self._plan
 
     def epsilon(self, *, steps: int) -> float:
-        """Epsilon that `steps` steps cost: the plan's, or infinite if the preconditioner says it is not private.
+        """Epsilon that `steps` steps cost: the plan's, or infinite if perturb or precondition say they are not private.
 
         Raises:
             PrivacyError: the plan has no delta.
@@ -179,24 +188,27 @@ class PrivateGradient:
                 self._make_streams()
                 raise
             self._step = batch.sampling.step + 1 if seeded else self._step + 1
+            self._perturb.released(gradient)
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
             for observe in self.raw_observers:
                 observe(raw)
             return gradient
 
-    def _noisy(self, batch: Batch, parameters: Mapping[str, Tensor]) -> tuple[NoisyGradient, RawStep]:
+    def _noisy(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
         # A seeded draw has its own place in the streams, however often it is computed and by whom.
         index = self._step if self._plan.seed is None else batch.sampling.step
+        raw_mean_of_batch = partial(self._raw_mean, batch)
         with seeded(int(self._dropout_stream.uint64(index, 1)[0] >> 1)):
-            transform = self._transform(batch, parameters)
-            clipped, clipping = clipped_sum(
-                self._chunks(batch, index, transform, parameters),
-                like=parameters,
-                clip=self._clip,
-                max_grad_norm=self._plan.max_grad_norm,
-                grouped=self._plan.group_size > 1,
-                inverse_scales=transform.inverse_scales,
-            )
+            transform = self._transform(parameters, raw_mean_of_batch)
+            with self._perturb.at(self._step, parameters, raw_mean_of_batch):
+                clipped, clipping = clipped_sum(
+                    self._chunks(batch, index, transform, parameters),
+                    like=parameters,
+                    clip=self._clip,
+                    max_grad_norm=self._plan.max_grad_norm,
+                    grouped=self._plan.group_size > 1,
+                    inverse_scales=transform.inverse_scales,
+                )
         divisor, raw_mean = self._plan.divisor, dict[str, Tensor]()
         if self.raw_observers:  # a copy: the noise is added in place
             raw_mean = {name: value / divisor for name, value in clipped.values.items()}
@@ -209,26 +221,27 @@ class PrivateGradient:
         )
         return gradient, RawStep(self._step, raw_mean, clipping, gradient)
 
-    def _transform(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Transform:
+    def _raw_mean(self, batch: Batch) -> dict[str, Tensor]:
+        """Mean gradient of the batch, for research only. NOT private."""
+        sums = gradients(self._model, self._loss_fn, batch.examples)
+        return {name: value / max(batch.size, 1) for name, value in sums.items()}
+
+    def _transform(self, parameters: Mapping[str, Tensor], raw_mean: Callable[[], Mapping[str, Tensor]]) -> Transform:
         if self._precondition is None:
             return Transform()
-
-        def raw_mean() -> dict[str, Tensor]:
-            sums = gradients(self._model, self._loss_fn, batch.examples)
-            return {name: value / max(batch.size, 1) for name, value in sums.items()}
-
         epoch_steps = max(1, round(1 / self._plan.sample_rate))
         return self._precondition.transform(
             self._step, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the index of the next release, and the preconditioner's state.
+        """What a checkpoint needs: the index of the next release, and the state of perturb and precondition.
 
         No key, and nothing computed before the noise (but for a preconditioner that says it is NOT private).
         """
         state = {} if self._precondition is None else self._precondition.state_dict()
-        return {"step": self._step} | ({"precondition": state} if state else {})
+        moved = self._perturb.state_dict()
+        return {"step": self._step} | ({"precondition": state} if state else {}) | ({"perturb": moved} if moved else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
@@ -236,6 +249,8 @@ class PrivateGradient:
         self._step = state["step"]
         if self._precondition is not None and "precondition" in state:
             self._precondition.load_state_dict(state["precondition"])
+        if "perturb" in state:
+            self._perturb.load_state_dict(state["perturb"])
         self._make_streams()
 
     def __reduce__(self) -> str:
@@ -268,12 +283,16 @@ class PrivateGradient:
         if batch.size == 0:
             return
         size = self._microbatch_size or self._engine.microbatch_size(batch.examples)
+
+        def gradients_of(examples: Any) -> Mapping[str, Factor]:
+            return self._perturb.gradients(self._engine, examples, self._step)
+
         if self._plan.group_size == 1:
             ranges = (slice(start, start + size) for start in range(0, batch.size, size))
-            chunks = (self._engine(map_examples(itemgetter(part), batch.examples)) for part in ranges)
+            chunks = (gradients_of(map_examples(itemgetter(part), batch.examples)) for part in ranges)
         else:
             words = self._group_stream.uint64(index, batch.size)
-            chunks = group_means(self._engine, batch.examples, group_of(words, self._plan.divisor), size)
+            chunks = group_means(gradients_of, batch.examples, group_of(words, self._plan.divisor), size)
         for chunk in chunks:
             yield shifted(chunk, transform.keep, transform.shift, parameters) if transform.shift else chunk
 

@@ -29,6 +29,7 @@ from privgrad.errors import BudgetExceededError, expected, require_integer
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.engines import LossFunction
+from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
@@ -71,6 +72,7 @@ def fit(
     plan: PrivacyPlan,
     train_set: Dataset[Any] | Sequence[Any],
     *,
+    perturb: Perturbation | None = None,
     precondition: Preconditioner | None = None,
     clip: Clipping | None = None,
     engine: Literal["hooks", "vmap"] = "hooks",
@@ -91,7 +93,7 @@ def fit(
         optimizer: from privgrad.optim, over model.named_parameters().
         plan: the public numbers.
         train_set: the private examples; see plan.batches.
-        precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
+        perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
         collate: as in plan.batches.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
             public or held-out data: what it returns is published as it is.
@@ -121,6 +123,7 @@ def fit(
             model,
             loss_fn,
             plan,
+            perturb=perturb,
             precondition=precondition,
             clip=clip,
             engine=engine,
@@ -129,6 +132,7 @@ def fit(
             ledger=ledger,
         )
         settings = {
+            "perturb": repr(perturb),
             "precondition": repr(precondition),
             "clip": repr(clip),
             "optimizer": type(optimizer).__name__,

@@ -36,6 +36,11 @@ class Bags(Factor):
         r_BD = self.r_BD * weight_B.to(self.r_BD.dtype)[:, None]
         return cast(Tensor, torch.sparse.mm(self._bags.t(), r_BD))
 
+    def read(self, ids_BT: Tensor) -> Tensor:
+        same_BTS = ids_BT[:, :, None] == self.ids_BT[:, None]
+        count_BT = (same_BTS.to(self.weight_BT.dtype) @ self.weight_BT[:, :, None])[:, :, 0]
+        return count_BT[:, :, None] * self.r_BD[:, None]
+
     def keep(self, kept_B: Tensor) -> "Bags":
         return Bags(self.ids_BT, self.weight_BT, kept(self.r_BD, kept_B), self.shape[0])
 

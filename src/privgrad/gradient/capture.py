@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from privgrad.gradient.adapters import find_adapter
 from privgrad.gradient.engines import without_vmap_warnings
 from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.products import Product, Products, sources
-from privgrad.gradient.rules import Rule, find_rule
+from privgrad.gradient.rules import Move, Rule, find_rule
 
 REMEDY = "use engine='vmap'"
 
@@ -37,8 +38,32 @@ class Tap:
 
     path: str
     edge: GradientEdge
-    factors: Callable[[Tensor], Mapping[Tensor, Factor]]
+    factors: Callable[
+        ..., Mapping[Tensor, Factor]
+    ]  # (gradient), or for curvature (gradient, what stands for the input)
     inputs: list[tuple[Tensor, int]]  # with their version when they were used
+    delta: Callable[[], Tensor] | None = None  # what moving the parameters would add here; for curvature
+    source: Tensor | None = None  # the input, where gradients flow on to it; for curvature
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where each example's gradient is taken: at parameters moved by share_i times a gradient of its own.
+
+    Attributes:
+        factors: by id of the parameter.
+        share: shape (B,).
+        exact: do not move, but note what moving would add: see Hooks.moved.
+    """
+
+    factors: Mapping[int, Factor]
+    share: Tensor
+    exact: bool
+
+    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Move]:
+        """By the names of these parameters, of those that move."""
+        found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
+        return {name: Move(factor, self.share) for name, factor in found.items() if factor is not None}
 
 
 @dataclass(frozen=True)
@@ -58,8 +83,15 @@ class OtherCallsError(Exception):
 class Capture:
     """Replaces the units' forwards while it is open, and notes what passes through them."""
 
-    def __init__(self, model: nn.Module, layouts: list[tuple[str, Layout]] | None, size: int, whole: set[str]) -> None:
-        self._model, self._layouts, self._size, self._whole = model, layouts, size, whole
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: list[tuple[str, Layout]] | None,
+        size: int,
+        whole: set[str],
+        moves: Moves | None = None,
+    ) -> None:
+        self._model, self._layouts, self._size, self._whole, self._moves = model, layouts, size, whole, moves
         self.by_products = set[str]()
         self.taps: list[Tap] = []
         self.calls: list[Call] = []
@@ -81,11 +113,13 @@ class Capture:
                     self._stack.callback(buffers.__setitem__, name, buffer)
                     buffers[name] = buffer.clone()
                     self._buffers.append((buffers, name, buffers[name]))
-        for path, module in _units(self._model):
+        for path, module in units(self._model):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
             adapter, rule = find_adapter(module), find_rule(module)
-            if adapter is not None:
+            if path in self._whole:
+                forward = partial(self._by_vmap, path, module, original)
+            elif adapter is not None:
                 forward = partial(self._adapted, path, module, adapter)
             elif rule is not None:
                 forward = partial(self._ruled, path, module, rule, original)
@@ -129,14 +163,16 @@ class Capture:
         self,
         path: str,
         tensor: Tensor,
-        factors: Callable[[Tensor], Mapping[Tensor, Factor]],
+        factors: Callable[..., Mapping[Tensor, Factor]],
         *,
         inputs: Sequence[Tensor],
+        delta: Callable[[], Tensor] | None = None,
+        source: Tensor | None = None,
     ) -> Tensor:
         """Note the tensor's place in the graph; return it, or what to go on with."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self._finished and tensor.requires_grad:
-            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions))
+            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions, delta, source))
         return tensor
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,17 +191,23 @@ class Capture:
             x = self._with_examples(path, x, layout[0])
             if layout[0] is not None and layout[0][0] != 0:
                 raise misplaced(path)
+        moves = self._moves.of(weights) if self._moves else {}
+        exact = self._moves is not None and self._moves.exact
+        if exact and x.requires_grad:
+            x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a place in the graph that is this layer's alone
         output = rule.forward(layer, stand_ins, x)
+        if moves and not exact:
+            output = output + rule.delta(layer, moves, x).to(output.dtype)
         self._note(path, [x, output])
         if layout is None:
             return output
 
-        def factors(grad: Tensor) -> dict[Tensor, Factor]:
+        def factors(grad: Tensor, backward: Tensor | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
             for name, weight in weights.items():
-                if not weight.requires_grad:
+                if not weight.requires_grad or (backward is not None and name != "weight"):
                     continue
-                factor = rule.factor(layer, name, stand_ins, x.detach(), grad)
+                factor = rule.factor(layer, name, stand_ins, x.detach() if backward is None else backward, grad)
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     got, remedy = type(factor).__name__, "return Dense, Outer or another of privgrad.gradient.factors"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
@@ -174,7 +216,10 @@ class Capture:
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
-        return self._tap(path, output, factors, inputs=[x])
+        if not exact:
+            return self._tap(path, output, factors, inputs=[x])
+        delta, source = partial(rule.delta, layer, moves, x) if moves else None, x if x.requires_grad else None
+        return self._tap(path, output, factors, inputs=[x], delta=delta, source=source)
 
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
@@ -220,7 +265,11 @@ class Capture:
         mapped = [self._split(path, x, place) for x, place in zip(tensors, places, strict=True)]
         dims = tuple(None if place is None else place[0] for place in places)
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        copies = {name: p.detach().expand(self._size, *p.shape).requires_grad_() for name, p in own.items()}
+        moved = {name: move.dense() for name, move in (self._moves.of(own) if self._moves else {}).items()}
+        copies = {name: p.detach().expand(self._size, *p.shape) for name, p in own.items()}
+        if self._moves is not None and not self._moves.exact:
+            copies |= {name: copies[name] + by.to(copies[name].dtype) for name, by in moved.items()}
+        copies = {name: copy.requires_grad_() for name, copy in copies.items()}
         rest = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
         unit = _Unit(module, original)
         found: Any = None
@@ -250,7 +299,8 @@ class Capture:
         output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
         self._note(path, [*tensors, *_tensors(output)])
         for name, parameter in own.items():
-            self._tap(path, copies[name], partial(_written_out, parameter), inputs=[])
+            delta = partial(itemgetter(name), moved) if name in moved else None
+            self._tap(path, copies[name], partial(_written_out, parameter), inputs=[], delta=delta)
         return output
 
     def _with_examples(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
@@ -284,7 +334,7 @@ class _Unit(nn.Module):
         return self._forward(*args, **kwargs)
 
 
-def _units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """The smallest modules that own trainable parameters, by path; each once."""
     seen = set() if seen is None else seen
     if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
@@ -295,7 +345,7 @@ def _units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> It
         yield path, model
         return
     for name, child in model.named_children():
-        yield from _units(child, f"{path}.{name}" if path else name, seen)
+        yield from units(child, f"{path}.{name}" if path else name, seen)
 
 
 def _ignore(tensor: Tensor, *_: object) -> Tensor:

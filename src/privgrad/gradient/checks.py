@@ -13,7 +13,15 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from torch.nn.parameter import is_lazy
 
 from privgrad.errors import UnsupportedModuleError, expected
-from privgrad.gradient.engines import BoundLoss, LossFunction, preserved, require_losses, seeded, trainable
+from privgrad.gradient.engines import (
+    BoundLoss,
+    LossFunction,
+    differentiable,
+    preserved,
+    require_losses,
+    seeded,
+    trainable,
+)
 from privgrad.types import count_examples, map_examples
 
 _PROBED = 4  # examples that the loss is tried on
@@ -115,13 +123,39 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     _require_apart(model, loss_fn, few, losses.detach(), size)
 
 
-def gradients(model: nn.Module, loss_fn: LossFunction, examples: Any) -> dict[str, Tensor]:
-    """Gradient of the summed losses by parameter name, from copies; zero where the loss does not reach. NOT private."""
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
-    with torch.enable_grad():
+def gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    *,
+    along: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+) -> dict[str, Tensor]:
+    """Gradient of the summed losses by parameter name, from copies; zero where the loss does not reach. NOT private.
+
+    Args:
+        model, loss_fn, examples: as in PrivateGradient.
+        along: moves the parameters by name, to take the gradient there.
+        exact: do not move, but add the Hessian's product with `along`.
+    """
+    moves = along or {}
+    parameters = {
+        name: (p.detach() + moves[name] if name in moves and not exact else p.detach().clone()).requires_grad_()
+        for name, p in trainable(model).items()
+    }
+    leaves = list(parameters.values())
+    with torch.enable_grad(), differentiable(twice=exact):
         total = _losses(model, loss_fn, examples, parameters).sum()
-    grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(parameters, grads, strict=True))
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=exact)
+        if exact:
+            products = [
+                (grad * moves[name]).sum() for name, grad in zip(parameters, grads, strict=True) if name in moves
+            ]
+            phi = torch.stack(products).sum()
+            if phi.requires_grad:
+                more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
+                grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
+    return {name: grad.detach() for name, grad in zip(parameters, grads, strict=True)}
 
 
 def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, losses: Tensor, size: int) -> None:

@@ -6,7 +6,7 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 import operator
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, cast
@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.factors import Dense, Factor
@@ -60,6 +61,16 @@ def seeded(seed: int) -> Generator[None]:
         else:
             # torch.manual_seed queues calls for devices that will never come: a little more memory at every step.
             torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def differentiable(*, twice: bool) -> Generator[None]:
+    """Attention by kernels that can be differentiated twice, if that is wanted: the fused ones cannot."""
+    if not twice:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
         yield
 
 
@@ -178,8 +189,32 @@ class Vmap:
         rows = per_sample_gradients(self._model, self._loss_fn, examples)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
+    def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
+        """Gradient of each example's own loss at its own point: as Hooks.moved."""
+        with torch.random.fork_rng():  # the same random draws in both passes
+            first = self(examples)
+        share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
+        along = {name: factor.keep(moving_B).dense() for name, factor in first.items()}
+        along = {name: rows * share_B.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)) for name, rows in along.items()}
+        rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along, exact=exact)
+        return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
-def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any) -> dict[str, Tensor]:
+
+def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
+    """(radius / |g_i|, whether that is a number), both shape (B,), from norms by parameter; 0 where it is not."""
+    norm_B = cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
+    moving_B = torch.isfinite(norm_B) & (norm_B > 0)
+    return torch.where(moving_B, radius / norm_B, 0.0), moving_B
+
+
+def per_sample_gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    *,
+    along: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+) -> dict[str, Tensor]:
     """Gradient of each example's own loss: the reference engine.
 
     Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one); by vmap over
@@ -189,6 +224,9 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
         model: any module. Its parameters and buffers are read, never written; see `preserved` for the rest.
         loss_fn: (model, examples) -> losses, shape (B,).
         examples: tensor or tuple, list or dict of tensors with leading dimension B >= 1.
+        along: by parameter name, shape (B, *parameter.shape): moves each example's parameters, to take its gradient
+            there.
+        exact: do not move, but add each Hessian's product with `along`.
     Returns:
         grads_BP by parameter name: tensors of shape (B, *parameter.shape), without a graph.
     Raises:
@@ -201,17 +239,25 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
     rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
     rest |= {name: tensor.detach() for name, tensor in model.named_buffers()}
-    bound = BoundLoss(model, loss_fn)
-    try:
-        with without_vmap_warnings(), preserved(model):
-            batched = vmap(_gradient_of_one(bound, rest), in_dims=(None, 0), randomness="different")
-            return batched(parameters, examples)
-    except RuntimeError:
-        pass  # an operation that vmap has no rule for; what it says may hold the batch's size, which is private
-    rows = [
-        _single(bound, parameters, rest, map_examples(itemgetter(index), examples))
-        for index in range(count_examples(examples))
-    ]
+    bound, moves = BoundLoss(model, loss_fn), dict(along or {})
+    with differentiable(twice=exact):
+        try:
+            with without_vmap_warnings(), preserved(model):
+                batched = vmap(_gradient_of_one(bound, rest, exact), in_dims=(None, 0, 0), randomness="different")
+                return batched(parameters, moves, examples)
+        except RuntimeError:
+            pass  # an operation that vmap has no rule for; what it says may hold the batch's size, which is private
+        rows = [
+            _single(
+                bound,
+                parameters,
+                rest,
+                exact,
+                {name: move[index] for name, move in moves.items()},
+                map_examples(itemgetter(index), examples),
+            )
+            for index in range(count_examples(examples))
+        ]
     warnings.warn(
         "vmap cannot batch this model; its examples are taken one by one, which is slow",
         stacklevel=2,
@@ -220,20 +266,39 @@ def per_sample_gradients(model: nn.Module, loss_fn: LossFunction, examples: Any)
 
 
 def _gradient_of_one(
-    bound: BoundLoss, rest: dict[str, Tensor]
-) -> Callable[[dict[str, Tensor], Any], dict[str, Tensor]]:
-    """(parameters, example) -> gradient; `rest` is captured, so that torch.func refuses writes to it."""
+    bound: BoundLoss, rest: dict[str, Tensor], exact: bool
+) -> Callable[[dict[str, Tensor], dict[str, Tensor], Any], dict[str, Tensor]]:
+    """(parameters, along, example) -> gradient; `rest` is captured, so that torch.func refuses writes to it."""
 
     def loss_of_one(parameters: dict[str, Tensor], example: Any) -> Tensor:
         state = {f"model.{name}": tensor for name, tensor in (rest | parameters).items()}
         single = map_examples(lambda leaf: leaf.unsqueeze(0), example)
         return require_losses(functional_call(bound, state, (single,)), 1)[0]
 
-    return cast("Callable[[dict[str, Tensor], Any], dict[str, Tensor]]", grad(loss_of_one))
+    gradient = cast("Callable[[dict[str, Tensor], Any], dict[str, Tensor]]", grad(loss_of_one))
+
+    def product(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> Tensor:
+        grads = gradient(parameters, example)
+        return torch.stack([(grads[name] * move).sum() for name, move in along.items()]).sum()
+
+    def moved(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
+        if not along:
+            return gradient(parameters, example)
+        if not exact:
+            return gradient({name: p + along[name] for name, p in parameters.items()}, example)
+        curved = cast("dict[str, Tensor]", grad(product)(parameters, along, example))
+        return {name: grads + curved[name] for name, grads in gradient(parameters, example).items()}
+
+    return moved
 
 
 def _single(
-    bound: BoundLoss, parameters: dict[str, Tensor], rest: dict[str, Tensor], example: Any
+    bound: BoundLoss,
+    parameters: dict[str, Tensor],
+    rest: dict[str, Tensor],
+    exact: bool,
+    along: dict[str, Tensor],
+    example: Any,
 ) -> dict[str, Tensor]:
     """One example's gradient, from copies: what the forward pass writes past torch.func goes with them."""
 
@@ -242,7 +307,7 @@ def _single(
 
     try:
         with preserved(bound.model):
-            return _gradient_of_one(bound, copies(rest))(copies(parameters), example)
+            return _gradient_of_one(bound, copies(rest), exact)(copies(parameters), along, example)
     except RuntimeError as error:
         remedy = (
             "do not write to buffers in training, for what is written there is private; pad sequences, do not pack "

@@ -83,6 +83,18 @@ class Factor(ABC):
             along = (self.weighted_sum(weight_B) * direction).sum()
         return torch.autograd.grad(along, weight_B)[0]
 
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        """g_i x_it for every place t: what a linear map with weight g_i, shape (O, I), makes of x, shape (B, T, O)."""
+        return x_BTI @ self.dense().mT
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        """Rows ids_it of g_i, shape (V, D): what a table g_i returns, shape (B, T, D)."""
+        return self.dense().gather(1, ids_BT[:, :, None].expand(-1, -1, self.shape[1]))
+
+    def transposed(self) -> "Factor":
+        """Every gradient transposed, for a weight that is stored so."""
+        return Dense(self.dense().mT)
+
     def gram(self) -> Tensor:
         """Inner products of all pairs of examples' gradients, shape (B, B)."""
         rows_BP = self.dense().flatten(1)
@@ -192,6 +204,20 @@ class Outer(Factor):
         b_TO, a_TI = self._weighted(weight_B)
         total.addmm_(b_TO.mT, a_TI)
 
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        """By way of inner products of places, unless the parameter is smaller than these."""
+        places, (outputs, inputs) = (self.a_BTI.shape[1], x_BTI.shape[1]), self.shape
+        if places[0] * places[1] * (inputs + outputs) <= sum(places) * inputs * outputs:
+            return (x_BTI @ self.a_BTI.mT) @ self.b_BTO
+        return super().apply(x_BTI)
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        b_BTS = self.b_BTO.gather(2, ids_BT[:, None].expand(-1, self.b_BTO.shape[1], -1))
+        return b_BTS.mT @ self.a_BTI
+
+    def transposed(self) -> "Outer":
+        return Outer(self.b_BTO, self.a_BTI)
+
     def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
         """All places of all examples in one dimension, with the weights in b."""
         a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
@@ -299,6 +325,14 @@ class Rows(Factor):
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
         total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        products_BTS = x_BTI @ self.r_BTD.mT
+        ids_BTS = self.ids_BT[:, None].expand_as(products_BTS)
+        return x_BTI.new_zeros(*x_BTI.shape[:2], self.shape[0]).scatter_add(2, ids_BTS, products_BTS)
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        return (ids_BT[:, :, None] == self.ids_BT[:, None]).to(self.r_BTD.dtype) @ self.r_BTD
+
     def keep(self, kept_B: Tensor) -> "Rows":
         return Rows(self.ids_BT, kept(self.r_BTD, kept_B), self.shape[0])
 
@@ -349,6 +383,12 @@ class Sum(Factor):
 
     def dense(self) -> Tensor:
         return _total([part.dense() for part in self.parts])
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        return _total([part.apply(x_BTI) for part in self.parts])
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        return _total([part.read(ids_BT) for part in self.parts])
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return _total([part.weighted_sum(weight_B) for part in self.parts])

@@ -10,22 +10,28 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils import parametrize
 
 from privgrad.gradient.capture import (
     REMEDY,
     Capture,
     Layout,
+    Moves,
     OtherCallsError,
+    Tap,
     find_layout,
     misplaced,
     mixes,
     refused,
+    units,
     written_to,
 )
 from privgrad.gradient.checks import evaluating, gradients
-from privgrad.gradient.engines import LossFunction, preserved, require_losses, seeded, trainable
-from privgrad.gradient.factors import Factor
+from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
+from privgrad.gradient.factors import Factor, wide
 from privgrad.gradient.products import sources
+from privgrad.gradient.rules import find_rule
 from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
@@ -49,6 +55,9 @@ class Hooks:
         self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
         self._layouts: list[tuple[str, Layout]] | None = None
         self._whole = set[str]()  # units without a rule that are taken by vmap
+        self._moved = dict[
+            bool, tuple[list[tuple[str, Layout]], set[str]]
+        ]()  # the same where parameters move; if exact
         self._floats = 0  # of output gradients, an example
         self._calls = 0
         self._reached = set[str]()  # names of parameters, in the audit
@@ -84,6 +93,30 @@ class Hooks:
             return self._factors(examples)
         except OtherCallsError as error:
             raise refused("the calls of layers", "not to depend on the examples", error.path, REMEDY) from None
+
+    def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
+        """Gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, factored.
+
+        Computes: a second forward and backward pass in which every layer's output is moved by what its moved
+        parameters add to it; no example's parameters are written out where the layer's rule knows a shorter way. With
+        `exact`, g_i + radius H_i g_i / |g_i|, H_i the Hessian of the example's loss, by a backward pass through the
+        backward pass. Random draws are the same in both passes.
+
+        Args:
+            examples: with leading dimension B >= 1.
+            radius: >= 0. Where g_i is zero or not finite, nothing moves.
+            exact: see above.
+        Returns, Raises, Privacy: as __call__.
+        """
+        with torch.random.fork_rng():
+            first = self(examples)
+        if exact not in self._moved or self._calls & (self._calls - 1) == 0:
+            self._audit_moved(examples, radius, exact=exact)
+        try:
+            return self._factors(examples, self._moves(first, radius, exact=exact))
+        except OtherCallsError:
+            self._audit_moved(examples, radius, exact=exact)
+        return self._factors(examples, self._moves(first, radius, exact=exact))
 
     def microbatch_size(self, examples: Any) -> int:
         """How many examples to take at once: their gradients stay near the caches, and well above the parameters."""
@@ -167,11 +200,45 @@ class Hooks:
                     remedy = f"keep examples apart in training mode too, or {REMEDY}"
                     raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
 
-    def _learn_layouts(self, few: Any) -> list[tuple[str, Layout]]:
+    def _moves(self, first: Mapping[str, Factor], radius: float, *, exact: bool) -> Moves:
+        """By radius / |g_i| times g_i, the norm over all parameters."""
+        parameters = trainable(self._model)
+        share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
+        share_B = wide(share_B.to(next(iter(parameters.values())).dtype))
+        factors = {id(parameters[name]): factor.keep(moving_B) for name, factor in first.items()}
+        return Moves(factors, share_B, exact)
+
+    def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
+        """As `audit`, for the gradients of `moved`."""
+        few, checksums = _few(examples), _checksums(self._model)
+        whole = self._whole | {path for path, module in units(self._model) if not _moves_cheaply(module, exact)}
+        self._moved[exact] = (self._learn_layouts(few, whole), whole)
+        try:
+            with evaluating(self._model):
+                self._require_moved_alike(few, radius, exact=exact)
+        except NotImplementedError as error:
+            remedy = "use BAM(mode='sam'), or other layers (Embedding and a sum, for EmbeddingBag)"
+            raise refused("the loss", "to have a second derivative", error, remedy) from error
+        _require_unwritten(self._model, checksums)
+
+    def _require_moved_alike(self, few: Any, radius: float, *, exact: bool) -> None:
+        """What `moved` finds for a few examples is what each gives alone."""
+        first = self._factors(few)
+        moves = self._moves(first, radius, exact=exact)
+        found = self._factors(few, moves)
+        ids = {name: id(parameter) for name, parameter in trainable(self._model).items()}
+        for index in range(_PROBED):
+            part, share = map_examples(itemgetter(slice(index, index + 1)), few), float(moves.share[index])
+            along = {name: share * moves.factors[ids[name]][index : index + 1].dense()[0] for name in first}
+            single = gradients(self._model, self._loss_fn, part, along=along, exact=exact)
+            self._require_that_of_one(found, index, single, _TOLERANCE_HALF if self._half else _TOLERANCE)
+
+    def _learn_layouts(self, few: Any, whole: set[str] | None = None) -> list[tuple[str, Layout]]:
         """Compare two batch sizes: a dimension that grows with the batch holds examples."""
+        whole = self._whole if whole is None else whole
         sizes, captures = (_PROBED, _PROBED - 1), list[Capture]()
         for size in sizes:
-            captures.append(capture := Capture(self._model, None, size, self._whole))
+            captures.append(capture := Capture(self._model, None, size, whole))
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
                 self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
                 capture.finish()
@@ -181,23 +248,29 @@ class Hooks:
         pairs = list(zip(more, fewer, strict=True))
         mixing = {unit for unit in captures[0].by_products if any(mixes(unit, *pair, sizes) for pair in pairs)}
         if mixing:
-            self._whole |= mixing
-            return self._learn_layouts(few)
+            whole |= mixing
+            return self._learn_layouts(few, whole)
         return [(one.path, find_layout(one, other, sizes)) for one, other in pairs]
 
-    def _factors(self, examples: Any) -> dict[str, Factor]:
+    def _factors(self, examples: Any, moves: Moves | None = None) -> dict[str, Factor]:
         size = count_examples(examples)
-        capture = Capture(self._model, self._layouts, size, self._whole)
+        layouts, whole = (self._layouts, self._whole) if moves is None else self._moved[moves.exact]
+        capture = Capture(self._model, layouts, size, whole, moves)
         parameters = trainable(self._model)
-        with torch.enable_grad(), preserved(self._model), capture:
+        exact = moves is not None and moves.exact
+        with torch.enable_grad(), preserved(self._model), differentiable(twice=exact), capture:
             losses = require_losses(self._loss_fn(self._model, examples), size)
             capture.finish()
             _require_inside_units(losses, parameters)
             edges = [tap.edge for tap in capture.taps]
             if not edges or not losses.requires_grad:
                 return {}
-            # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
-            grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
+            if exact:
+                grads, more = _with_curvature(losses, capture.taps)
+            else:
+                # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
+                grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
+                more = [dict[Tensor, Factor]() for _ in edges]
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
@@ -205,14 +278,16 @@ class Hooks:
         # Gradients written out for their norms are kept to the sum where they do not raise the peak much.
         room = size * self._floats // 4 if self._room is None else self._room
         with torch.autocast(losses.device.type, enabled=False):
-            for tap, grad in zip(capture.taps, grads, strict=True):
+            for tap, grad, others in zip(capture.taps, grads, more, strict=True):
                 for tensor, version in tap.inputs:
                     if tensor._version != version:
                         got, remedy = "a change", "work on a copy, as ordinary training requires too"
                         raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
                 if grad is None:
                     continue
-                for parameter, factor in tap.factors(grad).items():
+                found = tap.factors(grad)
+                for parameter, factor in found.items():
+                    factor = factor + others[parameter] if parameter in others else factor
                     name = names[id(parameter)]
                     if factor.examples != size:
                         if factor.examples % size != 0:
@@ -223,6 +298,48 @@ class Hooks:
                         factor, room = factor.written_out(), room - floats
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
+
+
+def _moves_cheaply(unit: nn.Module, exact: bool) -> bool:
+    """Whether the unit's rule knows what moving its parameters does; if not, each example gets its own copy."""
+    rule = find_rule(unit)
+    if rule is None or parametrize.is_parametrized(unit):
+        return False
+    return rule.has_delta and (rule.is_bilinear or not exact)
+
+
+def _with_curvature(losses: Tensor, taps: Sequence[Tap]) -> tuple[list[Tensor | None], list[Mapping[Tensor, Factor]]]:
+    """Gradients at the taps, with what curvature adds to them; and what it adds by way of the taps' sources.
+
+    Computes: with b the gradient at a tap's output and x its source, phi = sum <b, delta(x)> is each example's
+    <g_i, v_i>, v_i the move. Its gradient is H_i v_i; and a layer's weight takes part twice: in the forward pass, where
+    it meets (x, d phi / d output), and in the backward pass, where it meets (d phi / d (gradient of x), b).
+    """
+    sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
+    edges = [tap.edge for tap in taps]
+    grads = torch.autograd.grad(losses.sum(), [*edges, *sources], create_graph=True, allow_unused=True)
+    first = cast("list[Tensor | None]", list(grads[: len(taps)]))
+    of_sources = iter(cast("list[Tensor | None]", list(grads[len(taps) :])))
+    backward = [next(of_sources) if tap.source is not None else None for tap in taps]
+    parts = [
+        (grad * tap.delta()).sum() for tap, grad in zip(taps, first, strict=True) if tap.delta and grad is not None
+    ]
+    phi = torch.stack(parts).sum() if parts else losses.new_zeros(())
+    if not phi.requires_grad:
+        return [None if grad is None else grad.detach() for grad in first], [{} for _ in taps]
+    inner = [get_gradient_edge(grad) for grad in backward if grad is not None and grad.requires_grad]
+    second = torch.autograd.grad(phi, [*edges, *inner], allow_unused=True)
+    moved = cast("list[Tensor | None]", list(second[: len(taps)]))
+    of_inner = iter(cast("list[Tensor | None]", list(second[len(taps) :])))
+    more: list[Mapping[Tensor, Factor]] = []
+    for tap, grad, back in zip(taps, first, backward, strict=True):
+        curved = next(of_inner) if back is not None and back.requires_grad else None
+        more.append({} if grad is None or curved is None else tap.factors(grad.detach(), curved))
+    total = [
+        None if grad is None else grad.detach() if add is None else grad.detach() + add
+        for grad, add in zip(first, moved, strict=True)
+    ]
+    return total, more
 
 
 def _few(examples: Any) -> Any:

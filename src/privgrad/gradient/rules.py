@@ -5,7 +5,8 @@ Shape suffixes: B examples, T places of an example, I inputs, O outputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,38 @@ from privgrad.gradient.convolution import Convolution
 from privgrad.gradient.factors import Dense, Factor, Outer, Rows, cached, wide
 
 
+@dataclass(frozen=True)
+class Move:
+    """How far a parameter lies from where it is, for each example: share_i g_i.
+
+    Args:
+        factor: g_i.
+        share: the shares, shape (B,).
+    """
+
+    factor: Factor
+    share: Tensor
+
+    def dense(self) -> Tensor:
+        """Shape (B, *parameter.shape)."""
+        return self.factor.dense() * self._share(len(self.factor.shape))
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        """As Factor.apply."""
+        return self.factor.apply(x_BTI) * self._share(2)
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        """As Factor.read."""
+        return self.factor.read(ids_BT) * self._share(2)
+
+    def transposed(self) -> "Move":
+        """As Factor.transposed."""
+        return Move(self.factor.transposed(), self.share)
+
+    def _share(self, dims: int) -> Tensor:
+        return self.share.view(-1, *[1] * dims)
+
+
 class Rule(ABC):
     """How one layer type computes, and what its parameters' gradients are made of.
 
@@ -25,9 +58,14 @@ class Rule(ABC):
 
     Attributes:
         parameters: names of the layer's parameters that the rule knows.
+        has_delta: whether `delta` is there; if not, moved parameters are written out for every example.
+        is_bilinear: whether the gradient of "weight" is bilinear in input and output gradient, and those of all others
+            depend on the output gradient alone.
     """
 
     parameters: tuple[str, ...] = ("weight", "bias")
+    has_delta = False
+    is_bilinear = False
 
     @abstractmethod
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -44,6 +82,18 @@ class Rule(ABC):
             x: input, shape (B, ...).
             grad: gradient of each example's loss with respect to the output, shape (B, ...).
         """
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        """What moving the parameters adds to the output of a layer that is affine in them.
+
+        Args:
+            layer: the module.
+            moves: by name; of parameters that do not move there is none.
+            x: input, shape (B parts, ...): an example may have several rows.
+        Returns:
+            A tensor that broadcasts to the output.
+        """
+        raise NotImplementedError
 
     def supports(self, layer: Any) -> bool:
         """Whether the rule holds for this layer's options; if not, the layer is taken by vmap."""
@@ -97,6 +147,8 @@ def find_rule(layer: nn.Module) -> Rule | None:
 
 @register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 class Linear(Rule):
+    has_delta = is_bilinear = True
+
     def forward(self, layer: nn.Linear, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.linear(x, parameters["weight"], parameters.get("bias"))
 
@@ -104,6 +156,19 @@ class Linear(Rule):
         if name == "bias":
             return Dense(grad if grad.dim() == 2 else wide(_places(grad)).sum(1))
         return Outer(_places(x), _places(grad))
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        size = len(next(iter(moves.values())).share)
+        moved = 0.0
+        if "weight" in moves:
+            moved = self.oriented(moves["weight"]).apply(wide(x).reshape(size, -1, x.shape[-1]))
+        if "bias" in moves:
+            moved = moved + moves["bias"].dense()[:, None]
+        return _by_rows(cast(Tensor, moved), x.shape[:-1])
+
+    def oriented(self, move: Move) -> Move:
+        """Of a weight of shape (O, I)."""
+        return move
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
@@ -115,6 +180,9 @@ class _TransposedLinear(Linear):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         return super().factor(layer, name, parameters, x, grad) if name == "bias" else Outer(_places(grad), _places(x))
+
+    def oriented(self, move: Move) -> Move:
+        return move.transposed()
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -162,6 +230,10 @@ class _TransposedConvolution(Rule):
 @register_rule(nn.Embedding)
 class _Embedding(Rule):
     parameters = ("weight",)
+    has_delta = is_bilinear = True
+
+    def delta(self, layer: nn.Embedding, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        return _by_rows(moves["weight"].read(x.reshape(len(moves["weight"].share), -1)), x.shape)
 
     def supports(self, layer: nn.Embedding) -> bool:
         return layer.max_norm is None and not layer.scale_grad_by_freq
@@ -181,6 +253,7 @@ class _EmbeddingBag(Rule):
     """Bags of fixed length: input (B, T), output (B, D)."""
 
     parameters = ("weight",)
+    has_delta = is_bilinear = True
 
     def supports(self, layer: nn.EmbeddingBag) -> bool:
         return layer.max_norm is None and not layer.scale_grad_by_freq and layer.mode in ("sum", "mean")
@@ -191,17 +264,23 @@ class _EmbeddingBag(Rule):
     def factor(
         self, layer: nn.EmbeddingBag, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
     ) -> Factor:
-        weight_BT = torch.ones_like(x, dtype=wide(grad).dtype)
+        return Bags(x, self._weights(layer, x, wide(grad).dtype), grad, layer.num_embeddings)
+
+    def delta(self, layer: nn.EmbeddingBag, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        return _of_bags(moves["weight"], x, self._weights(layer, x, moves["weight"].share.dtype))
+
+    def _weights(self, layer: nn.EmbeddingBag, x: Tensor, dtype: torch.dtype) -> Tensor:
+        weight_BT = torch.ones_like(x, dtype=dtype)
         if layer.padding_idx is not None:
-            weight_BT = (x != layer.padding_idx).to(weight_BT.dtype)
-        if layer.mode == "mean":
-            weight_BT = weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1)
-        return Bags(x, weight_BT, grad, layer.num_embeddings)
+            weight_BT = (x != layer.padding_idx).to(dtype)
+        return weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1) if layer.mode == "mean" else weight_BT
 
 
 @register_rule("privgrad.models.SparseLinear")
 class _SparseLinear(Rule):
     """Packed rows (B, 2, L), output (B, O)."""
+
+    has_delta = is_bilinear = True
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         weight, values = parameters["weight"], x[:, 1].to(parameters["weight"].dtype)
@@ -210,9 +289,29 @@ class _SparseLinear(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         return Dense(grad) if name == "bias" else Bags(x[:, 0].long(), x[:, 1], grad, len(parameters["weight"]))
 
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        moved = _of_bags(moves["weight"], x[:, 0].long(), x[:, 1]) if "weight" in moves else 0.0
+        if "bias" in moves:
+            moved = moved + moves["bias"].dense().repeat_interleave(len(x) // len(moves["bias"].share), 0)
+        return cast(Tensor, moved)
+
 
 class _Normalization(Rule):
     """out = weight * normalized(x) + bias, elementwise."""
+
+    has_delta = True
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        def at_places(name: str) -> Tensor:
+            move = moves[name]
+            return self.at_places(layer, move.dense().repeat_interleave(len(x) // len(move.share), 0), x)
+
+        moved = self.normalized(layer, wide(x)) * at_places("weight") if "weight" in moves else 0.0
+        return cast(Tensor, moved + at_places("bias") if "bias" in moves else moved)
+
+    def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
+        """Values of channels, shape (rows, C), to be broadcast over places."""
+        return values.view(*values.shape, *[1] * (x.dim() - 2))
 
     def normalized(self, layer: Any, x: Tensor) -> Tensor:
         return self.forward(layer, {}, x)
@@ -242,6 +341,10 @@ class _LayerNorm(_Normalization):
     def over_places(self, layer: Any, grad: Tensor) -> Tensor:
         shape = tuple(layer.normalized_shape)
         return grad.reshape(len(grad), -1, *shape).sum(1)
+
+    def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
+        places = [1] * (x.dim() - values.dim())
+        return values.view(len(values), *places, *values.shape[1:])
 
 
 @register_rule(nn.RMSNorm)
@@ -287,6 +390,17 @@ def _places(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x[:, None]
     return x.reshape(len(x), x[:1, ..., 0].numel(), x.shape[-1]) if len(x) else x.reshape(0, 1, x.shape[-1])
+
+
+def _by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
+    """(B, T, D) -> (*shape, D), where shape has all rows of all examples."""
+    return values_BTD.reshape(*shape, values_BTD.shape[-1])
+
+
+def _of_bags(move: Move, ids: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of a moved table's rows, (rows, T) -> (rows, D)."""
+    read_BTD = move.read(ids.reshape(len(move.share), -1))
+    return (_by_rows(read_BTD, ids.shape) * weights.to(read_BTD.dtype)[..., None]).sum(1)
 
 
 def _without_padding(layer: nn.Embedding | nn.EmbeddingBag, ids_BT: Tensor, grad_BTD: Tensor) -> Tensor:

@@ -1,0 +1,202 @@
+"""Where gradients are taken: at a point of each example's own (BAM), or one step along what was released (SAT)."""
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import expected
+from privgrad.gradient.factors import Factor
+from privgrad.types import NoisyGradient
+
+Mode = Literal["sam", "exact"]
+Radius = float | Callable[[int], float]
+MeanGradient = Callable[[], Mapping[str, Tensor]]
+
+
+class Engine(Protocol):
+    """Per-example gradients, at the weights or around them."""
+
+    def __call__(self, examples: Any) -> Mapping[str, Factor]: ...
+
+    def moved(self, examples: Any, radius: float, *, exact: bool) -> Mapping[str, Factor]: ...
+
+
+class Perturbation:
+    """What PrivateGradient asks where to take the gradients of a step: at the weights, unless a subclass says else.
+
+    Args:
+        radius: >= 0, in parameter units: a number, or step -> number with steps counted from 0.
+    Attributes:
+        is_public: False if the point is made of the private batch as a whole: then nothing is private.
+    """
+
+    is_public = True
+
+    def __init__(self, radius: Radius) -> None:
+        self._radius = radius
+        self.radius(0)
+
+    def __repr__(self) -> str:
+        told = getattr(self._radius, "__qualname__", self._radius)
+        return f"{type(self).__name__}(radius={told})"
+
+    def radius(self, step: int) -> float:
+        """The radius of a step.
+
+        Raises:
+            PrivacyError: it is not a finite number >= 0.
+        """
+        radius = self._radius(step) if callable(self._radius) else self._radius
+        if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 <= radius < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give one, 0.02 say; 0 is no perturbation"
+            raise expected(type(self).__name__, "radius", "to be a finite number >= 0", radius, remedy)
+        return float(radius)
+
+    @contextmanager
+    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        """The weights of one step, for all its examples; afterwards they are as they were.
+
+        Args:
+            step: index of the release, from 0.
+            parameters: the trainable ones, by name.
+            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private.
+        """
+        del step, parameters, raw_mean
+        yield
+
+    def gradients(self, engine: Engine, examples: Any, step: int) -> Mapping[str, Factor]:
+        """Each example's gradient, by parameter name."""
+        del step
+        return engine(examples)
+
+    def released(self, gradient: NoisyGradient) -> None:
+        """Take in what has left."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs; post-processing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        del state
+
+
+class BAM(Perturbation):
+    """Bias-aware minimisation: each example's gradient at a point that is a small step up its own loss.
+
+    Computes, with g_i the gradient of example i and |g_i| its norm over all parameters, in mode "sam":
+        h_i = gradient of the loss of i at theta + radius g_i / |g_i|;
+    in mode "exact": h_i = g_i + radius H_i g_i / |g_i|, H_i the Hessian of that loss. They differ by O(radius^2), and
+    not at all on a quadratic loss. h_i is what is then divided by scales, clipped and summed. It is the gradient of
+    the loss plus radius |g_i|: small gradients lose less to clipping.
+
+    Args:
+        radius: as in Perturbation; 0 is DP-SGD. The paper has 0.02 (CIFAR-10), 0.01 (CIFAR-100), 0.005 (ImageNet32).
+        mode: "sam" costs a second forward and backward pass, "exact" a backward pass through the backward pass.
+    Raises:
+        PrivacyError: a radius or mode that is none.
+    Privacy:
+        h_i depends on example i and the released weights alone, so the sensitivity stays C and the cost that of
+        DP-SGD.
+    Reference:
+        "Differentially private learning needs bias-aware minimisation" (BAM), equation 14 and algorithm 1. Deviation:
+        their algorithm 2 differentiates the penalised loss at the moved point, which would count the penalty twice;
+        and it adds noise to each example, l times the variance that the stated privacy needs.
+    """
+
+    def __init__(self, radius: Radius, mode: Mode = "sam") -> None:
+        if mode not in get_args(Mode):
+            raise expected("BAM", "mode", "to be 'sam' or 'exact'", repr(mode), "choose one")
+        super().__init__(radius)
+        self.mode: Mode = mode
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, mode={self.mode!r})"
+
+    def gradients(self, engine: Engine, examples: Any, step: int) -> Mapping[str, Factor]:
+        radius = self.radius(step)
+        return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
+
+
+class SAT(Perturbation):
+    """DP-SAT: all gradients at one point, a small step along the last released gradient.
+
+    Computes: the gradients at theta + radius p / |p|, with p the last released gradient; at theta in the first step,
+    and where p is zero. The weights are put back, whatever happens, before anything is released.
+
+    Args:
+        radius: as in Perturbation; 0 is DP-SGD.
+    Raises:
+        PrivacyError: a radius that is none; in use, a released gradient that was changed in place.
+    Privacy:
+        p has been released: post-processing, at no further cost.
+    Reference:
+        Park et al. 2023 (DP-SAT). The point is taken once a step, however many microbatches follow.
+    """
+
+    def __init__(self, radius: Radius) -> None:
+        super().__init__(radius)
+        self._direction: Mapping[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+
+    @contextmanager
+    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        changed = [name for name, value in self._direction.items() if value._version != self._versions[name]]  # pyright: ignore[reportPrivateUsage]
+        if changed:
+            remedy = "work on a copy: SAT goes along what was released"
+            raise expected("SAT", "the last released gradient", "to be unchanged", ", ".join(changed), remedy)
+        with _moved(parameters, self._direction, self.radius(step)):
+            yield
+
+    def released(self, gradient: NoisyGradient) -> None:
+        self._direction = gradient.values
+        self._versions = {name: value._version for name, value in gradient.values.items()}  # pyright: ignore[reportPrivateUsage]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"direction": dict(self._direction)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._direction = {name: value.clone() for name, value in state["direction"].items()}
+        self._versions = {name: value._version for name, value in self._direction.items()}
+
+
+class RawSAM(Perturbation):
+    """Sharpness-aware minimisation: all gradients a small step up the batch's own mean loss. NOT private.
+
+    The reference without privacy: the point is made of private examples, so every release is charged as one without
+    noise, and epsilon is infinite.
+
+    Args:
+        radius: as in Perturbation; 0.05 is usual.
+    Reference:
+        Foret et al. 2021 (SAM).
+    """
+
+    is_public = False
+
+    @contextmanager
+    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        with _moved(parameters, raw_mean(), self.radius(step)):
+            yield
+
+
+@contextmanager
+def _moved(parameters: Mapping[str, nn.Parameter], direction: Mapping[str, Tensor], radius: float) -> Generator[None]:
+    """Parameters radius further along a direction; what they held is put back, untouched."""
+    along = {name: direction[name] for name in parameters if name in direction}
+    norm = torch.stack([torch.linalg.vector_norm(value).double() for value in along.values()]).norm() if along else 0.0
+    if not 0 < float(norm) < math.inf:
+        yield
+        return
+    before = {name: parameters[name].data for name in along}
+    try:
+        for name, value in along.items():
+            parameters[name].data = before[name].add(value.to(before[name].dtype), alpha=radius / float(norm))
+        yield
+    finally:
+        for name, held in before.items():
+            parameters[name].data = held

@@ -1,0 +1,329 @@
+"""Gradients at points of their own: both engines against a loop over single examples, for every rule and model."""
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_engines import MODELS, VECTORS, loss_fn
+from test_rules import RULES, losses_of
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.engines import Vmap, per_sample_gradients, seeded
+from privgrad.gradient.hooks import Hooks
+
+RADIUS = 0.3
+
+
+def moved_one_by_one(model: nn.Module, x: Tensor, radius: float, *, exact: bool) -> dict[str, Tensor]:
+    """The gradient of each example at theta + radius g / |g|; or g + radius H g / |g|."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found: list[dict[str, Tensor]] = []
+    with sdpa_kernel(SDPBackend.MATH):
+        for i in range(len(x)):
+            leaves = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+            loss = losses_of(lambda z: functional_call(model, leaves, (z,)), x[i : i + 1]).sum()  # noqa: B023, pyright: ignore
+            grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            norm = torch.stack([g.detach().norm() for g in grads]).norm()
+            along = [radius * g.detach() / norm for g in grads]
+            if exact:
+                phi = sum((g * v).sum() for g, v in zip(grads, along, strict=True))
+                more = torch.autograd.grad(phi, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                row = [g.detach() + m for g, m in zip(grads, more, strict=True)]
+            else:
+                there = {n: (p.detach() + v).requires_grad_() for (n, p), v in zip(leaves.items(), along, strict=True)}
+                loss = losses_of(lambda z: functional_call(model, there, (z,)), x[i : i + 1]).sum()  # noqa: B023, pyright: ignore
+                row = list(torch.autograd.grad(loss, list(there.values())))
+            found.append(dict(zip(parameters, row, strict=True)))
+    return {name: torch.stack([row[name] for row in found]) for name in parameters}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("exact", [False, True], ids=["sam", "exact"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("name", RULES)
+def test_rule_equals_a_loop_over_single_examples(name: str, dtype: torch.dtype, tolerance: float, exact: bool):
+    torch.manual_seed(0)
+    make, inputs = RULES[name]
+    model = make().to(dtype)
+    x = inputs(5)
+    x = x.to(dtype) if x.is_floating_point() else x
+    if exact and name.startswith("EmbeddingBag"):
+        with pytest.raises(UnsupportedModuleError, match=r"second derivative.*mode='sam'"):
+            Hooks(model, losses_of).moved(x, RADIUS, exact=True)
+        return
+    factors, rows = (
+        Hooks(model, losses_of).moved(x, RADIUS, exact=exact),
+        moved_one_by_one(model, x, RADIUS, exact=exact),
+    )
+    assert factors.keys() == rows.keys()
+    for parameter, factor in factors.items():
+        scale = rows[parameter].abs().max().item()
+        torch.testing.assert_close(factor.dense(), rows[parameter], rtol=tolerance, atol=tolerance * max(scale, 1e-3))
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch")
+@pytest.mark.parametrize("exact", [False, True], ids=["sam", "exact"])
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_agree_on_whole_models(name: str, exact: bool):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model, examples = make().double(), (inputs, torch.arange(6) % 3)
+    found = Hooks(model, loss_fn).moved(examples, RADIUS, exact=exact)
+    wanted = Vmap(model, loss_fn).moved(examples, RADIUS, exact=exact)
+    assert found.keys() == wanted.keys()
+    for parameter, factor in wanted.items():
+        rows = factor.dense()
+        scale = max(rows.abs().max().item(), 1e-3)
+        torch.testing.assert_close(found[parameter].dense(), rows, rtol=1e-8, atol=1e-8 * scale)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def sums(perturb: pg.perturb.Perturbation | None, examples: Any, **options: Any) -> dict[str, Tensor]:
+    """The released gradient of one batch of all examples, without noise."""
+    plan = pg.PrivacyPlan(
+        sample_rate=1.0,
+        steps=1,
+        noise_multiplier=0.0,
+        max_grad_norm=options.pop("max_grad_norm", 0.5),
+        num_examples=len(examples[0]),
+        expected_batch_size=len(examples[0]),
+        seed=0,
+    )
+    model = mlp()
+    oracle = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, **options)
+    (batch,) = plan.batches(TensorDataset(*examples))
+    return dict(oracle(batch).values)
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+EXAMPLES = (VECTORS, torch.arange(6) % 3)
+ENGINES = ("hooks", "vmap")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "perturb", [pg.perturb.BAM(0.0), pg.perturb.BAM(0.0, mode="exact"), pg.perturb.SAT(0.0)], ids=repr
+)
+def test_radius_zero_is_dp_sgd_to_the_bit(perturb: pg.perturb.Perturbation, engine: str):
+    assert largest_difference(sums(perturb, EXAMPLES, engine=engine), sums(None, EXAMPLES, engine=engine)) == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_first_step_of_sat_is_dp_sgd(engine: str):
+    assert (
+        largest_difference(sums(pg.perturb.SAT(0.1), EXAMPLES, engine=engine), sums(None, EXAMPLES, engine=engine)) == 0
+    )
+
+
+def test_sam_differs_from_exact_by_the_square_of_the_radius():
+    def difference(radius: float) -> float:
+        modes = [sums(pg.perturb.BAM(radius, mode=mode), EXAMPLES, max_grad_norm=1e6) for mode in ("sam", "exact")]
+        return largest_difference(*modes)
+
+    plain = sums(None, EXAMPLES, max_grad_norm=1e6)
+    assert largest_difference(sums(pg.perturb.BAM(0.1), EXAMPLES, max_grad_norm=1e6), plain) > 1e-3
+    ratios = [difference(radius) / radius**2 for radius in (0.1, 0.05, 0.025, 0.0125)]
+    assert max(ratios) < 1.3 * min(ratios) < 10
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_on_a_quadratic_loss_sam_is_exact(engine: str):
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) - 1).square().sum(1)
+
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    kind = {"hooks": Hooks, "vmap": Vmap}[engine](model, losses)
+    sam, exact = (kind.moved(EXAMPLES, 0.7, exact=exact) for exact in (False, True))
+    for name, factor in sam.items():
+        torch.testing.assert_close(factor.dense(), exact[name].dense(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["sam", "exact"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_example_swapped_leaves_the_others_contributions(engine: str, mode: Any):
+    """Each contributes by itself: the whole sum is that of the others plus its own, whoever the others are."""
+    perturb = pg.perturb.BAM(0.2, mode=mode)
+    other = (VECTORS.clone(), EXAMPLES[1].clone())
+    other[0][2], other[1][2] = 7 * torch.randn(5, dtype=torch.float64), 0
+
+    def contribution(examples: Any, index: int) -> dict[str, Tensor]:
+        return sums(perturb, [part[index : index + 1] for part in examples], engine=engine)
+
+    before, after = (sums(perturb, examples, engine=engine) for examples in (EXAMPLES, other))
+    lost, gained = contribution(EXAMPLES, 2), contribution(other, 2)
+    for name in before:
+        torch.testing.assert_close(6 * (after[name] - before[name]), gained[name] - lost[name], rtol=1e-9, atol=1e-11)
+    assert torch.stack([value.norm() for value in gained.values()]).norm() <= 0.5 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"0": 0.2, "2": 0.3})], ids=repr
+)
+@pytest.mark.parametrize("mode", ["sam", "exact"])
+def test_engines_and_microbatches_agree_with_scales_and_every_clipping(mode: Any, clip: Any):
+    scales = {"0.weight": torch.rand(4, 5, dtype=torch.float64) + 0.3}
+
+    def made(**options: Any) -> dict[str, Tensor]:
+        precondition = pg.precondition.fixed(scales, source="test")
+        return sums(pg.perturb.BAM(0.2, mode=mode), EXAMPLES, clip=clip, precondition=precondition, **options)
+
+    whole = made(engine="vmap")
+    for options in (
+        {"engine": "hooks"},
+        {"engine": "hooks", "microbatch_size": 2},
+        {"engine": "vmap", "microbatch_size": 4},
+    ):
+        assert largest_difference(made(**options), whole) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_example_without_a_finite_gradient_contributes_nothing(engine: str):
+    broken = (VECTORS.clone(), EXAMPLES[1])
+    broken[0][1] = math.nan
+    without = [part[torch.arange(6) != 1] for part in EXAMPLES]
+    found, wanted = sums(pg.perturb.BAM(0.2), broken, engine=engine), sums(pg.perturb.BAM(0.2), without, engine=engine)
+    for name in found:
+        torch.testing.assert_close(6 * found[name], 5 * wanted[name], rtol=1e-9, atol=1e-12)
+
+
+def test_both_passes_draw_the_same_dropout():
+    """With the same draws, moving by nothing to speak of changes nothing to speak of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 3)).double()
+    for engine in (Hooks(model, loss_fn), Vmap(model, loss_fn)):
+        engine(EXAMPLES)  # what is learned on the first batch is not to draw here
+        engine.moved(EXAMPLES, 1e-9, exact=False)
+        engine(EXAMPLES)
+        with seeded(3):
+            plain = engine(EXAMPLES)
+        with seeded(3):
+            moved = engine.moved(EXAMPLES, 1e-9, exact=False)
+        for name, factor in plain.items():
+            torch.testing.assert_close(moved[name].dense(), factor.dense(), rtol=1e-6, atol=1e-7)
+
+
+class SatByHand:
+    """DP-SAT in a plain loop, without noise: what is released last decides where the next gradient is taken."""
+
+    def __init__(self, radius: float) -> None:
+        self.radius, self.last = radius, None
+
+    def __call__(self, model: nn.Module, examples: Any) -> list[Tensor]:
+        before = [p.detach().clone() for p in model.parameters()]
+        if self.last is not None:
+            norm = torch.stack([g.norm() for g in self.last]).norm()
+            for p, g in zip(model.parameters(), self.last, strict=True):
+                p.data += self.radius * g / norm
+        rows = per_sample_gradients(model, loss_fn, examples)
+        for p, held in zip(model.parameters(), before, strict=True):
+            p.data = held
+        norm_B = torch.stack([r.flatten(1).norm(dim=1) for r in rows.values()]).norm(dim=0)
+        factor_B = (0.5 / norm_B).clamp(max=1)
+        self.last = [torch.einsum("b,b...->...", factor_B, r) / len(norm_B) for r in rows.values()]
+        return self.last
+
+
+def sat_plan(steps: int) -> pg.PrivacyPlan:
+    return pg.PrivacyPlan(
+        sample_rate=1.0,
+        steps=steps,
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        num_examples=6,
+        expected_batch_size=6,
+        seed=0,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint(engine: Any):
+    plan, model, twin = sat_plan(6), mlp(), mlp()
+    by_hand = SatByHand(0.4)
+
+    def start() -> tuple[pg.PrivateGradient, pg.optim.SGD]:
+        oracle = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.SAT(0.4), engine=engine, microbatch_size=4)
+        return oracle, pg.optim.SGD(model.named_parameters(), lr=0.5)
+
+    oracle, optimizer = start()
+    for step, batch in enumerate(plan.batches(TensorDataset(*EXAMPLES))):
+        if step == 3:
+            state = copy.deepcopy(oracle.state_dict())
+            oracle, optimizer = start()
+            oracle.load_state_dict(state)
+        optimizer.step(grad=oracle(batch))
+        for p, g in zip(twin.parameters(), by_hand(twin, EXAMPLES), strict=True):
+            p.data -= 0.5 * g
+    for p, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_sat_puts_the_weights_back_whatever_happens():
+    plan, model, fail = sat_plan(3), mlp(), []
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        if fail:
+            raise KeyboardInterrupt
+        return loss_fn(model, batch)
+
+    oracle = pg.PrivateGradient(model, losses, plan, perturb=pg.perturb.SAT(0.4))
+    batches = plan.batches(TensorDataset(*EXAMPLES))
+    oracle(next(batches))
+    before = [p.detach().clone() for p in model.parameters()]
+    fail.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        oracle(next(batches))
+    assert all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))
+
+
+def test_sat_refuses_a_released_gradient_that_was_changed():
+    plan, model = sat_plan(3), mlp()
+    oracle = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+    batches = plan.batches(TensorDataset(*EXAMPLES))
+    oracle(next(batches)).values["0.weight"].mul_(2)
+    with pytest.raises(pg.PrivacyError, match=r"unchanged.*0.weight.*copy"):
+        oracle(next(batches))
+
+
+def test_sam_is_not_private():
+    plan = dataclasses.replace(sat_plan(3), noise_multiplier=1.0, delta=1e-5)
+    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.RawSAM(0.05))
+    oracle(next(plan.batches(TensorDataset(*EXAMPLES))))
+    assert oracle.ledger.epsilon(delta=1e-5) == math.inf
+    assert oracle.epsilon(steps=1) == math.inf
+
+
+@pytest.mark.parametrize("radius", [-0.1, math.nan, math.inf, "0.1", True, lambda step: -1.0])
+@pytest.mark.parametrize("kind", [pg.perturb.BAM, pg.perturb.SAT, pg.perturb.RawSAM])
+def test_a_radius_is_a_finite_number(kind: Any, radius: Any):
+    with pytest.raises(pg.PrivacyError, match=f"{kind.__name__}: expected radius to be a finite number"):
+        kind(radius)
+
+
+def test_a_schedule_gives_the_radius_of_each_step():
+    perturb = pg.perturb.BAM(lambda step: 0.2 if step == 0 else 0.0)
+    first = sums(perturb, EXAMPLES)
+    assert largest_difference(first, sums(pg.perturb.BAM(0.2), EXAMPLES)) == 0
+    assert perturb.radius(1) == 0
+
+
+def test_what_is_no_perturbation_is_refused():
+    with pytest.raises(pg.PrivacyError, match=r"perturb to be a Perturbation, got float; give perturb.BAM"):
+        pg.PrivateGradient(mlp(), loss_fn, sat_plan(1), perturb=0.1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pg.PrivacyError, match="mode to be 'sam' or 'exact'"):
+        pg.perturb.BAM(0.1, mode="both")  # pyright: ignore[reportArgumentType]
