@@ -20,7 +20,7 @@ from privgrad.gradient.factors import Factor
 from privgrad.gradient.groups import group_means, group_of
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.perturb import Perturbation
-from privgrad.gradient.precondition import Preconditioner, Transform
+from privgrad.gradient.precondition import Preconditioner, Transform, require_transform
 from privgrad.gradient.shifted import shifted
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise
@@ -111,10 +111,8 @@ class PrivateGradient:
         require_supported(model)
         self._model = model
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
-        self._perturb = Perturbation(0.0) if perturb is None else perturb
-        self._precondition = precondition
-        if precondition is not None:
-            precondition.require_fits(model)
+        self._perturb = Perturbation(0.0) if perturb is None else perturb.begun()
+        self._precondition = precondition = None if precondition is None else precondition.begun(model)
         self._loss_fn = loss_fn
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
@@ -122,8 +120,7 @@ class PrivateGradient:
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
         # Made of the private batch itself, a transform reveals it whatever noise follows.
         self._release, facts = plan.release, plan.public_facts
-        if precondition is not None:
-            facts["side_information"] = precondition.source
+        facts["side_information"] = None if precondition is None else precondition.source
         if not self._perturb.is_public or (precondition is not None and not precondition.is_public):
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
         self._ledger.bind(facts)
@@ -131,6 +128,7 @@ class PrivateGradient:
         self._make_streams()
         self._step = 0
         self._checked: frozenset[str] = frozenset()
+        self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
         self.raw_observers: list[Callable[[RawStep], None]] = []
 
@@ -197,10 +195,9 @@ class PrivateGradient:
     def _noisy(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
         # A seeded draw has its own place in the streams, however often it is computed and by whom.
         index = self._step if self._plan.seed is None else batch.sampling.step
-        raw_mean_of_batch = partial(self._raw_mean, batch)
         with seeded(int(self._dropout_stream.uint64(index, 1)[0] >> 1)):
-            transform = self._transform(parameters, raw_mean_of_batch)
-            with self._perturb.at(self._step, parameters, raw_mean_of_batch):
+            transform = self._transform(batch, parameters)
+            with self._perturb.at(self._step, parameters, partial(self._raw_mean, batch, self._perturb)):
                 clipped, clipping = clipped_sum(
                     self._chunks(batch, index, transform, parameters),
                     like=parameters,
@@ -221,36 +218,50 @@ class PrivateGradient:
         )
         return gradient, RawStep(self._step, raw_mean, clipping, gradient)
 
-    def _raw_mean(self, batch: Batch) -> dict[str, Tensor]:
+    def _raw_mean(self, batch: Batch, asked_by: Preconditioner | Perturbation) -> dict[str, Tensor]:
         """Mean gradient of the batch, for research only. NOT private."""
+        if asked_by.is_public:
+            remedy = "set is_public = False: epsilon is then infinite"
+            raise expected("PrivateGradient", f"{type(asked_by).__name__}", "to be public", "private data", remedy)
         sums = gradients(self._model, self._loss_fn, batch.examples)
         return {name: value / max(batch.size, 1) for name, value in sums.items()}
 
-    def _transform(self, parameters: Mapping[str, Tensor], raw_mean: Callable[[], Mapping[str, Tensor]]) -> Transform:
+    def _transform(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Transform:
         if self._precondition is None:
             return Transform()
+        raw_mean = partial(self._raw_mean, batch, self._precondition)
         epoch_steps = max(1, round(1 / self._plan.sample_rate))
-        return self._precondition.transform(
+        transform = self._precondition.transform(
             self._step, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
         )
+        if transform is not self._known:
+            require_transform(transform, parameters)
+            self._known = transform
+        return transform
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: the index of the next release, and the state of perturb and precondition.
 
         No key, and nothing computed before the noise (but for a preconditioner that says it is NOT private).
         """
-        state = {} if self._precondition is None else self._precondition.state_dict()
-        moved = self._perturb.state_dict()
-        return {"step": self._step} | ({"precondition": state} if state else {}) | ({"perturb": moved} if moved else {})
+        precondition = {} if self._precondition is None else self._precondition.state_dict()
+        made_by = {"made_by": [repr(self._perturb), repr(self._precondition)]}
+        return made_by | {"step": self._step, "perturb": self._perturb.state_dict(), "precondition": precondition}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
-        require_integer("PrivateGradient.load_state_dict", "step", state["step"], 0)
+        function, ours = "PrivateGradient.load_state_dict", [repr(self._perturb), repr(self._precondition)]
+        require_integer(function, "step", state["step"], 0)
+        if state.get("made_by", ours) != ours:
+            remedy = "go on with the same perturb and precondition"
+            raise expected(
+                function, "the state", f"to be of {' and '.join(ours)}", " and ".join(state["made_by"]), remedy
+            )
         self._step = state["step"]
-        if self._precondition is not None and "precondition" in state:
-            self._precondition.load_state_dict(state["precondition"])
-        if "perturb" in state:
+        if state.get("perturb"):
             self._perturb.load_state_dict(state["perturb"])
+        if self._precondition is not None and state.get("precondition"):
+            self._precondition.load_state_dict(state["precondition"])
         self._make_streams()
 
     def __reduce__(self) -> str:
@@ -294,7 +305,8 @@ class PrivateGradient:
             words = self._group_stream.uint64(index, batch.size)
             chunks = group_means(gradients_of, batch.examples, group_of(words, self._plan.divisor), size)
         for chunk in chunks:
-            yield shifted(chunk, transform.keep, transform.shift, parameters) if transform.shift else chunk
+            mixed = transform.shift or transform.keep < 1
+            yield shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:
@@ -302,5 +314,5 @@ def _digest(values: Mapping[str, Tensor]) -> str:
     state = hashlib.sha256()  # which processors have instructions for
     for name, value in values.items():
         state.update(name.encode())
-        state.update(memoryview(value.detach().cpu().contiguous().numpy().reshape(-1)).cast("B"))
+        state.update(value.detach().cpu().flatten().numpy().data)
     return state.hexdigest()[:32]

@@ -119,6 +119,16 @@ class Scales(dict[str, Tensor]):
             raise expected("Scales", "provenance", condition, f"{provenance!r}, {source!r}", "say where they come from")
         self.provenance, self.source = provenance, source
 
+    def __or__(self, other: Any) -> "Scales":
+        """Both together; what is private-derived stays so."""
+        if not isinstance(other, Scales):
+            remedy = "make it Scales, so that both sources stay known"
+            raise expected("Scales", "what is joined to them", "to be Scales", type(other).__name__, remedy)
+        order = get_args(Provenance)
+        provenance = cast(Provenance, max(self.provenance, other.provenance, key=order.index))
+        source = "; ".join(dict.fromkeys((self.source, other.source)))
+        return Scales({**self, **other}, provenance=provenance, source=source)
+
 
 NoiseStd = float | Mapping[str, float | Tensor]
 

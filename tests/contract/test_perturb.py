@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,25 +24,28 @@ RADIUS = 0.3
 
 def moved_one_by_one(model: nn.Module, x: Tensor, radius: float, *, exact: bool) -> dict[str, Tensor]:
     """The gradient of each example at theta + radius g / |g|; or g + radius H g / |g|."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: list[dict[str, Tensor]] = []
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    def gradient(leaves: list[Tensor], one: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        state = dict(zip(names, leaves, strict=True))
+        loss = losses_of(cast(Any, lambda z: functional_call(model, state, (z,))), one).sum()
+        return torch.autograd.grad(loss, leaves, **options)
+
+    rows: list[list[Tensor]] = []
     with sdpa_kernel(SDPBackend.MATH):
         for i in range(len(x)):
-            leaves = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-            loss = losses_of(lambda z: functional_call(model, leaves, (z,)), x[i : i + 1]).sum()  # noqa: B023, pyright: ignore
-            grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            leaves = [model.get_parameter(name).detach().clone().requires_grad_() for name in names]
+            grads = gradient(leaves, x[i : i + 1], create_graph=True)
             norm = torch.stack([g.detach().norm() for g in grads]).norm()
             along = [radius * g.detach() / norm for g in grads]
             if exact:
-                phi = sum((g * v).sum() for g, v in zip(grads, along, strict=True))
-                more = torch.autograd.grad(phi, list(leaves.values()), allow_unused=True, materialize_grads=True)
-                row = [g.detach() + m for g, m in zip(grads, more, strict=True)]
+                phi = torch.stack([(g * v).sum() for g, v in zip(grads, along, strict=True)]).sum()
+                more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
+                rows.append([g.detach() + m for g, m in zip(grads, more, strict=True)])
             else:
-                there = {n: (p.detach() + v).requires_grad_() for (n, p), v in zip(leaves.items(), along, strict=True)}
-                loss = losses_of(lambda z: functional_call(model, there, (z,)), x[i : i + 1]).sum()  # noqa: B023, pyright: ignore
-                row = list(torch.autograd.grad(loss, list(there.values())))
-            found.append(dict(zip(parameters, row, strict=True)))
-    return {name: torch.stack([row[name] for row in found]) for name in parameters}
+                there = [(p.detach() + v).requires_grad_() for p, v in zip(leaves, along, strict=True)]
+                rows.append(list(gradient(there, x[i : i + 1])))
+    return {name: torch.stack([row[index] for row in rows]) for index, name in enumerate(names)}
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

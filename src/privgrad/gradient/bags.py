@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Rows, kept, norms_of, unit, wide
+from privgrad.gradient.factors import Factor, Rows, hidden, kept, norms_of, unit, wide
 
 
 class Bags(Factor):
@@ -24,7 +24,8 @@ class Bags(Factor):
 
     def __init__(self, ids_BT: Tensor, weight_BT: Tensor, r_BD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BT), torch.Size((rows, r_BD.shape[1])))
-        self.ids_BT, self.weight_BT, self.r_BD = ids_BT.long(), wide(weight_BT), wide(r_BD)
+        self.ids_BT, self.r_BD = ids_BT.long(), wide(r_BD)
+        self.weight_BT = weight_BT.to(self.r_BD.dtype)
 
     def __getitem__(self, examples: slice) -> "Bags":
         return Bags(self.ids_BT[examples], self.weight_BT[examples], self.r_BD[examples], self.shape[0])
@@ -42,7 +43,7 @@ class Bags(Factor):
         return count_BT[:, :, None] * self.r_BD[:, None]
 
     def keep(self, kept_B: Tensor) -> "Bags":
-        return Bags(self.ids_BT, self.weight_BT, kept(self.r_BD, kept_B), self.shape[0])
+        return Bags(self.ids_BT, kept(self.weight_BT, kept_B), kept(self.r_BD, kept_B), self.shape[0])
 
     def merge(self, parts: int) -> Rows:
         r_BTD = self.weight_BT[..., None] * self.r_BD[:, None]
@@ -50,14 +51,28 @@ class Bags(Factor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """|c| |r|; with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2), whose terms are all positive."""
+        plain_B = self._of_bags(self._bags.values().double().square()).sqrt() * norms_of(self.r_BD)
         if inverse_scales is None:
-            square_B = self._of_bags(self._bags.values().double().square())
-            return square_B.sqrt() * norms_of(self.r_BD)
-        # The largest entries are 1 here, so that no square underflows that counts.
-        largest, (r_BD, r_B) = inverse_scales.max(), unit(self.r_BD)
-        scales = (inverse_scales / largest).to(self.r_BD.dtype)
-        square_BD = cast(Tensor, torch.sparse.mm(self._bags.square(), scales.square()))
-        return norms_of(square_BD.sqrt() * r_BD) * r_B * largest.double()
+            return plain_B
+        # The largest entries are 1 here. Squares that underflow all the same are `hidden`.
+        largest, (r_BD, r_B), (_, c_B) = inverse_scales.max(), unit(self.r_BD), unit(self.weight_BT)
+        scales, bags = (inverse_scales / largest).to(self.r_BD.dtype), self._bags
+        c = bags.values() / c_B.to(bags.dtype)[bags.indices()[0]]
+        square = torch.sparse_coo_tensor(
+            bags.indices(), c.square_(), bags.shape, is_coalesced=True, check_invariants=False
+        )
+        square_BD = cast(Tensor, torch.sparse.mm(square, scales.square_()))
+        norm_B = norms_of(square_BD.sqrt() * r_BD) * r_B * c_B * largest.double()
+        for index in hidden(norm_B, plain_B * largest.double()):
+            norm_B[index] = self._scaled_norm(index, inverse_scales)
+        return norm_B
+
+    def _scaled_norm(self, index: int, inverse_scales: Tensor) -> Tensor:
+        """Of one example, in float64: no square of it under- or overflows."""
+        bag = self[index : index + 1]._bags
+        columns, c_T = bag.indices()[1], bag.values().double()
+        scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
+        return cast(Tensor, torch.linalg.vector_norm(scaled_TD))
 
     def _of_bags(self, values: Tensor) -> Tensor:
         """Sums over each example's different words."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Outer, cached, kept, largest_scale, short_norms, wide
+from privgrad.gradient.factors import Factor, Outer, cached, kept, largest_scale, place_norms, wide
 
 
 class Convolution(Factor):
@@ -49,7 +49,7 @@ class Convolution(Factor):
         return self._like(kept(self.x, kept_B), kept(self.b, kept_B))
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        x_B, b_B = short_norms(self.x.flatten(1)).double(), short_norms(self.b.flatten(1)).double()
+        x_B, b_B = place_norms(self.x.flatten(1)), place_norms(self.b.flatten(1))
         return largest_scale(inverse_scales) * self.shape[2:].numel() ** 0.5 * x_B * b_B
 
     @property

@@ -15,6 +15,7 @@ from privgrad.threads import blocks
 _BLOCK = 1024  # float32 entries summed before they are joined in float64
 _CACHED = 1 << 20  # floats of scratch that stay in a core's cache while they are scaled and summed
 _TINY = 1e-15  # the square of a norm below this loses digits in float32
+_HIDDEN = 1e-12  # below this share of its bound, a norm from squares in float32 is measured again
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
 
 
@@ -245,8 +246,7 @@ class Outer(Factor):
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         if self.a_BTI.shape[1] == 1:
             return None
-        a_BT, b_BT = short_norms(self.a_BTI).double(), short_norms(self.b_BTO).double()
-        return largest_scale(inverse_scales) * (a_BT * b_BT).sum(1)
+        return largest_scale(inverse_scales) * (place_norms(self.a_BTI) * place_norms(self.b_BTO)).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """By the cheapest exact formula for the shapes.
@@ -259,12 +259,15 @@ class Outer(Factor):
             return norms_of(self.a_BTI) * norms_of(self.b_BTO)
         if places == 1:
             scales = wide(cast(Tensor, inverse_scales))
-            largest = scales.max()
+            largest = scales.max() if scales.numel() else scales.new_ones(())
             square = torch.empty_like(scales)
             for scale, squared in blocks(scales, square):
                 torch.div(scale, largest, out=squared).square_()
             parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))]
-            return torch.cat(parts) * largest.double()
+            norm_B = torch.cat(parts) * largest.double()
+            for index in hidden(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest.double()):
+                norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
+            return norm_B
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
             few = self._split(cached(places**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
@@ -288,7 +291,7 @@ class Outer(Factor):
     def _scaled_norms(self, square: Tensor) -> Tensor:
         """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel.
 
-        The largest entries of W and of each row of b are 1 here, so that no square underflows that counts.
+        The largest entries of W and of each row of b are 1 here. Squares that underflow all the same are `hidden`.
         """
         b_BO, b_B = unit(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
@@ -350,7 +353,7 @@ class Rows(Factor):
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
-        return short_norms(r_BTD).double().sum(1)
+        return place_norms(r_BTD).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Repeated ids of an example are added up first; then each touched row counts once."""
@@ -389,6 +392,9 @@ class Sum(Factor):
 
     def read(self, ids_BT: Tensor) -> Tensor:
         return _total([part.read(ids_BT) for part in self.parts])
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return _total([part.inner_products(direction) for part in self.parts])
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return _total([part.weighted_sum(weight_B) for part in self.parts])
@@ -482,6 +488,9 @@ class Placed(Factor):
 
     def keep(self, kept_B: Tensor) -> "Placed":
         return Placed([(row, part.keep(kept_B)) for row, part in self.parts], self.shape)
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return _total([part.inner_products(direction[row : row + part.shape[0]]) for row, part in self.parts])
 
     def merge(self, parts: int) -> "Placed":
         return Placed([(row, part.merge(parts)) for row, part in self.parts], self.shape)
@@ -582,12 +591,18 @@ def terms_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
 
 def largest_scale(inverse_scales: Tensor | None) -> float:
     """The largest of the inverse scales; 1 without any."""
-    return 1.0 if inverse_scales is None else float(inverse_scales.max())
+    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
 
 
 def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Which squared norms are so small a share of their terms that rounding hides them."""
     return square_B < _CANCELLED * terms_B.square()
+
+
+def hidden(norm_B: Tensor, bound_B: Tensor) -> list[int]:
+    """Which norms are so small a share of their bound, or not finite, that squares in float32 may have hidden them."""
+    lost_B = (norm_B < _HIDDEN * bound_B) | ~torch.isfinite(norm_B)
+    return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
 
 
 def unit(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -605,6 +620,15 @@ def _long_norms(x: Tensor) -> Tensor:
 def short_norms(x: Tensor) -> Tensor:
     """Norm over the last dimension, in its own precision."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
+
+
+def place_norms(x: Tensor) -> Tensor:
+    """As short_norms, in float64, and right where squares in float32 under- or overflow."""
+    norms = short_norms(x).double()
+    lost = (norms < _TINY) | ~torch.isfinite(norms)
+    if bool(lost.any()):
+        norms[lost] = _long_norms(x[lost])
+    return norms
 
 
 def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:

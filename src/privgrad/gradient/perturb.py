@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class Perturbation:
             raise expected(type(self).__name__, "radius", "to be a finite number >= 0", radius, remedy)
         return float(radius)
 
+    def begun(self) -> "Perturbation":
+        """What serves one PrivateGradient from its first step on: with state of its own, if there is any."""
+        return self
+
     @contextmanager
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         """The weights of one step, for all its examples; afterwards they are as they were.
@@ -63,7 +67,8 @@ class Perturbation:
         Args:
             step: index of the release, from 0.
             parameters: the trainable ones, by name.
-            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private.
+            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private; refuses to be
+                called by what says it is public.
         """
         del step, parameters, raw_mean
         yield
@@ -143,6 +148,9 @@ class SAT(Perturbation):
         self._direction: Mapping[str, Tensor] = {}
         self._versions: dict[str, int] = {}
 
+    def begun(self) -> "SAT":
+        return SAT(self._radius)
+
     @contextmanager
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         changed = [name for name, value in self._direction.items() if value._version != self._versions[name]]  # pyright: ignore[reportPrivateUsage]
@@ -157,7 +165,7 @@ class SAT(Perturbation):
         self._versions = {name: value._version for name, value in gradient.values.items()}  # pyright: ignore[reportPrivateUsage]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"direction": dict(self._direction)}
+        return {"direction": {name: value.clone() for name, value in self._direction.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._direction = {name: value.clone() for name, value in state["direction"].items()}
@@ -188,14 +196,14 @@ class RawSAM(Perturbation):
 def _moved(parameters: Mapping[str, nn.Parameter], direction: Mapping[str, Tensor], radius: float) -> Generator[None]:
     """Parameters radius further along a direction; what they held is put back, untouched."""
     along = {name: direction[name] for name in parameters if name in direction}
-    norm = torch.stack([torch.linalg.vector_norm(value).double() for value in along.values()]).norm() if along else 0.0
-    if not 0 < float(norm) < math.inf:
+    norm = math.hypot(*(float(cast(Tensor, torch.linalg.vector_norm(value))) for value in along.values()))
+    if not 0 < norm < math.inf:
         yield
         return
     before = {name: parameters[name].data for name in along}
     try:
         for name, value in along.items():
-            parameters[name].data = before[name].add(value.to(before[name].dtype), alpha=radius / float(norm))
+            parameters[name].data = before[name].add(value.to(before[name].dtype), alpha=radius / norm)
         yield
     finally:
         for name, held in before.items():

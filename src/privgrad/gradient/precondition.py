@@ -1,6 +1,8 @@
 """AdaDPS: divide each example's gradient by scales that are public, before it is clipped."""
 
+import copy
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ Rule = Literal["rmsprop", "adam", "adagrad"]
 Schedule = Literal["step", "epoch"]
 MeanGradient = Callable[[], Mapping[str, Tensor]]
 
+_ROUNDING = 1e-6  # of an inverse in float32
 _SMALLEST = 1e-12  # float32 holds the squares of all that lies between its inverse and this
 
 
@@ -27,7 +30,7 @@ class Transform:
     """What becomes of each example's gradient g before it is clipped: (keep g + shift) / A.
 
     Attributes:
-        inverse_scales: 1 / A by parameter name, shaped like the parameter; missing names are 1.
+        inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, shaped like the parameter; missing names are 1.
         keep: share of the example's own gradient, in (0, 1].
         shift: by parameter name, shaped like the parameter; missing names are 0.
     """
@@ -48,9 +51,17 @@ class Preconditioner(ABC):
     source: str
     is_public = True
 
-    @abstractmethod
-    def require_fits(self, model: nn.Module) -> None:
-        """Raise PrivacyError if this cannot precondition the model's gradients."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source})"
+
+    def begun(self, model: nn.Module) -> "Preconditioner":
+        """What serves one PrivateGradient from its first step on: with state of its own, if there is any.
+
+        Raises:
+            PrivacyError: this cannot precondition the model's gradients.
+        """
+        del model
+        return self
 
     @abstractmethod
     def transform(
@@ -62,7 +73,8 @@ class Preconditioner(ABC):
             step: index of the release, from 0.
             epoch_steps: steps of one expected pass over the private data.
             parameters: the trainable ones, by name.
-            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private.
+            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private; refuses to be
+                called by what says it is public.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,8 +89,8 @@ class Preconditioner(ABC):
 class Fixed(Preconditioner):
     """Scales that are given, and stay: see `fixed`."""
 
-    def __init__(self, scales: Mapping[str, Tensor], source: str) -> None:
-        self.scales, self.source = scales, source
+    def __init__(self, scales: Mapping[str, Tensor], source: str, *, is_public: bool = True) -> None:
+        self.scales, self.source, self.is_public = scales, source, is_public
         self._made = Transform()
 
     def __repr__(self) -> str:
@@ -88,15 +100,16 @@ class Fixed(Preconditioner):
             state.update(repr(tuple(scale.shape)).encode() + scale.detach().cpu().double().numpy().tobytes())
         return f"fixed({', '.join(self.scales)}; {state.hexdigest()}; {self.source})"
 
-    def require_fits(self, model: nn.Module) -> None:
-        parameters = trainable(model)
+    def begun(self, model: nn.Module) -> "Fixed":
+        parameters, twin = trainable(model), copy.copy(self)
         unknown = sorted(set(self.scales) - set(parameters))
         if unknown:
             remedy = "name them as model.named_parameters() does"
             raise expected("precondition", "scales", "for trainable parameters", ", ".join(unknown), remedy)
         inverse = {name: _inverse(name, scale, parameters[name]) for name, scale in self.scales.items()}
         # What is divided by one is not divided: A = 1 is ordinary clipping to the last bit.
-        self._made = Transform({name: value for name, value in inverse.items() if bool((value != 1).any())})
+        twin._made = Transform({name: value for name, value in inverse.items() if bool((value != 1).any())})
+        return twin
 
     def transform(self, step: int, **_: Any) -> Transform:
         return self._made
@@ -134,6 +147,9 @@ class Moments(Preconditioner):
         self._epsilon, self._epsilon_inside = epsilon, epsilon_inside
         self.is_public = gradient is not None
         self.source = gradient.source if gradient else "the private batch: NOT private"
+        self._begin()
+
+    def _begin(self) -> None:
         self._step = -1
         self._exp_avg: dict[str, Tensor] = {}
         self._exp_avg_sq: dict[str, Tensor] = {}
@@ -152,27 +168,38 @@ class Moments(Preconditioner):
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
         return f"{self._rule}({self._gradient or self.source}; {shown})"
 
-    def require_fits(self, model: nn.Module) -> None:
+    def begun(self, model: nn.Module) -> "Moments":
         if self._gradient is not None and self._gradient.model is not model:
             remedy = "give both the same model"
             raise expected("precondition", "gradient", "to be of the model that is trained", "another's", remedy)
+        twin = copy.copy(self)
+        twin._begin()
+        return twin
 
     def transform(
         self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
     ) -> Transform:
         every = 1 if self._schedule == "step" else epoch_steps
-        if self._step < step:
-            due = step // every > self._step // every  # -1 // every is -1: the first step is always due
-            self._step = step
-            if due:
+        for name, square in self._exp_avg_sq.items():
+            if name in parameters and parameters[name].shape != square.shape:
+                remedy = "go on with the model whose state this is"
+                got = f"those of shape {tuple(square.shape)}"
+                raise expected("precondition", f"moments of {name!r}", "to be its own", got, remedy)
+        unfrozen = not parameters.keys() <= self._exp_avg_sq.keys()
+        if self._step < step or unfrozen:
+            if unfrozen or step // every > self._step // every:  # -1 // every is -1: the first step is always due
                 self._update(step // every, raw_mean)
                 self._made = None
+            self._step = step
         if self._made is None:
             self._made = self._transform(parameters)
         return self._made
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+        moments = {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
+        return {"step": self._step} | {
+            key: {name: value.clone() for name, value in values.items()} for key, values in moments.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._step, self._made = int(state["step"]), None
@@ -196,14 +223,15 @@ class Moments(Preconditioner):
             mean = raw_mean() if self._gradient is None else self._gradient(time)
         for name, value in mean.items():
             if name not in self._exp_avg_sq:
-                self._exp_avg_sq[name] = value.new_zeros(value.shape)
-            for part, h, square in blocks(self._exp_avg_sq[name], value, squares.get(name)):
+                self._exp_avg_sq[name] = torch.zeros_like(value, dtype=_wide(value))
+            for part, h, square in blocks(self._exp_avg_sq[name], value.to(_wide(value)), squares.get(name)):
                 part.mul_(keep)
                 part.addcmul_(h, h, value=add) if square is None else part.add_(square, alpha=add)
         if self._rule == "adam":
             for name, value in mean.items():
-                before = self._exp_avg.get(name, torch.zeros_like(value))
-                self._exp_avg[name] = before.mul_(self._beta1).add_(value, alpha=1 - self._beta1)
+                if name not in self._exp_avg:
+                    self._exp_avg[name] = torch.zeros_like(value, dtype=_wide(value))
+                self._exp_avg[name].mul_(self._beta1).add_(value, alpha=1 - self._beta1)
 
     @torch.no_grad()
     def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
@@ -218,7 +246,6 @@ class Moments(Preconditioner):
                     torch.add(square, self._epsilon, out=part).sqrt_()
                 else:
                     torch.sqrt(square, out=part).add_(self._epsilon)
-                _require_scales(name, part)
                 part.reciprocal_()
         shift = {name: (1 - self._keep) * average for name, average in self._exp_avg.items()} if self._keep < 1 else {}
         return Transform(self._inverse, self._keep, shift)
@@ -235,15 +262,18 @@ def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Precond
         PrivacyError: not a mapping; and (when PrivateGradient is constructed) a name, shape or value that does not fit.
     Privacy:
         None of its own: the scales must be public, or post-processing of what was released. The bound C then holds
-        in the preconditioned space, and the released gradient stays there.
+        in the preconditioned space, and the released gradient stays there. Scales that say they are private-derived
+        are covered by no epsilon: every release is charged as one without noise.
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 2.
     """
     if not isinstance(scales, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(scales).__name__, 'give {"layer.weight": scale, ...}'
         raise expected("precondition.fixed", "scales", "to be a mapping by parameter name", got, remedy)
-    known = f"{scales.provenance}: {scales.source}" if isinstance(scales, Scales) else "given; source not told"
-    return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, source or known)
+    known = f"{scales.provenance}: {scales.source}" if isinstance(scales, Scales) else None
+    told = "; ".join(part for part in (known, source) if part) or "given; source not told"
+    is_public = not (isinstance(scales, Scales) and scales.provenance == "private-derived")
+    return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, told, is_public=is_public)
 
 
 def public_rmsprop(
@@ -341,15 +371,20 @@ def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor
     share = 1 / gradient.batches
     for grads in gradient.one_pass(time):
         for name, grad in grads.items():
-            mean.setdefault(name, torch.zeros_like(grad)).add_(grad, alpha=share)
-            square.setdefault(name, torch.zeros_like(grad)).addcmul_(grad, grad, value=share)
+            wide = grad.to(_wide(grad))
+            for sums in (mean, square):
+                if name not in sums:
+                    sums[name] = torch.zeros_like(wide)
+            mean[name].add_(wide, alpha=share)
+            square[name].addcmul_(wide, wide, value=share)
     return mean, square
 
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
     """1 / A, shaped and placed like the parameter, float32 or wider."""
     try:
-        whole = scale.detach().to(parameter.device, _wide(parameter)).expand(parameter.shape)
+        real = torch.full_like(scale, math.nan).real if scale.is_complex() else scale.detach()
+        whole = real.to(parameter.device, _wide(parameter)).expand(parameter.shape)
     except RuntimeError:
         got = f"shape {tuple(scale.shape)} for {tuple(parameter.shape)}"
         raise expected("precondition", f"scales of {name!r}", "to fit", got, "broadcast to the parameter") from None
@@ -357,13 +392,40 @@ def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
     return whole.reciprocal().contiguous()
 
 
+def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) -> None:
+    """Raise PrivacyError unless a transform is one: whoever made it, clipping stands on it."""
+    for kind, values in (("inverse_scales", transform.inverse_scales), ("shift", transform.shift)):
+        for name, value in values.items():
+            wanted = tuple(parameters[name].shape) if name in parameters else None
+            if tuple(value.shape) != wanted:
+                remedy = "name and shape them as model.named_parameters() does"
+                got, what = tuple(value.shape), f"{kind} of {name!r}"
+                raise expected("precondition", what, f"to have a trainable parameter's shape, {wanted}", got, remedy)
+            if kind == "inverse_scales":
+                _require_scales(name, value)
+            elif not all(math.isfinite(end) for end in _ends(value)):
+                remedy = "look at the public gradient"
+                raise expected("precondition", f"shift of {name!r}", "to be finite", "inf or nan", remedy)
+    if not 0 < transform.keep <= 1:
+        raise expected("precondition", "keep", "to be in (0, 1]", transform.keep, "0.9 is the paper's")
+
+
 def _wide(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
+def _ends(values: Tensor) -> tuple[float, float]:
+    """Smallest and largest; 1 of nothing."""
+    if values.is_complex() or not values.numel():
+        return (math.nan, math.nan) if values.is_complex() else (1.0, 1.0)
+    smallest, largest = torch.aminmax(values)
+    return float(smallest), float(largest)
+
+
 def _require_scales(name: str, scales: Tensor) -> None:
-    smallest, largest = (float(value) for value in torch.aminmax(scales)) if scales.numel() else (1.0, 1.0)
-    if not _SMALLEST <= smallest <= largest <= 1 / _SMALLEST:
+    """Scales or their inverses: the bounds are the same."""
+    smallest, largest = _ends(scales)
+    if not _SMALLEST * (1 - _ROUNDING) <= smallest <= largest <= (1 + _ROUNDING) / _SMALLEST:
         got = f"values from {smallest:g} to {largest:g}"
         remedy = "add a small constant, as 1e-5, or scale them together: only their ratios matter once C is tuned"
         condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"

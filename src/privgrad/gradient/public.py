@@ -1,12 +1,16 @@
 """The mean gradient on public data, at the weights of the moment."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import (
+    Dataset,
+    TensorDataset,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from privgrad.errors import PrivacyError, expected, require_integer
 from privgrad.gradient.engines import LossFunction, require_losses, seeded, trainable
@@ -19,11 +23,11 @@ class PublicGradient:
     Args:
         model: the module that is trained.
         loss_fn: (model, examples) -> losses, shape (B,).
-        examples: the public examples: a TensorDataset, or tensors in the structure that loss_fn takes, with leading
-            dimension P >= 1. They are never clipped, noised or charged, so no private example may be among them.
+        examples: the public examples: a map-style data set, or tensors in the structure that loss_fn takes, with
+            leading dimension P >= 1. They are never clipped, noised or charged: no private example may be among them.
         source: what they are and why they are public, in a few words; recorded.
         batch_size: examples of a batch, from 1 to P; None is all.
-        seed: of the order in which batches are drawn.
+        seed: >= 0, of the order in which batches are drawn.
     Raises:
         PrivacyError: private batches, no examples, or a number out of range.
     Privacy:
@@ -43,9 +47,15 @@ class PublicGradient:
         if isinstance(examples, Batch):
             remedy = "give public examples, apart from the private ones"
             raise expected("PublicGradient", "examples", "to be public", "a batch of a privacy plan", remedy)
-        if not source:
+        if not isinstance(source, str) or not source:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise expected("PublicGradient", "source", "to say what the data are", repr(source), "it is recorded")
-        self._examples = tuple(examples.tensors) if isinstance(examples, TensorDataset) else examples
+        require_integer("PublicGradient", "seed", seed, 0)
+        if isinstance(examples, TensorDataset):
+            examples = tuple(examples.tensors)
+        elif isinstance(examples, Dataset):
+            data = cast("Sequence[Any]", examples)
+            examples = default_collate([data[index] for index in range(len(data))])
+        self._examples = examples
         count = count_examples(self._examples)
         if count < 1:
             raise expected("PublicGradient", "examples", "to hold at least one", "none", "give public data")

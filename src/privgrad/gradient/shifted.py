@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Dense, Factor, cancelled, short_norms, terms_of
+from privgrad.gradient.factors import Dense, Factor, cancelled, short_norms, terms_of, wide
 
 
 class Shifted(Factor):
@@ -25,7 +25,7 @@ class Shifted(Factor):
 
     def __init__(self, inner: Factor, shift: Tensor, kept_B: Tensor | None = None) -> None:
         super().__init__(inner.examples, inner.shape)
-        self.inner, self.shift = inner, shift
+        self.inner, self.shift = inner, wide(shift)
         self.kept_B = torch.ones(inner.examples, dtype=torch.bool, device=shift.device) if kept_B is None else kept_B
 
     def __getitem__(self, examples: slice) -> "Shifted":
@@ -64,11 +64,12 @@ class Shifted(Factor):
 def shifted(
     chunk: Mapping[str, Factor], keep: float, shift: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Factor]:
-    """keep * g_i + shift for every example of a chunk; a parameter that no loss reaches has g_i = 0."""
+    """keep * g_i + shift for every example of a chunk; what no loss reaches has g_i = 0, what has no shift 0."""
     examples = next(iter(chunk.values())).examples
-    nothing = {
-        name: Dense(torch.zeros(examples, *p.shape, dtype=shift[name].dtype, device=p.device))
-        for name, p in parameters.items()
-        if name not in chunk
-    }
-    return {name: Shifted(factor * keep, shift[name]) for name, factor in {**chunk, **nothing}.items()}
+    found: dict[str, Factor] = {name: factor * keep for name, factor in chunk.items()}
+    for name, value in shift.items():
+        if name not in found:
+            p = parameters[name]
+            found[name] = Dense(torch.zeros(examples, *p.shape, dtype=value.dtype, device=p.device))
+        found[name] = Shifted(found[name], value)
+    return found

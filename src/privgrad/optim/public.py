@@ -28,6 +28,11 @@ class _WithPublic(PrivateOptimizer):
         self._public = public
         # In the groups, for those are what state_dict keeps.
         super().__init__(params, defaults=defaults | {"steps": 0})
+        model = getattr(public, "model", None)
+        ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if isinstance(model, nn.Module) and not ours <= {id(parameter) for parameter in model.parameters()}:
+            remedy = "give the optimizer and the public gradient the same model"
+            raise expected(name, "public", "to be of the model that is trained", "another's", remedy)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_public": self._public}
@@ -65,6 +70,15 @@ class _WithPublic(PrivateOptimizer):
             if name not in public:
                 remedy = "give the optimizer and the public gradient the same model"
                 raise expected(type(self).__name__, "public", f"to have a gradient of {name!r}", "none", remedy)
+            if public[name].shape != parameter.shape:
+                got, remedy = tuple(public[name].shape), "give the optimizer and the public gradient the same model"
+                raise expected(
+                    type(self).__name__,
+                    f"public gradient of {name!r}",
+                    f"of shape {tuple(parameter.shape)}",
+                    got,
+                    remedy,
+                )
             wide = torch.promote_types(parameter.dtype, torch.float32)
             yield parameter, released[name].to(wide), public[name].to(wide)
 
