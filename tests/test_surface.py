@@ -9,7 +9,7 @@ from privgrad.cli import app
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim precondition side_information",
+    "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim perturb precondition side_information",
     "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
     "PrivateOptimizer RMSprop RMSpropBC RMSpropPub debias default_floor",
 }
@@ -20,7 +20,7 @@ SIGNATURES = {
     "sampling seed group_size",
     pg.PrivacyPlan.batches: "self dataset start collate",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
-    pg.PrivateGradient: "model loss_fn plan precondition clip engine microbatch_size memory_mb ledger",
+    pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger",
     pg.NoisyGradient: "values noise_std",
     pg.NoisyGradient.assign: "self model",
     pg.Ledger: "path read_only",
@@ -33,6 +33,9 @@ SIGNATURES = {
     pg.optim.MomentumSGD: "params lr momentum",
     pg.optim.PrivateOptimizer.step: "self closure grad",
     pg.optim.debias: "exp_avg_sq_hat noise_std floor rule moment_sq",
+    pg.perturb.BAM: "radius mode",
+    pg.perturb.SAT: "radius",
+    pg.perturb.RawSAM: "radius",
     pg.precondition.fixed: "scales source",
     pg.precondition.public_rmsprop: "gradient beta epsilon epsilon_inside schedule",
     pg.precondition.public_adam: "gradient beta beta1 keep epsilon epsilon_inside schedule",
@@ -41,7 +44,7 @@ SIGNATURES = {
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
-    pg.fit: "model loss_fn optimizer plan train_set precondition clip engine microbatch_size memory_mb collate "
+    pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "
     "evaluate evaluations folder checkpoint_seconds progress",
 }
 OPTIONS = {

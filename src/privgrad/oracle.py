@@ -244,25 +244,30 @@ class PrivateGradient:
 
         No key, and nothing computed before the noise (but for a preconditioner that says it is NOT private).
         """
-        precondition = {} if self._precondition is None else self._precondition.state_dict()
-        made_by = {"made_by": [repr(self._perturb), repr(self._precondition)]}
-        return made_by | {"step": self._step, "perturb": self._perturb.state_dict(), "precondition": precondition}
+        state: dict[str, Any] = {"step": self._step}
+        for name, part in self._parts().items():
+            state[name] = {"made_by": repr(part), **part.state_dict()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
-        function, ours = "PrivateGradient.load_state_dict", [repr(self._perturb), repr(self._precondition)]
+        function, parts = "PrivateGradient.load_state_dict", self._parts()
         require_integer(function, "step", state["step"], 0)
-        if state.get("made_by", ours) != ours:
-            remedy = "go on with the same perturb and precondition"
-            raise expected(
-                function, "the state", f"to be of {' and '.join(ours)}", " and ".join(state["made_by"]), remedy
-            )
+        for name, held in state.items():
+            ours = repr(parts.get(name))
+            if name != "step" and held["made_by"] != ours:
+                remedy = "go on with the same perturb and precondition"
+                raise expected(function, f"the state of {name}", f"to be of {ours}", held["made_by"], remedy)
         self._step = state["step"]
-        if state.get("perturb"):
-            self._perturb.load_state_dict(state["perturb"])
-        if self._precondition is not None and state.get("precondition"):
-            self._precondition.load_state_dict(state["precondition"])
+        for name, part in parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
         self._make_streams()
+
+    def _parts(self) -> dict[str, Perturbation | Preconditioner]:
+        """What has a state of its own, by name; of what was not asked for, nothing."""
+        perturb = {} if type(self._perturb) is Perturbation else {"perturb": self._perturb}
+        return perturb | ({} if self._precondition is None else {"precondition": self._precondition})
 
     def __reduce__(self) -> str:
         """Refuse copies and pickles: two holders of the stream would draw the same noise."""

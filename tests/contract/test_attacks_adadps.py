@@ -282,7 +282,7 @@ def test_a_state_of_something_else_is_refused():
         with pytest.raises(pg.PrivacyError, match="go on with the same perturb and precondition"):
             pg.PrivateGradient(model, linear_loss, plan, **options).load_state_dict(state)
     wrong = copy.deepcopy(state)
-    wrong["precondition"] = {"step": 3, "exp_avg": {}, "exp_avg_sq": {"weight": torch.ones(2, 4)}}
+    wrong["precondition"] |= {"step": 3, "exp_avg": {}, "exp_avg_sq": {"weight": torch.ones(2, 4)}}
     oracle = adagrad(model, plan)
     oracle.load_state_dict(wrong)
     with pytest.raises(pg.PrivacyError, match=r"moments of 'weight' to be its own, got those of shape \(2, 4\)"):
