@@ -33,8 +33,11 @@ def unpacked(rows: torch.Tensor, columns: int) -> torch.Tensor:
     return out.scatter_add_(1, rows[:, 0].long(), rows[:, 1])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("kind", ["csr", "coo", "csc", "torch coo", "torch csr"])
+LAYOUTS = ["coo", "csr", "csc", "bsr", "bsc"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support")
+@pytest.mark.parametrize("kind", ["csr", "coo", "csc", *(f"torch {layout}" for layout in LAYOUTS)])
 def test_packed_rows_hold_the_matrix(kind: str):
     dense = np.random.default_rng(0).random((7, 30)).astype(np.float32)
     dense[dense < 0.7] = 0
@@ -43,16 +46,29 @@ def test_packed_rows_hold_the_matrix(kind: str):
         "csr": scipy.sparse.csr_array(dense),
         "coo": scipy.sparse.coo_matrix(dense),
         "csc": scipy.sparse.csc_matrix(dense),
-        "torch coo": torch.from_numpy(dense).to_sparse_coo(),
-        "torch csr": torch.from_numpy(dense).to_sparse_csr(),
     }
+    for layout in LAYOUTS:
+        tiles = [(1, 5)] if layout.startswith("b") else []
+        matrices[f"torch {layout}"] = getattr(torch.from_numpy(dense), f"to_sparse_{layout}")(*tiles)
     rows = data.packed(matrices[kind])
-    assert rows.shape == (7, 2, int((dense != 0).sum(1).max()))
+    if not kind.startswith("torch b"):  # whose blocks hold zeros too
+        assert rows.shape == (7, 2, int((dense != 0).sum(1).max()))
     torch.testing.assert_close(unpacked(rows, 30), torch.from_numpy(dense))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("wrong", [np.eye(3), torch.eye(3), [[1.0]], torch.ones(2, 2, 2).to_sparse()])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.eye(3),
+        torch.eye(3),
+        [[1.0]],
+        torch.ones(2, 2, 2).to_sparse(),
+        torch.ones(2, 2).to_sparse(1),
+        *(scipy.sparse.csr_array([[1.0, value]]) for value in (np.nan, -np.inf, 1e300, 1j)),
+        *(torch.tensor([[1.0, value]]).to_sparse() for value in (torch.nan, 1j)),
+    ],
+)
 def test_what_is_not_a_sparse_matrix_is_refused(wrong: Any):
     with pytest.raises(pg.PrivacyError, match="packed"):
         data.packed(wrong)
