@@ -68,9 +68,10 @@ def test_a_table_sets_methods_of_items_side_by_side(tmp_path: Path):
     found, table = reproduce("adadps/features", tmp_path / "out", smoke=True, progress=False)
     assert list(found) == ["Tweets", "Tweets, TF-IDF"]
     lines = (tmp_path / "out" / "adadps-imdb-tfidf" / "runs.jsonl").read_text().splitlines()
-    finals = {run["method"]: run["test_accuracy"] for run in map(json.loads, lines) if run["phase"] == "final"}
-    cell = found["Tweets, TF-IDF"]["AdaDPS, frequencies"]
-    assert cell["accuracy"]["mean"] == finals["AdaDPS, frequencies"]
+    finals = {run["method"]: run for run in map(json.loads, lines) if run["phase"] == "final"}
+    cell, final = found["Tweets, TF-IDF"]["AdaDPS, frequencies"], finals["AdaDPS, frequencies"]
+    assert cell["accuracy"]["mean"] == final["test_accuracy"]
+    assert final["side_information"] == "public data: words of texts apart from the examples"
     assert cell["paper"] == 0.8
     assert table.row_count == 4
     shown, _ = reproduce("adadps/features", tmp_path / "out", smoke=True, so_far=True, progress=False)
@@ -157,9 +158,11 @@ def test_a_page_whose_ledgers_are_gone_states_no_total(tmp_path: Path):
     assert "was not computed" in page
 
 
-@pytest.mark.parametrize("name", ["heavy-tail/fig8-9", "heavy-tail/fig1", "adadps/toy", "dp-adam/table1"])
+@pytest.mark.parametrize(
+    "name", ["heavy-tail/fig8-9", "heavy-tail/fig1", "adadps/toy", "dp-adam/table1", "adadps/features"]
+)
 def test_a_folder_of_another_item_is_left_alone(name: str, tmp_path: Path):
-    """Comparisons, probes and items that are read whole: with their own runs of another size, and with others'."""
+    """Of every kind: with their own runs of another size, and with others'."""
     folder = tmp_path / "toy"
     reproduce("adadps/toy", folder, smoke=True, progress=False)
     before = {path: path.read_bytes() for path in folder.iterdir()}

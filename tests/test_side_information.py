@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_array, csr_matrix
+from torch.utils.data import TensorDataset
 
 import privgrad as pg
+from privgrad import data
+from privgrad.data.dataset import with_other_public
 from privgrad.experiments.report import write_report
 from privgrad.experiments.runs import compare, context
-from privgrad.experiments.spec import check_spec
+from privgrad.experiments.spec import check_spec, make_data
 from privgrad.side_information import by_rank, frequencies, tfidf
 
 COUNTS = torch.tensor([0, 500, 100, 10, 1, 0])
@@ -32,12 +35,44 @@ def test_by_rank_has_two_levels():
     torch.testing.assert_close(scales["w"][0], torch.tensor([0.05, 1, 1, 0.05, 0.05, 0.05]).double())
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse", "tensor"])
+def test_by_rank_needs_as_many_features_as_are_frequent():
+    assert by_rank(COUNTS, parameter="w", dim=1, source="test", frequent=6)["w"].tolist() == [[1.0] * 6]
+    with pytest.raises(pg.PrivacyError, match="frequent to be at most 6"):
+        by_rank(COUNTS, parameter="w", dim=1, source="test")
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "matrix", "tensor", "torch coo", "torch csc"])
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support")
 def test_tfidf_sums_over_documents(kind: str):
     weights = np.array([[0.0, 0.5, 0.2], [0.0, 0.25, 0.0]])
-    given: Any = {"dense": weights, "sparse": csr_matrix(weights), "tensor": torch.from_numpy(weights)}[kind]
+    kinds: dict[str, Any] = {
+        "dense": weights,
+        "sparse": csr_array(weights),
+        "matrix": csr_matrix(weights),
+        "tensor": torch.from_numpy(weights),
+        "torch coo": torch.from_numpy(weights).to_sparse_coo(),
+        "torch csc": torch.from_numpy(weights).to_sparse_csc(),
+    }
+    given = kinds[kind]
     scales = tfidf(given, parameter="w", dim=0, source="test", special=(0,))
     np.testing.assert_allclose(scales["w"][:, 0].numpy(), [100, 1 / 7.5, 1 / 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "special", "message"),
+    [
+        (np.ones(3), (), "to be a matrix"),
+        (object(), (), "to be a matrix of documents and features, got object"),
+        (np.array([[1.0, -1.0], [1.0, 2.0]]), (), "weights to be finite and >= 0"),
+        (csr_array(np.array([[1.0, math.nan]])), (), "weights to be finite and >= 0"),
+        (np.zeros((2, 3)), (), "weights .* not all 0"),
+        (np.ones((2, 3)), (99,), "special to be from 0 to 2"),
+        (np.ones((2, 3)), (-1,), "special to be from 0 to 2"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weights: Any, special: tuple[int, ...], message: str):
+    with pytest.raises(pg.PrivacyError, match=f"^tfidf: expected .*{message}"):
+        tfidf(weights, parameter="w", dim=0, source="test", special=special)
 
 
 def test_with_scikit_learns_weights():
@@ -66,6 +101,7 @@ def test_with_scikit_learns_weights():
         (torch.tensor([0, 0]), {}, "counts"),
         (torch.tensor([1.0, math.nan]), {}, "counts"),
         (torch.ones(2, 2), {}, "counts"),
+        (torch.ones(0), {}, "counts"),
         (COUNTS, {"cap": 0.5}, "cap"),
         (COUNTS, {"division": 0.0}, "division"),
         (COUNTS, {"dim": 2}, "dim"),
@@ -92,11 +128,19 @@ METHODS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any):
+def other_digits(**_: Any) -> data.DataSet:
+    """Images of the digits' shape that are none of them."""
+    images = torch.rand(40, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    examples = TensorDataset(images, torch.zeros(40, dtype=torch.int64))
+    return data.DataSet("others", examples, examples, examples, 10, (1, 8, 8))
+
+
+def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(data.LOADERS, "mnist", other_digits)
     raw: dict[str, Any] = {
         "title": "test",
         "data": {"name": "digits", "standardise": False, "reconstruct": True, "validation": 200, "public": 37}
-        | {"elsewhere": {"name": "digits", "standardise": False}},
+        | {"elsewhere": {"name": "mnist"}},
         "model": {"name": "autoencoder"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
         | {"expected_batch_size": 60, "steps": 2},
@@ -157,3 +201,82 @@ def test_methods_with_side_information_run_side_by_side(tmp_path: Any):
     raw["privacy"]["num_examples"] = 1237
     with pytest.raises(pg.PrivacyError, match=r"data.public"):
         check_spec(raw, "test")
+
+
+def digits_spec(method: dict[str, Any], **tables: Any) -> dict[str, Any]:
+    plain = {"name": "P", "optimizer": "SGD", "lr": 0.1}
+    return {
+        "title": "test",
+        "data": {"name": "digits", "validation": 200, "public": 37} | tables.get("data", {}),
+        "model": {"name": "linear"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
+        | {"expected_batch_size": 120, "steps": 2},
+        "methods": [plain, plain | {"name": "Q"} | method],
+        "run": {"evaluations": 1},
+    }
+
+
+def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
+    return {"precondition": {"rule": rule, "options": options}}
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (scaled_by("public_rmsprop", epsilonn=1e-3), "did you mean 'epsilon'"),
+        (scaled_by("public_rmsprop", gradient=1), "methods.Q.precondition.options.gradient"),
+        (scaled_by("raw_ideal_rmsprop", schedule="step"), "options.schedule"),
+        (scaled_by("frequencies", dim=1), "options.dim"),
+        (scaled_by("frequencies", parameter="weight"), "options.parameter"),
+        (scaled_by("frequencies", source="hearsay"), "options.source"),
+        (scaled_by("frequencies", cap="much"), "to suit frequencies"),
+        (scaled_by("public_adam", beta1=2.0), "to suit public_adam"),
+        ({"public": {"examples": 10}}, r"methods.Q.public to be used"),
+        ({"public": {"examples": 10}} | scaled_by("frequencies"), r"methods.Q.public to be used"),
+        ({"lr": [0.1, 0.5]}, r"expected \[tuning\] to be there"),
+        ({"max_grad_norm": [0.1, 0.5]}, r"expected \[tuning\] to be there"),
+        ({"lr": None}, r"methods.Q.lr"),
+    ],
+)
+def test_methods_that_would_be_others_than_they_say_are_refused(method: dict[str, Any], message: str):
+    with pytest.raises(pg.PrivacyError, match=message):
+        check_spec(digits_spec(method), "test")
+
+
+def test_private_examples_are_not_public_ones_from_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    again = {"elsewhere": {"name": "digits", "standardise": True}}
+    with pytest.raises(pg.PrivacyError, match=r"data.elsewhere to be another data set, got digits again"):
+        check_spec(digits_spec({}, data=again), "test")
+    under_another_name = check_spec(digits_spec({}, data={"elsewhere": {"name": "mnist"}}), "test")
+    monkeypatch.setitem(data.LOADERS, "mnist", data.digits)
+    with pytest.raises(pg.PrivacyError, match="apart from the training examples"):
+        make_data(under_another_name)
+    monkeypatch.setitem(data.LOADERS, "mnist", other_digits)
+    assert len(make_data(under_another_name).other_public or ()) == 40
+
+
+def test_a_few_equal_examples_are_no_reason_to_refuse_public_ones():
+    def of(rows: torch.Tensor) -> data.DataSet:
+        examples = TensorDataset(rows, torch.zeros(len(rows), dtype=torch.int64))
+        return data.DataSet("rows", examples, examples, examples, 2, (3,))
+
+    private, empty = torch.rand(20, 3), torch.zeros(5, 3)
+    other = of(torch.cat([torch.rand(4, 3), empty]))
+    assert with_other_public(of(torch.cat([private, empty])), other).other_public is other.train
+    for leak in (torch.cat([torch.rand(4, 3), private[:5]]), torch.cat([torch.rand(100, 3), private])):
+        with pytest.raises(pg.PrivacyError, match="elsewhere"):
+            with_other_public(of(private), of(leak))
+
+
+def test_the_report_tells_groups_by_method(tmp_path: Any):
+    spec = check_spec(digits_spec({"group_size": 4}), "test")
+    records = compare(spec, tmp_path, progress=False)
+    told = context(spec, records, tmp_path, command="")
+    assert told["plan"]["group_size"] == "1 (P), 4 (Q)"
+    page = write_report(records, told, tmp_path).read_text()
+    assert "with k = 1 (P), 4 (Q)" in page
+    assert "the sensitivity is 2C" in page
+    spec = check_spec(digits_spec({}), "test")
+    told = context(spec, records, tmp_path, command="")
+    assert told["plan"]["group_size"] == "1"
+    assert "sensitivity" not in write_report(records, told, tmp_path).read_text()

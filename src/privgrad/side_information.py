@@ -1,9 +1,12 @@
 """Scales for AdaDPS from what is known beside the private examples: how frequent words are, how much they tell.
 
-All take counts or weights of V features and give `Scales` A for one two-dimensional parameter, one entry a feature:
-frequent features get a large A and are divided down, rare ones keep their size.
+All take counts or weights of V features and give `Scales` A for one two-dimensional parameter, one entry a feature.
+Gradients are divided by A, so what has the smallest A gains on the rest. With `frequencies` and `by_rank` these are the
+rare features: multiplied by up to 100 while frequent ones are divided, or by 20 while those stay. With `tfidf` they are
+the features that weigh most.
 """
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -43,7 +46,7 @@ def frequencies(
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), token frequencies as their code computes them.
     """
-    counted = _features("frequencies", counts)
+    counted = _features("frequencies", "counts", counts, "count over public text")
     if cap < 1:
         raise expected("frequencies", "cap", "to be at least 1", cap, "1e4 is the paper's")
     require_positive("frequencies", "division", division, "100 is the paper's")
@@ -71,8 +74,10 @@ def by_rank(
     Reference:
         Li et al. 2022 (AdaDPS), what their code does for StackOverflow.
     """
-    counted = _features("by_rank", counts)
+    counted = _features("by_rank", "counts", counts, "count over public text")
     require_integer("by_rank", "frequent", frequent, 1)
+    if frequent > len(counted):
+        raise expected("by_rank", "frequent", f"to be at most {len(counted)}, the features", frequent, "lower it")
     require_positive("by_rank", "multiplier", multiplier, "20 is the paper's")
     scale = torch.full_like(counted, 1 / multiplier)
     scale[counted.argsort(descending=True, stable=True)[:frequent]] = 1.0
@@ -93,26 +98,40 @@ def tfidf(
     Computes: r_j = 10 (sum over documents of weights_ij + 1e-10), 0.01 for special tokens; A_j = 1 / r_j, at most 1e9.
 
     Args:
-        weights: of documents and features, shape (n, V), >= 0, dense or sparse: what scikit-learn's TfidfVectorizer or
-            TfidfTransformer gives.
+        weights: of documents and features, shape (n, V), finite, >= 0, not all 0, dense or sparse: what `fit_transform`
+            of scikit-learn's TfidfVectorizer or TfidfTransformer gives.
         parameter, dim, source, provenance, Returns, Raises, Privacy: as `frequencies`.
-        special: features that are no words (padding, start, unknown).
+        special: features that are no words (padding, start, unknown), from 0 to V - 1.
     Reference:
         Li et al. 2022 (AdaDPS), TF-IDF as their code computes it.
     """
-    totals = torch.as_tensor(weights.sum(0)).flatten()
-    summed = _features("tfidf", totals)
-    ratio = 10 * (summed + 1e-10)
+    shape, remedy = getattr(weights, "shape", ()), "give what fit_transform of scikit-learn's TfidfVectorizer returns"
+    if len(shape) != 2:
+        got = f"{type(weights).__name__} of shape {tuple(shape)}"
+        raise expected("tfidf", "weights", "to be a matrix of documents and features", got, remedy)
+    matrix = weights.to_sparse_coo() if isinstance(weights, Tensor) else weights
+    summed, absolute = _column_sums(matrix), _column_sums(abs(matrix))
+    if not torch.equal(summed, absolute):
+        raise expected("tfidf", "weights", "to be finite and >= 0", "others", remedy)
+    wrong = [index for index in special if not (isinstance(index, Integral) and 0 <= index < len(summed))]
+    if wrong:
+        raise expected("tfidf", "special", f"to be from 0 to {len(summed) - 1}", wrong, "give indices of features")
+    ratio = 10 * (_features("tfidf", "weights", summed, remedy) + 1e-10)
     ratio[list(special)] = 0.01
     return _scales("tfidf", 1 / ratio, parameter, dim, source, provenance)
 
 
-def _features(function: str, values: Any) -> Tensor:
+def _column_sums(matrix: Any) -> Tensor:
+    found = matrix.sum(0)
+    return torch.as_tensor(found.to_dense() if isinstance(found, Tensor) else found).flatten()
+
+
+def _features(function: str, name: str, values: Any, remedy: str) -> Tensor:
     found = torch.as_tensor(values).double()
     if found.ndim != 1 or not bool((torch.isfinite(found) & (found >= 0)).all()) or float(found.sum()) <= 0:
-        got = f"shape {tuple(found.shape)}, from {float(found.min()):g} to {float(found.max()):g}"
+        ends = f", from {float(found.min()):g} to {float(found.max()):g}" if found.numel() else ""
         condition = "one a feature, finite, >= 0 and not all 0"
-        raise expected(function, "counts", condition, got, "count over public text")
+        raise expected(function, name, condition, f"shape {tuple(found.shape)}{ends}", remedy)
     return found
 
 

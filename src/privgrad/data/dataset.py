@@ -123,11 +123,16 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
     """The same with another set's training part as public examples from elsewhere.
 
     Raises:
-        PrivacyError: inputs of another shape.
+        PrivacyError: inputs of another shape, or most of them among the training inputs.
     """
     if other.input_shape != data.input_shape:
         remedy = "choose another set, or bring its inputs to that shape"
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
+    private, public = ({hash(row.tobytes()) for row in part.train.tensors[0].numpy()} for part in (data, other))
+    # Some may be equal by chance, such as two empty texts.
+    if 2 * len(private & public) > min(len(private), len(public)):
+        remedy = "choose a set that none of the private examples are in"
+        raise expected("data", "elsewhere", "to be apart from the training examples", "many of them", remedy)
     return replace(data, other_public=other.train)
 
 

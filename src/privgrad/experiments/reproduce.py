@@ -179,6 +179,7 @@ def _table(
 ) -> tuple[dict[str, Any], Table]:
     """Score (or loss, where there is none) of each row's methods, each row in a folder of its own."""
     item = _TableItem.model_validate(raw)
+    claim(out, json.dumps(raw, indent=1), look_only=so_far)
     found: dict[str, Any] = {}
     table = Table(
         "", *item.columns, title=item.title, caption="Mean ± standard deviation over seeds; below, the paper."
@@ -200,7 +201,6 @@ def _table(
             cells.append(_cells(everything | {"paper": {}}, number)[0] if everything else "–")
         table.add_row(row.title, *cells)
         table.add_row(f"  paper ({stands_in_for})" if stands_in_for else "  paper", *map(str, row.paper), style="dim")
-    out.mkdir(parents=True, exist_ok=True)
     return found, table
 
 

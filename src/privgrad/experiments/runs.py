@@ -143,7 +143,7 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
     plan = spec.plan(None)
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     norms = {str(r["method"]): f"{r['max_grad_norm']:g}" for r in records if r["phase"] == "final"}
-    told = ", ".join(f"{norm} ({method})" for method, norm in norms.items())
+    groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
     return {
         "title": spec.title,
         "command": command,
@@ -151,7 +151,8 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
         "plan": asdict(plan)
         | {
             "seed": ", ".join(map(str, seeds)) or None,
-            "max_grad_norm": told if len(set(norms.values())) > 1 else next(iter(norms.values()), plan.max_grad_norm),
+            "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
+            "group_size": _by_method(groups),
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
         },
@@ -160,6 +161,13 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def _by_method(told: Mapping[str, str]) -> str:
+    """The value that all methods share, or each method's own."""
+    if len(set(told.values())) > 1:
+        return ", ".join(f"{value} ({method})" for method, value in told.items())
+    return next(iter(told.values()), "")
 
 
 def _total_epsilon(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, Any] | None:

@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from privgrad import data, optim
+from privgrad import data, optim, side_information
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import PrivacyError, expected
+from privgrad.gradient import precondition
 from privgrad.gradient.public import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
@@ -75,8 +76,8 @@ class DataTable(_Table):
     """Which data, how much of its training part is held out for tuning, and its loader's own options.
 
     `public` examples, from the end of what is left, are taken out of the training part and count as public.
-    `elsewhere` is another data set, whose training part is public too. `reconstruct`: the label of an input is the
-    input.
+    `elsewhere` is another data set, by name or by path, whose training part is public too. `reconstruct`: the label of
+    an input is the input.
     """
 
     name: DataName
@@ -302,7 +303,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         raw: the file's tables.
         path: named in errors.
     Raises:
-        PrivacyError: an unknown option, or a wrong value.
+        PrivacyError: an unknown option, a wrong value, or public examples that would be the private ones.
     """
     _require_known(raw, Spec, "")
     try:
@@ -312,6 +313,10 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         place = ".".join(str(part) for part in first["loc"])
         got = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
         raise expected("load_spec", place, f"to be right ({first['msg']})", got, f"correct it in {path}") from error
+    other = spec.data.elsewhere
+    if other is not None and (other.name, other.path) == (spec.data.name, spec.data.path):
+        remedy = "its training part would be the private examples; use data.public to take some out of them"
+        raise expected("load_spec", "data.elsewhere", "to be another data set", f"{other.name} again", remedy)
     for method in spec.methods:
         _require_method(method, spec)
     names = [method.name for method in spec.methods]
@@ -353,17 +358,39 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     except (TypeError, ValueError) as error:
         place = f"methods.{method.name}.options"
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
+    if method.precondition is not None:
+        _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
+    if "public" in method.model_fields_set and not method.needs_public:
+        remedy = "remove it, or give a precondition rule, a warm_start or an optimizer with public gradients"
+        raise expected("load_spec", f"methods.{method.name}.public", "to be used", "a method that does not", remedy)
     if method.needs_public and not method.public.other and spec.data.public == 0:
         remedy = "say how many examples of the training part count as public"
         raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
     if not spec.is_tuned(method):
         return
-    if spec.tuning is None or not spec.grid(method):
+    if not spec.grid(method):
         remedy = "give the method its lr, or a grid and a [tuning] table"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", "none", remedy)
+    if spec.tuning is None:
+        remedy = "add [tuning] with its seeds, or give one lr and one max_grad_norm"
+        raise expected("load_spec", "[tuning]", f"to be there for the grid of {method.name}", "none", remedy)
     if spec.tuning.by != "train_loss" and spec.data.validation == 0:
         remedy = "hold out validation examples: learning rates are not to be chosen on the test set"
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
+
+
+def _require_precondition(table: PreconditionTable, place: str) -> None:
+    function = getattr(side_information if table.rule == "frequencies" else precondition, table.rule)
+    # What the experiment gives itself, in small.
+    public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
+    given = {"gradient": public, "counts": torch.ones(1), "parameter": "p", "dim": 0, "source": "none"}
+    parameters = inspect.signature(function).parameters
+    for name in table.options:
+        _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
+    try:
+        function(**{name: value for name, value in given.items() if name in parameters}, **table.options)
+    except (TypeError, ValueError) as error:
+        raise expected("load_spec", place, f"to suit {table.rule}", error, "correct them") from error
 
 
 def make_data(spec: Spec) -> data.DataSet:

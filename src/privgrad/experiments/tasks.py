@@ -86,7 +86,7 @@ def preconditioner(
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
         scales = side_information.frequencies(
-            data.public_counts, parameter=name, dim=0, source="words of untagged documents", **table.options
+            data.public_counts, parameter=name, dim=0, source="words of texts apart from the examples", **table.options
         )
         return precondition.fixed(scales)
     if table.rule == "raw_ideal_rmsprop":
