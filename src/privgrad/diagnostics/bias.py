@@ -1,0 +1,88 @@
+"""What clipping does to the mean gradient: how far it moves it, along it and across it."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import require_positive
+from privgrad.gradient.engines import LossFunction, trainable
+from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.perturb import Perturbation
+from privgrad.types import NoisyGradient
+
+
+def raw_clipping_bias(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    *,
+    max_grad_norm: float,
+    perturb: Perturbation | None = None,
+    released: NoisyGradient | None = None,
+) -> dict[str, float]:
+    """The bias of the clipped mean gradient, before any noise. NOT private.
+
+    Computes, over l examples with gradients g_i, their mean g, M_i = max(1, |g_i| / C) and s = mean of g_i / M_i:
+    s = a g + c with c orthogonal to g, and |s - g|^2 = (a - 1)^2 |g|^2 + |c|^2.
+
+    Args:
+        model, loss_fn: as in PrivateGradient.
+        examples: l of them, at least one. Their number divides, not the expected batch size.
+        max_grad_norm: C > 0.
+        perturb: where the gradients are taken (BAM: a point of each example's own); None at the weights.
+        released: a gradient to compare directions with: the last released one, for SAT.
+    Returns:
+        "raw_norm" |g|; "raw_bias" |s - g|; "raw_bound" mean of max(0, |g_i| - C), which the bias never exceeds;
+        "raw_along" a and "raw_across" |c|; "raw_cosine" of s with g; "raw_ascent" mean of the cosines of g_i with g;
+        with `released` also "raw_released", its cosine with g. Cosines are nan where a vector is zero.
+    Raises:
+        PrivacyError: C is not positive.
+    Reference:
+        The paper on BAM, theorem 1 and figures 2, 4, 5, 6. Deviation: M_i is as above, where they print its inverse;
+        and their lemma 2, that shorter gradients always mean less bias, is false: 3 and -3 at C = 1 have none, 3 and
+        -1.5 have 0.75. What holds is the bound above.
+    """
+    require_positive("raw_clipping_bias", "max_grad_norm", max_grad_norm, "give the plan's")
+    engine = Hooks(model, loss_fn)
+    chosen = Perturbation(0.0) if perturb is None else perturb
+    with chosen.at(0, trainable(model), dict[str, Tensor]):
+        factors = chosen.gradients(engine, examples, 0)
+    norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
+    count, clipped_B = len(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1)
+    whole = {name: factor.weighted_sum(torch.full_like(norm_B, 1 / count)).double() for name, factor in factors.items()}
+    short = {name: factor.weighted_sum(clipped_B / count).double() for name, factor in factors.items()}
+    product_B = torch.stack([f.inner_products(whole[name].to(_dtype(f))).double() for name, f in factors.items()]).sum(
+        0
+    )
+    g, s = _flat(whole), _flat(short)
+    square = float(g @ g)
+    along = float((product_B * clipped_B).mean()) / square if square else 0.0
+    found = {
+        "raw_norm": square**0.5,
+        "raw_bias": float(_norm(s - g, 0)),
+        "raw_bound": float((norm_B - max_grad_norm).clamp(min=0).mean()),
+        "raw_along": along,
+        "raw_across": float(_norm(s - along * g, 0)),
+        "raw_cosine": _cosine(s, g),
+        "raw_ascent": float((product_B / (norm_B * square**0.5)).mean()),
+    }
+    if released is not None:
+        found["raw_released"] = _cosine(_flat({name: released.values[name].double() for name in whole}), g)
+    return found
+
+
+def _dtype(factor: Any) -> torch.dtype:
+    return factor[:0].dense().dtype
+
+
+def _flat(values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in values.values()])
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float((one @ other) / (_norm(one, 0) * _norm(other, 0)))
+
+
+def _norm(values: Tensor, dim: int) -> Tensor:
+    return cast(Tensor, torch.linalg.vector_norm(values, dim=dim))
