@@ -33,7 +33,7 @@ def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    loop, rule, known, public, groups, watched, fit = code_blocks("docs/guide.md")
+    loop, rule, known, public, moved, groups, watched, fit = code_blocks("docs/guide.md")
     names: dict[str, Any] = {
         "pg": pg,
         "torch": torch,
@@ -55,7 +55,7 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert old in loop
         loop = loop.replace(old, new)
     exec(loop, names)
-    for block in (known, public):
+    for block in (known, public, moved):
         exec(block, names)
         batch = next(iter(names["plan"].batches(names["train_set"])))
         assert set(names["private_grad"](batch).values) == dict(names["model"].named_parameters()).keys()
