@@ -87,6 +87,8 @@ def test_every_table_names_methods_that_there_are(name: str):
         names = [method["name"] for method in base["methods"]]
         for method, paper in zip(row["methods"], row["paper"], strict=True):
             assert method in names or (method == "" and paper == "none")
+        small = _prepared(row["item"], smoke=True, methods=row["methods"])
+        check_spec({key: value for key, value in small.items() if key != "stands_in_for"}, row["item"])
 
 
 @pytest.mark.parametrize("name", [name for name in items() if "methods" in _load(name)])

@@ -125,6 +125,12 @@ def _prepared(
         if "methods" in raw:
             raw["paper"] = {}  # its numbers are of another size
             raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
+            if (
+                raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]
+            ):  # the small data are those elsewhere
+                del raw["data"]["elsewhere"]
+                for method in raw["methods"]:
+                    method.get("public", {}).pop("other", None)
     wanted = methods or (few if smoke else [])
     if wanted:
         raw["methods"] = [method for method in raw["methods"] if method["name"] in wanted]
