@@ -82,3 +82,22 @@ def test_a_pair_classifier_trains_its_last_layer_anew_and_does_not_see_padding(t
     torch.testing.assert_close(model(short), model(long))
     with pytest.raises(pg.PrivacyError, match="to hold an encoder"):
         models.PairClassifier(str(tmp_path / "absent"), num_classes=3)
+
+
+def test_residual_networks_have_their_sizes():
+    resnet = models.resnet9(in_channels=3, num_classes=10)
+    wide = models.wide_resnet(in_channels=3, num_classes=10)
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (resnet, wide)]
+    assert sizes == [2_447_946, 2_753_818]
+    assert models.resnet9(in_channels=1, num_classes=10, width=16)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert wide(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    with pytest.raises(pg.PrivacyError, match="6 n"):
+        models.wide_resnet(in_channels=3, num_classes=10, depth=18)
+
+
+def test_standardised_weights_have_mean_zero_and_variance_one_over_fan_in():
+    torch.manual_seed(0)
+    layer = models.WSConv2d(3, 4, 3, bias=False)
+    found = layer(torch.eye(27).view(27, 3, 3, 3)).view(27, 4)  # each column is one channel's weight
+    torch.testing.assert_close(found.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.var(0, correction=0) * 27, torch.ones(4))
