@@ -122,7 +122,7 @@ class Residual(nn.Sequential):
     """x + f(x)."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
-        changed: Tensor = super().forward(input)
+        changed = cast(Tensor, super().forward(input))
         return input + changed
 
 
