@@ -204,6 +204,7 @@ def test_a_grid_that_diverged_whole_grows_downwards():
 
     assert _beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2)
     assert _beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0)
+    assert _beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
 
 
 def test_no_two_methods_share_a_folder():

@@ -290,11 +290,15 @@ def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate
 
 
 def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | None:
-    """The next learning rate, half a power of ten beyond the best, if that is the first or last tried with its norm."""
+    """The next learning rate, half a power of ten beyond the best, if that is the first or last tried with its norm.
+
+    None, too, where another rate did just as well: there a smaller one changes nothing.
+    """
     costs, (norm, best) = _tuning_costs(records, method, by), best_candidate(records, method, by)
     tried = [lr for other, lr in costs if other == norm]
     diverged = math.isinf(costs[norm, best])  # then so did all: go down
-    if len(tried) >= _MOST_RATES or best not in (min(tried), max(tried)):
+    level = not diverged and sum(costs[norm, lr] == costs[norm, best] for lr in tried) > 1
+    if len(tried) >= _MOST_RATES or best not in (min(tried), max(tried)) or level:
         return None
     factor = 10**0.5 if best == max(tried) and not diverged else 10**-0.5
     return norm, float(f"{best * factor:.2g}")
