@@ -125,9 +125,8 @@ def _prepared(
         if "methods" in raw:
             raw["paper"] = {}  # its numbers are of another size
             raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
-            if (
-                raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]
-            ):  # the small data are those elsewhere
+            # The small data may be those that were to be public elsewhere.
+            if raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]:
                 del raw["data"]["elsewhere"]
                 for method in raw["methods"]:
                     method.get("public", {}).pop("other", None)
@@ -225,7 +224,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     score = next((record["score"] for record in records), None) or "accuracy"
     paper = f"paper ({stands_in_for})" if stands_in_for else "paper"
     on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
-    table = Table("method", "C, lr", "classes", "loss", paper, score, paper, title=spec.title)
+    table = Table("method", "C, lr, radius", "classes", "loss", paper, score, paper, title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
         finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
@@ -241,9 +240,11 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
             rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
         tuning = in_phase(runs, "tuning")
         tried, norms = (sorted({record[key] for record in tuning}) for key in ("lr", "max_grad_norm"))
+        radius = next((final.get("radius") for final in finals), None)
         found[method.name] = {
             "max_grad_norm": finals[0]["max_grad_norm"] if finals else None,
             "lr": finals[0]["lr"] if finals else None,
+            "radius": radius,
             "lrs_tried": tried,
             "norms_tried": norms,
             "seeds": len(finals),
@@ -253,7 +254,8 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
         }
         for index, row in enumerate(rows.values()):
             final = finals[0]
-            first = (method.name, f"{final['max_grad_norm']:g}, {final['lr']:g}") if index == 0 else ("", "")
+            chosen = f"{final['max_grad_norm']:g}, {final['lr']:g}" + ("" if radius is None else f", {radius:g}")
+            first = (method.name, chosen) if index == 0 else ("", "")
             table.add_row(*first, row["title"], *(cell for n in ("loss", "accuracy") for cell in _cells(row, n)))
         if not rows:
             table.add_row(
