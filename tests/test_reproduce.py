@@ -17,7 +17,7 @@ from privgrad.data import LOADERS
 from privgrad.experiments.records import in_phase
 from privgrad.experiments.reproduce import _load, _prepared, items, reproduce
 from privgrad.experiments.runs import Run, _beyond_edge, best_candidate
-from privgrad.experiments.spec import MethodTable, check_spec, encoder_folder
+from privgrad.experiments.spec import Candidate, MethodTable, check_spec, encoder_folder
 from test_data_sparse import write_tweets
 
 RUNNER = CliRunner()
@@ -202,14 +202,14 @@ def test_a_grid_that_diverged_whole_grows_downwards():
     def record(lr: float, loss: float) -> dict[str, Any]:
         return {"method": "m", "phase": "tuning", "max_grad_norm": 1.0, "lr": lr, "validation_loss": loss}
 
-    assert _beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2)
-    assert _beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0)
+    assert _beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2, None)
+    assert _beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0, None)
     assert _beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
 
 
 def test_no_two_methods_share_a_folder():
     def name(method: str) -> str:
-        return Run(MethodTable(name=method, optimizer="SGD"), 1.0, 0.1, 0, "final").name
+        return Run(MethodTable(name=method, optimizer="SGD"), Candidate(1.0, 0.1), 0, "final").name
 
     names = [name(method) for method in ("a/1", "a_1", "a%2F1", "a 1", "AdaDPS, 1 % public")]
     assert len(set(names)) == 5

@@ -396,3 +396,26 @@ def test_scales_are_taken_as_numbers_and_refused_with_a_reason():
         pg.precondition.fixed(cast(Any, [2.0]))
     with pytest.raises(pg.PrivacyError, match="values from -1 to -1"):
         oracle(pg.precondition.fixed({"0.bias": torch.tensor(-1.0)}))
+
+
+class NearTie(nn.Module):
+    """The larger of two sums that are equal but for rounding, which differs with the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if x.dtype == torch.float32 and len(x) > 1:
+            h = h + torch.tensor([1e-6, 0.0])
+        return h.max(1).values
+
+
+def test_a_maximum_that_rounding_moves_is_no_reason_to_refuse():
+    model = NearTie()
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 1.0 + 5e-7]]))
+    engine = Hooks(model, lambda model, x: model(x))
+    found = engine(torch.ones(4, 2))["layer.weight"]
+    assert found.dense().shape == (4, 2, 2)

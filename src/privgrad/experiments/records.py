@@ -18,7 +18,7 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Args:
         records: one mapping a training run, phase "tuning" or "final".
     Returns:
-        Rows with the keys method; max_grad_norm and lr (None if the final runs differ in it); lr_at_edge and
+        Rows with the keys method; max_grad_norm, lr and radius (None if the final runs differ in it); lr_at_edge and
         norm_at_edge (None unless more than one was tuned); seeds (number of final runs); test_accuracy_mean,
         test_accuracy_std, test_loss_mean, test_loss_std (std is None with one seed); epsilon (max); sampling
         ("fixed" if any run was); fraction_floored and seconds (means, or None).
@@ -31,7 +31,7 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     finals = in_phase(runs, "final")
     schemes = {run.get("sampling") for run in runs}
-    norm, lr = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr"))
+    norm, lr, radius = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr", "radius"))
     tuning = in_phase(runs, "tuning")
     norms: set[float] = {run["max_grad_norm"] for run in tuning if run.get("max_grad_norm") is not None}
     rates: set[float] = {run["lr"] for run in tuning if run.get("max_grad_norm") == norm}
@@ -40,6 +40,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "method": method,
         "max_grad_norm": norm,
         "lr": lr,
+        "radius": radius,
         "lr_at_edge": _at_edge(lr, rates),
         "norm_at_edge": _at_edge(norm, norms),
         "seeds": len(finals),
@@ -116,16 +117,17 @@ def is_scored(records: Sequence[Record]) -> bool:
 
 
 def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Per method its (learning rate, mean of `tuned_by`) in ascending order, with the clipping norm that was chosen;
+    """Per method its (learning rate, mean of `tuned_by`) in ascending order, with the norm and radius that were chosen;
     diverged runs left out.
     """
     result, key = {}, tuned_by(records)
-    chosen = {row["method"]: row["max_grad_norm"] for row in summarize(records) if row["seeds"]}
+    rows = summarize(records)
+    chosen = {row["method"]: (row["max_grad_norm"], row["radius"]) for row in rows if row["seeds"]}
     for method, runs in by_method(in_phase(records, "tuning")).items():
         found: dict[float, list[float]] = {}
         for run in runs:
-            norm = run.get("max_grad_norm")
-            if is_finite(run.get(key)) and chosen.get(method, norm) == norm:
+            other = (run.get("max_grad_norm"), run.get("radius"))
+            if is_finite(run.get(key)) and chosen.get(method, other) == other:
                 found.setdefault(run["lr"], []).append(run[key])
         result[method] = [(lr, statistics.fmean(values)) for lr, values in sorted(found.items())]
     return result

@@ -52,22 +52,22 @@ class Run:
     """One training to do."""
 
     method: MethodTable
-    max_grad_norm: float
-    lr: float
+    candidate: Candidate
     seed: int | None
     phase: Phase
 
     @property
     def name(self) -> str:
         """Folder of the run's ledger and checkpoint."""
-        norm = "" if self.method.max_grad_norm is None else f"-C{self.max_grad_norm:g}"
+        norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
+        radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
         name = quote(self.method.name, safe=" ,;+=()")  # no two methods in one folder
-        return f"{name}{norm}-lr{self.lr:g}-{self.phase}-seed{self.seed}"
+        return f"{name}{norm}-lr{self.candidate.lr:g}{radius}-{self.phase}-seed{self.seed}"
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What its record is found by."""
-        return (self.method.name, self.max_grad_norm, self.lr, self.seed, self.phase)
+        return (self.method.name, self.candidate, self.seed, self.phase)
 
 
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
@@ -87,7 +87,7 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         remedy = "keep one in the file, or use `privgrad compare`"
         got = [method.name for method in spec.methods]
         raise expected("train", "methods", "to be one, with its lr and norm", got, remedy)
-    run = Run(spec.methods[0], *spec.grid(spec.methods[0])[0], seed, "final")
+    run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
     data = open_folder(spec, out)
     others = {record["seed"] for record in read_records(out)} - {seed}
     if others:
@@ -118,8 +118,8 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         task = bar.add_task("", total=planned + len(spec.methods) * len(spec.run.seeds))
 
         def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
-            for run in (Run(method, *candidate, seed, phase) for seed in seeds):
-                bar.update(task, description=f"{phase}  {method.name}  lr {run.lr:g}  seed {run.seed}")
+            for run in (Run(method, candidate, seed, phase) for seed in seeds):
+                bar.update(task, description=f"{phase}  {method.name}  lr {candidate.lr:g}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
                     _append(out, _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False))
                 bar.advance(task)
@@ -175,7 +175,7 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], out: Path) -> dict[str
     ledgers = {path.parent.name: path for path in sorted(out.glob("runs/*/ledger.jsonl"))}
     methods = {method.name: method for method in spec.methods}
     for record in records:
-        run = Run(methods[record["method"]], record["max_grad_norm"], record["lr"], record["seed"], record["phase"])
+        run = Run(methods[record["method"]], _candidate(record), record["seed"], record["phase"])
         tuned = replace(run, phase="tuning")  # a final run that was done in tuning has no folder of its own
         if not {run.name, tuned.name} & ledgers.keys():
             return None
@@ -201,12 +201,13 @@ def restart(out: Path) -> Path | None:
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool) -> Record:
     if run.seed is not None:
         torch.manual_seed(run.seed)
-    model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.max_grad_norm)
-    method, loss_fn = run.method, losses_for(data)
+    model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
+    method, loss_fn = run.method, losses_for(data, views=spec.run.views)
+    radius = run.candidate.radius
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
-    optimizer = method.make(model.named_parameters(), run.lr, public=public, steps=plan.steps)
+    optimizer = method.make(model.named_parameters(), run.candidate.lr, public=public, steps=plan.steps)
     made = preconditioner(method.precondition, public, model, data)
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
@@ -216,6 +217,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         optimizer,
         plan,
         data.train,
+        perturb=None if method.perturb is None or radius is None else method.perturb.make(radius),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
@@ -260,8 +262,7 @@ def _record(
     return {
         "method": run.method.name,
         "optimizer": run.method.optimizer,
-        "max_grad_norm": run.max_grad_norm,
-        "lr": run.lr,
+        **run.candidate._asdict(),
         "seed": run.seed,
         "phase": run.phase,
         "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
@@ -284,7 +285,7 @@ def _record(
 
 
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
-    """What has the best mean validation score or training loss; the smaller of two equal ones."""
+    """What has the best mean validation score or training loss; the smallest of equal ones."""
     costs = _tuning_costs(records, method, by)
     return min(costs, key=lambda candidate: (costs[candidate], candidate))
 
@@ -294,14 +295,14 @@ def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate |
 
     None, too, where another rate did just as well: there a smaller one changes nothing.
     """
-    costs, (norm, best) = _tuning_costs(records, method, by), best_candidate(records, method, by)
-    tried = [lr for other, lr in costs if other == norm]
-    diverged = math.isinf(costs[norm, best])  # then so did all: go down
-    level = not diverged and sum(costs[norm, lr] == costs[norm, best] for lr in tried) > 1
-    if len(tried) >= _MOST_RATES or best not in (min(tried), max(tried)) or level:
+    costs, best = _tuning_costs(records, method, by), best_candidate(records, method, by)
+    tried = {other.lr: cost for other, cost in costs.items() if other._replace(lr=best.lr) == best}
+    diverged = math.isinf(costs[best])  # then so did all: go down
+    level = not diverged and list(tried.values()).count(costs[best]) > 1
+    if len(tried) >= _MOST_RATES or best.lr not in (min(tried), max(tried)) or level:
         return None
-    factor = 10**0.5 if best == max(tried) and not diverged else 10**-0.5
-    return norm, float(f"{best * factor:.2g}")
+    factor = 10**0.5 if best.lr == max(tried) and not diverged else 10**-0.5
+    return best._replace(lr=float(f"{best.lr * factor:.2g}"))
 
 
 def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, float]:
@@ -310,8 +311,7 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
             cost = -record[_COSTS[by]] if by == "accuracy" else record[_COSTS[by]]
-            candidate = (record["max_grad_norm"], record["lr"])
-            found.setdefault(candidate, []).append(cost if math.isfinite(cost) else math.inf)
+            found.setdefault(_candidate(record), []).append(cost if math.isfinite(cost) else math.inf)
     return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}
 
 
@@ -368,5 +368,8 @@ def _append(out: Path, record: Mapping[str, Any]) -> None:
 
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:
-    keys = ("method", "max_grad_norm", "lr", "seed", "phase")
-    return next((r for r in records if tuple(r[key] for key in keys) == run.key), None)
+    return next((r for r in records if (r["method"], _candidate(r), r["seed"], r["phase"]) == run.key), None)
+
+
+def _candidate(record: Record) -> Candidate:
+    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"))

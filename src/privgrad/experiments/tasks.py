@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad import models, side_information
+from privgrad.augmentation import multiplicity, shift_and_flip
 from privgrad.data import DataSet
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
@@ -35,6 +36,10 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
             return models.mlp(
                 in_features=shape.numel(), hidden=options.hidden, num_classes=classes, activation=options.activation
             )
+        case "resnet9":
+            return models.resnet9(in_channels=shape[0], num_classes=classes, width=options.hidden)
+        case "wide-resnet":
+            return models.wide_resnet(in_channels=shape[0], num_classes=classes)
         case "cnn-small":
             return models.cnn_small(in_channels=shape[0], num_classes=classes, activation=options.activation)
         case "cnn2":
@@ -107,16 +112,19 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
     optimizer.zero_grad()
 
 
-def losses_for(data: DataSet) -> LossFunction:
+def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
     """Cross-entropy: of a class; the mean over an example's tokens; of equal shares for an example's tags. What is to
-    be reconstructed: mean squared error.
+    be reconstructed: mean squared error. With views, the mean over as many of each image, moved at random.
     """
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         losses = _losses(model(batch[0]), batch[1], data)
         return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
 
-    return losses_of
+    def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return shift_and_flip(batch[0]), batch[1]
+
+    return multiplicity(losses_of, moved, views=views)
 
 
 def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:

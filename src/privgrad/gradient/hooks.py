@@ -3,7 +3,8 @@
 The backward asks for the gradients at the outputs of layers only, so that no weight gradient is ever computed.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
+from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.capture import (
     REMEDY,
     Capture,
@@ -136,7 +138,27 @@ class Hooks:
         Raises:
             UnsupportedModuleError: they differ, or a parameter is used outside of a unit.
         """
-        few, checksums = _few(examples), _checksums(self._model)
+        few = _few(examples)
+        try:
+            self._audit(few)
+        except UnsupportedModuleError as refusal:
+            self._layouts = None
+            twin = self._cleared_in_double(few, refusal, Hooks._audit)
+            self._layouts, self._whole, self._reached = twin._layouts, twin._whole, twin._reached
+
+    def _cleared_in_double(
+        self, few: Any, refusal: UnsupportedModuleError, check: "Callable[[Hooks, Any], None]"
+    ) -> "Hooks":
+        """What a check finds in double precision, if nothing to refuse: rounding may have moved a maximum's place."""
+        try:
+            twin = Hooks(copy.deepcopy(self._model).double(), self._loss_fn)
+            check(twin, map_examples(_doubled, few))
+        except Exception:  # a loss that takes single precision only, say
+            raise refusal from None
+        return twin
+
+    def _audit(self, few: Any) -> None:
+        checksums = _checksums(self._model)
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
             found = self._factors(few)
@@ -167,7 +189,6 @@ class Hooks:
             got = found[name][index : index + 1].dense()[0] if name in found else torch.zeros_like(wanted)
             # What is not finite compares as false: such an example contributes zero anyway.
             if _norm(got - wanted) > tolerance * (_norm(wanted) + 0.1 * whole):
-                self._layouts = None
                 remedy = (
                     "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
                     f"rule for this layer or the next, correct it; or {REMEDY}"
@@ -196,7 +217,6 @@ class Hooks:
                 here, there = beside_one[name], beside_other[name]
                 moved = _norm(here[kept : kept + 1].dense() - there[kept : kept + 1].dense())
                 if moved > tolerance * float(here.norms().sum() + there.norms().sum()):
-                    self._layouts = None
                     remedy = f"keep examples apart in training mode too, or {REMEDY}"
                     raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
 
@@ -210,7 +230,20 @@ class Hooks:
 
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
         """As `audit`, for the gradients of `moved`."""
-        few, checksums = _few(examples), _checksums(self._model)
+        few = _few(examples)
+
+        def in_double(twin: Hooks, few: Any) -> None:
+            twin._audit(few)
+            twin._check_moved(few, radius, exact=exact)
+
+        try:
+            self._check_moved(few, radius, exact=exact)
+        except UnsupportedModuleError as refusal:
+            self._moved.pop(exact, None)
+            self._moved[exact] = self._cleared_in_double(few, refusal, in_double)._moved[exact]
+
+    def _check_moved(self, few: Any, radius: float, *, exact: bool) -> None:
+        checksums = _checksums(self._model)
         whole = self._whole | {path for path, module in units(self._model) if not _moves_cheaply(module, exact)}
         self._moved[exact] = (self._learn_layouts(few, whole), whole)
         try:
@@ -362,6 +395,10 @@ def _checksums(model: nn.Module) -> list[str]:
     """Two numbers a parameter, that tell whether it was written, even past autograd's own count."""
     with torch.no_grad():
         return [f"{float(p.sum(dtype=torch.float64))!r} {_norm(p.detach())!r}" for p in model.parameters()]
+
+
+def _doubled(leaf: Tensor) -> Tensor:
+    return leaf.double() if leaf.is_floating_point() else leaf
 
 
 def _filled(leaf: Tensor, *, missing: int) -> Tensor:
