@@ -153,6 +153,6 @@ OURS: dict[str, Callable[[Setup], Step]] = {
     "vmap": partial(private, variant=lambda model: {"engine": "vmap"}),
     "vmap-preconditioned": partial(private, variant=lambda model: _preconditioned(model) | {"engine": "vmap"}),
     "bam": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02)),
-    "bam-exact": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02, exact=True)),
+    "bam-exact": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02, mode="exact")),
     "sat": partial(private, variant=lambda model: _perturbed("SAT", radius=0.02)),
 }
