@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.hooks import Hooks
+from privgrad.models import WSConv2d
 
 Make = Callable[[], nn.Module]
 
@@ -152,6 +153,7 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "Conv2d, reflect": (lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"), floats(2, 6, 6)),
     "Conv2d, replicate": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"), floats(2, 6, 6)),
     "Conv2d, standardized": (lambda: standardized(nn.Conv2d(3, 4, 3)), floats(3, 6, 6)),
+    "WSConv2d (no rule)": (lambda: WSConv2d(2, 4, 3, padding=1), floats(2, 5, 6)),
     "Conv2d, frames": (lambda: Frames(nn.Conv2d(2, 3, 3)), floats(4, 2, 6, 6)),
     "Conv2d, twice": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), floats(3, 5, 5)),
     "Conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1)), floats(2, 4, 5, 4)),

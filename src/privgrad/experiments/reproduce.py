@@ -138,8 +138,9 @@ def _prepared(
 
 def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
     """The method with one entry of each grid; of a grid that is to grow, all."""
-    cut = ("max_grad_norm",) if tuning.get("extend") else ("max_grad_norm", "lr")
-    return {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
+    cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
+    small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
+    return small | ({"perturb": _smallest(method["perturb"], tuning)} if "perturb" in method else {})
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
