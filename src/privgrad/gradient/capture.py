@@ -38,9 +38,8 @@ class Tap:
 
     path: str
     edge: GradientEdge
-    factors: Callable[
-        ..., Mapping[Tensor, Factor]
-    ]  # (gradient), or for curvature (gradient, what stands for the input)
+    # Of the gradient; for curvature of (gradient, what stands for the input).
+    factors: Callable[..., Mapping[Tensor, Factor]]
     inputs: list[tuple[Tensor, int]]  # with their version when they were used
     delta: Callable[[], Tensor] | None = None  # what moving the parameters would add here; for curvature
     source: Tensor | None = None  # the input, where gradients flow on to it; for curvature

@@ -277,17 +277,17 @@ def _gradient_of_one(
 
     gradient = cast("Callable[[dict[str, Tensor], Any], dict[str, Tensor]]", grad(loss_of_one))
 
-    def product(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> Tensor:
+    def product(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> tuple[Tensor, Any]:
         grads = gradient(parameters, example)
-        return torch.stack([(grads[name] * move).sum() for name, move in along.items()]).sum()
+        return torch.stack([(grads[name] * move).sum() for name, move in along.items()]).sum(), grads
 
     def moved(parameters: dict[str, Tensor], along: dict[str, Tensor], example: Any) -> dict[str, Tensor]:
         if not along:
             return gradient(parameters, example)
         if not exact:
             return gradient({name: p + along[name] for name, p in parameters.items()}, example)
-        curved = cast("dict[str, Tensor]", grad(product)(parameters, along, example))
-        return {name: grads + curved[name] for name, grads in gradient(parameters, example).items()}
+        curved, grads = grad(product, has_aux=True)(parameters, along, example)
+        return {name: value + curved[name] for name, value in grads.items()}
 
     return moved
 

@@ -57,9 +57,8 @@ class Hooks:
         self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
         self._layouts: list[tuple[str, Layout]] | None = None
         self._whole = set[str]()  # units without a rule that are taken by vmap
-        self._moved = dict[
-            bool, tuple[list[tuple[str, Layout]], set[str]]
-        ]()  # the same where parameters move; if exact
+        # Both where parameters move, by whether it is exact.
+        self._moved = dict[bool, tuple[list[tuple[str, Layout]], set[str]]]()
         self._floats = 0  # of output gradients, an example
         self._calls = 0
         self._reached = set[str]()  # names of parameters, in the audit

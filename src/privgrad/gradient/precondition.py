@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.engines import trainable
+from privgrad.gradient.factors import wide
 from privgrad.gradient.public import PublicGradient
 from privgrad.threads import blocks
 from privgrad.types import Scales
@@ -223,23 +224,21 @@ class Moments(Preconditioner):
             mean = raw_mean() if self._gradient is None else self._gradient(time)
         for name, value in mean.items():
             if name not in self._exp_avg_sq:
-                self._exp_avg_sq[name] = torch.zeros_like(value, dtype=_wide(value))
-            for part, h, square in blocks(self._exp_avg_sq[name], value.to(_wide(value)), squares.get(name)):
+                self._exp_avg_sq[name] = torch.zeros_like(wide(value))
+            for part, h, square in blocks(self._exp_avg_sq[name], wide(value), squares.get(name)):
                 part.mul_(keep)
                 part.addcmul_(h, h, value=add) if square is None else part.add_(square, alpha=add)
         if self._rule == "adam":
             for name, value in mean.items():
                 if name not in self._exp_avg:
-                    self._exp_avg[name] = torch.zeros_like(value, dtype=_wide(value))
+                    self._exp_avg[name] = torch.zeros_like(wide(value))
                 self._exp_avg[name].mul_(self._beta1).add_(value, alpha=1 - self._beta1)
 
     @torch.no_grad()
     def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
         # Written over at every step: to find fresh memory would take as long as to fill it.
         kept = self._inverse
-        self._inverse = {
-            n: kept[n] if n in kept else torch.empty_like(p, dtype=_wide(p)) for n, p in parameters.items()
-        }
+        self._inverse = {n: kept[n] if n in kept else torch.empty_like(wide(p.detach())) for n, p in parameters.items()}
         for name, scales in self._inverse.items():
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
                 if self._epsilon_inside:
@@ -371,12 +370,12 @@ def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor
     share = 1 / gradient.batches
     for grads in gradient.one_pass(time):
         for name, grad in grads.items():
-            wide = grad.to(_wide(grad))
+            h = wide(grad)
             for sums in (mean, square):
                 if name not in sums:
-                    sums[name] = torch.zeros_like(wide)
-            mean[name].add_(wide, alpha=share)
-            square[name].addcmul_(wide, wide, value=share)
+                    sums[name] = torch.zeros_like(h)
+            mean[name].add_(h, alpha=share)
+            square[name].addcmul_(h, h, value=share)
     return mean, square
 
 
@@ -384,7 +383,7 @@ def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
     """1 / A, shaped and placed like the parameter, float32 or wider."""
     try:
         real = torch.full_like(scale, math.nan).real if scale.is_complex() else scale.detach()
-        whole = real.to(parameter.device, _wide(parameter)).expand(parameter.shape)
+        whole = real.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.shape)
     except RuntimeError:
         got = f"shape {tuple(scale.shape)} for {tuple(parameter.shape)}"
         raise expected("precondition", f"scales of {name!r}", "to fit", got, "broadcast to the parameter") from None
@@ -408,10 +407,6 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
                 raise expected("precondition", f"shift of {name!r}", "to be finite", "inf or nan", remedy)
     if not 0 < transform.keep <= 1:
         raise expected("precondition", "keep", "to be in (0, 1]", transform.keep, "0.9 is the paper's")
-
-
-def _wide(parameter: Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _ends(values: Tensor) -> tuple[float, float]:
