@@ -97,7 +97,7 @@ def test_residual_networks_have_their_sizes():
 
 def test_standardised_weights_have_mean_zero_and_variance_one_over_fan_in():
     torch.manual_seed(0)
-    layer = models.WSConv2d(3, 4, 3, bias=False)
+    layer = models.ws_conv2d(3, 4, 3, bias=False)
     found = layer(torch.eye(27).view(27, 3, 3, 3)).view(27, 4)  # each column is one channel's weight
     torch.testing.assert_close(found.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
     torch.testing.assert_close(found.var(0, correction=0) * 27, torch.ones(4))

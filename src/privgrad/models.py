@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from privgrad.errors import expected
 
@@ -98,24 +99,30 @@ def autoencoder(*, in_features: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class WSConv2d(nn.Conv2d):
-    """A convolution whose weight is standardised: per output channel, mean 0 and variance 1 / fan-in, times a gain.
+class WeightStandardization(nn.Module):
+    """A parametrization: per output channel, mean 0 and variance 1 / fan-in, times a gain.
 
     Args:
-        gain: whether there is one to learn, one number a channel, 1 at first.
+        channels: how many gains there are to learn, 1 at first; None for none.
     Reference:
         De et al. 2022 (arXiv 2204.13650): (W - mean) / sqrt(max(fan-in var(W), 1e-4)).
     """
 
-    def __init__(self, *args: Any, gain: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.gain: nn.Parameter | None = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1)) if gain else None
+    def __init__(self, channels: int | None = None) -> None:
+        super().__init__()
+        self.gain = None if channels is None else nn.Parameter(torch.ones(channels, 1, 1, 1))
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
-        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
-        weight = (self.weight - mean) * torch.rsqrt((variance * self.weight[0].numel()).clamp(min=1e-4))
-        scaled = weight if self.gain is None else self.gain * weight
-        return self._conv_forward(input, scaled, self.bias)
+    def forward(self, weight: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        weight = (weight - mean) * torch.rsqrt((variance * weight[0].numel()).clamp(min=1e-4))
+        return weight if self.gain is None else self.gain * weight
+
+
+def ws_conv2d(n_in: int, n_out: int, kernel: int, *, gain: bool = True, **options: Any) -> nn.Module:
+    """A convolution with standardised weights; options as in nn.Conv2d."""
+    standardization = WeightStandardization(n_out if gain else None)
+    layer = nn.Conv2d(n_in, n_out, kernel, **options)
+    return parametrize.register_parametrization(layer, "weight", standardization)
 
 
 class Residual(nn.Sequential):
@@ -139,7 +146,7 @@ def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequen
     """
 
     def block(n_in: int, n_out: int) -> list[nn.Module]:
-        conv = WSConv2d(n_in, n_out, 3, padding=1, bias=False, gain=False)
+        conv = ws_conv2d(n_in, n_out, 3, padding=1, bias=False, gain=False)
         return [conv, nn.GroupNorm(min(32, n_out // 2), n_out), nn.Mish()]
 
     def pair(channels: int) -> Residual:
@@ -168,7 +175,7 @@ class _WideBlock(nn.Module):
         super().__init__()
 
         def conv(n_in: int, kernel: int, stride: int) -> list[nn.Module]:
-            layer = WSConv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2)
+            layer = ws_conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2)
             return [nn.ReLU(), nn.GroupNorm(min(16, n_in), n_in), layer]
 
         self.main = nn.Sequential(*conv(n_in, 3, stride), *conv(n_out, 3, 1))
@@ -193,7 +200,7 @@ def wide_resnet(*, in_channels: int, num_classes: int, depth: int = 16, widen: i
     """
     if depth < 10 or (depth - 4) % 6:
         raise expected("wide_resnet", "depth", "to be 6 n + 4", depth, "16, 28 and 40 are usual")
-    layers, previous = [cast(nn.Module, WSConv2d(in_channels, 16, 3, padding=1))], 16
+    layers, previous = [ws_conv2d(in_channels, 16, 3, padding=1)], 16
     for index, width in enumerate((16 * widen, 32 * widen, 64 * widen)):
         for block in range((depth - 4) // 6):
             layers.append(_WideBlock(previous, width, 2 if index > 0 and block == 0 else 1))

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.hooks import Hooks
-from privgrad.models import WSConv2d
+from privgrad.models import ws_conv2d
 
 Make = Callable[[], nn.Module]
 
@@ -23,6 +23,11 @@ class WeightStandardization(nn.Module):
 
 def standardized(layer: nn.Module) -> nn.Module:
     return parametrize.register_parametrization(layer, "weight", WeightStandardization())
+
+
+class StandardizedConv2d(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        return self._conv_forward(input, WeightStandardization()(self.weight), self.bias)
 
 
 def frozen(layer: nn.Module, *names: str) -> nn.Module:
@@ -152,8 +157,11 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "Conv2d, circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), floats(2, 6, 6)),
     "Conv2d, reflect": (lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"), floats(2, 6, 6)),
     "Conv2d, replicate": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"), floats(2, 6, 6)),
+    "Conv2d, many places": (lambda: nn.Conv2d(2, 4, 3, padding=1), floats(2, 9, 9)),
+    "Conv2d, many places, standardized": (lambda: standardized(nn.Conv2d(2, 3, 3)), floats(2, 11, 11)),
     "Conv2d, standardized": (lambda: standardized(nn.Conv2d(3, 4, 3)), floats(3, 6, 6)),
-    "WSConv2d (no rule)": (lambda: WSConv2d(2, 4, 3, padding=1), floats(2, 5, 6)),
+    "Conv2d, standardized, gain": (lambda: ws_conv2d(2, 4, 3, padding=1), floats(2, 5, 6)),
+    "Conv2d, standardized by itself (no rule)": (lambda: StandardizedConv2d(2, 4, 3, padding=1), floats(2, 5, 6)),
     "Conv2d, frames": (lambda: Frames(nn.Conv2d(2, 3, 3)), floats(4, 2, 6, 6)),
     "Conv2d, twice": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), floats(3, 5, 5)),
     "Conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=(1, 2, 1)), floats(2, 4, 5, 4)),

@@ -23,8 +23,9 @@ from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
 from privgrad.gradient.engines import without_vmap_warnings
 from privgrad.gradient.factors import Dense, Factor, Pulled
+from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, sources
-from privgrad.gradient.rules import Move, Rule, find_rule
+from privgrad.gradient.rules import Rule, find_rule
 
 REMEDY = "use engine='vmap'"
 
@@ -43,26 +44,6 @@ class Tap:
     inputs: list[tuple[Tensor, int]]  # with their version when they were used
     delta: Callable[[], Tensor] | None = None  # what moving the parameters would add here; for curvature
     source: Tensor | None = None  # the input, where gradients flow on to it; for curvature
-
-
-@dataclass(frozen=True)
-class Moves:
-    """Where each example's gradient is taken: at parameters moved by share_i times a gradient of its own.
-
-    Attributes:
-        factors: by id of the parameter.
-        share: shape (B,).
-        exact: do not move, but note what moving would add: see Hooks.moved.
-    """
-
-    factors: Mapping[int, Factor]
-    share: Tensor
-    exact: bool
-
-    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Move]:
-        """By the names of these parameters, of those that move."""
-        found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
-        return {name: Move(factor, self.share) for name, factor in found.items() if factor is not None}
 
 
 @dataclass(frozen=True)
@@ -180,10 +161,23 @@ class Capture:
         (x,) = (*args, *kwargs.values())
         read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
         weights = {name: weight for name, weight in read.items() if weight is not None}
-        return self._by_rule(path, rule, module, weights, x)
+        each = self._moves.of_parametrized(module, weights) if self._moves else {}
+        return self._by_rule(path, rule, module, weights, x, each)
 
-    def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """One call of a rule: the weights replaced by stand-ins, the output tapped."""
+    def _by_rule(
+        self,
+        path: str,
+        rule: Rule,
+        layer: Any,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        each: Mapping[str, EachWeight] | None = None,
+    ) -> Tensor:
+        """One call of a rule: the weights replaced by stand-ins, the output tapped.
+
+        Where examples have weights of their own (`each`), these move from the common one.
+        """
+        each = each or {}
         layout = self._enter(path)
         stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         if layout is not None:
@@ -191,12 +185,12 @@ class Capture:
             if layout[0] is not None and layout[0][0] != 0:
                 raise misplaced(path)
         moves = self._moves.of(weights) if self._moves else {}
+        moves |= {name: own.move(weights[name]) for name, own in each.items()}
         exact = self._moves is not None and self._moves.exact
         if exact and x.requires_grad:
             x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a place in the graph that is this layer's alone
-        output = rule.forward(layer, stand_ins, x)
-        if moves and not exact:
-            output = output + rule.delta(layer, moves, x).to(output.dtype)
+        moving = moves and not exact
+        output = rule.moved(layer, stand_ins, moves, x) if moving else rule.forward(layer, stand_ins, x)
         self._note(path, [x, output])
         if layout is None:
             return output
@@ -210,8 +204,8 @@ class Capture:
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     got, remedy = type(factor).__name__, "return Dense, Outer or another of privgrad.gradient.factors"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
-                for parameter in {id(source): source for source in sources([weight])}.values():
-                    part = factor if parameter is weight else Pulled(factor, weight, parameter)
+                parts = each[name].pull(factor) if name in each else _pulled(factor, weight)
+                for parameter, part in parts.items():
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
@@ -363,6 +357,12 @@ def _restore(module: nn.Module, forward: Any) -> None:
         vars(module).pop("forward", None)
     else:
         vars(module)["forward"] = forward
+
+
+def _pulled(factor: Factor, weight: Tensor) -> dict[Tensor, Factor]:
+    """By what the weight is computed from; of the weight itself, if it is not computed."""
+    leaves = {id(source): source for source in sources([weight])}.values()
+    return {leaf: factor if leaf is weight else Pulled(factor, weight, leaf) for leaf in leaves}
 
 
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:

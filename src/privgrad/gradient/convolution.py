@@ -3,33 +3,84 @@
 Shape suffixes: B examples, I inputs, O outputs.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Outer, cached, kept, largest_scale, place_norms, wide
+from privgrad.gradient.factors import Dense, Factor, Outer, cached, kept, largest_scale, place_norms, wide
+
+_FEW = 64  # places
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a convolution in 1, 2 or 3 dimensions moves over space."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def places(self, space: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the output in space."""
+        sizes = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in sizes)
+
+    def by_patches(self, places: Sequence[int]) -> bool:
+        """Whether patches are worth being written out: where there are few."""
+        return self.groups == 1 and math.prod(places) <= _FEW
+
+    def patches(self, x: Tensor) -> Tensor:
+        """What each place sees of x, shape (rows, I, *space): (rows, places, I * kernel)."""
+        patches = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)])
+        for dim, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        space = x.dim() - 2
+        return patches.movedim(1, 1 + space).flatten(1, space).flatten(2)
+
+
+def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
+    """A convolution with a weight of each example's own.
+
+    Args:
+        weight: of B examples, shape (O, I / groups, *kernel).
+        x: inputs, shape (B parts, I, *space).
+    Returns:
+        Shape (B parts, O, *places).
+    """
+    size, places = weight.examples, geometry.places(x.shape[2:])
+    if geometry.by_patches(places):
+        patches = geometry.patches(x)
+        map_of_patches = weight.unfolded() if isinstance(weight, Convolution) else Dense(weight.dense().flatten(2))
+        found = map_of_patches.apply(patches.reshape(size, -1, patches.shape[2]))
+        return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *places)
+    # Examples are groups of channels; the parts of one are the batch.
+    rows = x.reshape(size, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
+    zeros, groups = (0,) * len(places), geometry.groups * size
+    weights, options = weight.dense().flatten(0, 1).to(x.dtype), (geometry.stride, geometry.padding, geometry.dilation)
+    found = torch.convolution(rows, weights, None, *options, False, zeros, groups)
+    return found.reshape(len(found), size, -1, *places).transpose(0, 1).flatten(0, 1)
 
 
 class Convolution(Factor):
-    """The weight of a convolution in 1, 2 or 3 dimensions, shape (O, I / groups, *kernel).
+    """The weight of a convolution, shape (O, I / groups, *kernel).
 
     Args:
         x: inputs, shape (B parts, I, *space).
         b: gradients of the outputs, shape (B parts, O, *places).
-        kernel, stride, padding, dilation: in space.
-        groups: of channels.
+        geometry: of the convolution.
         parts: how many neighbouring rows are one example, whose gradients add up.
     """
 
-    def __init__(
-        self, x: Tensor, b: Tensor, *, kernel: Sequence[int], groups: int, parts: int = 1, **options: Sequence[int]
-    ) -> None:
-        super().__init__(len(x) // parts, torch.Size((b.shape[1], x.shape[1] // groups, *kernel)))
-        self.x, self.b, self.groups, self.parts = wide(x), wide(b), groups, parts
-        self._options = options
+    def __init__(self, x: Tensor, b: Tensor, geometry: Geometry, *, parts: int = 1) -> None:
+        super().__init__(len(x) // parts, torch.Size((b.shape[1], x.shape[1] // geometry.groups, *geometry.kernel)))
+        self.x, self.b, self.geometry, self.parts = wide(x), wide(b), geometry, parts
 
     def __getitem__(self, examples: slice) -> "Convolution":
         first, end, _ = examples.indices(self.examples)
@@ -46,20 +97,31 @@ class Convolution(Factor):
         split = (z.view(self.examples, self.parts, *z.shape[1:]) for z in (self.x.contiguous(), self.b.contiguous()))
         x, b = (z.transpose(0, 1).flatten(1, 2) for z in split)
         shape = (self.examples * self.shape[0], *self.shape[1:])
-        return self._weight_gradient(x, b, shape, self.examples * self.groups).view(self.examples, *self.shape)
+        return self._weight_gradient(x, b, shape, self.examples * self.geometry.groups).view(self.examples, *self.shape)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         b = self.b * self._of_rows(weight_B).to(self.b.dtype).view(-1, *[1] * (self.b.dim() - 1))
-        return self._weight_gradient(self.x, b, tuple(self.shape), self.groups)
+        return self._weight_gradient(self.x, b, tuple(self.shape), self.geometry.groups)
 
     def keep(self, kept_B: Tensor) -> "Convolution":
         rows = self._of_rows(kept_B)
         return self._like(kept(self.x, rows), kept(self.b, rows))
 
     def merge(self, parts: int) -> "Convolution":
-        return Convolution(
-            self.x, self.b, kernel=self.shape[2:], groups=self.groups, parts=self.parts * parts, **self._options
-        )
+        return Convolution(self.x, self.b, self.geometry, parts=self.parts * parts)
+
+    def __add__(self, other: Factor) -> Factor:
+        if not isinstance(other, Convolution) or not self._is_alike(other):
+            return super().__add__(other)
+
+        def joined(*pair: Tensor) -> Tensor:
+            return torch.cat([z.reshape(self.examples, -1, *z.shape[1:]) for z in pair], 1).flatten(0, 1)
+
+        x, b = joined(self.x, other.x), joined(self.b, other.b)
+        return Convolution(x, b, self.geometry, parts=self.parts + other.parts)
+
+    def _is_alike(self, other: "Convolution") -> bool:
+        return self.geometry == other.geometry and self.x.shape[2:] == other.x.shape[2:]
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         x_B, b_B = place_norms(self.x.flatten(1)), place_norms(self.b.flatten(1))
@@ -78,13 +140,7 @@ class Convolution(Factor):
 
     def unfolded(self) -> Outer:
         """The same as a linear map of patches, shape (O, I * kernel); for one group."""
-        patches = F.pad(self.x, [size for size in reversed(self._options["padding"]) for _ in range(2)])
-        for dim, size in enumerate(self.shape[2:]):
-            stride, dilation = self._options["stride"][dim], self._options["dilation"][dim]
-            patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        space = self.b.dim() - 2
-        patches = patches.movedim(1, 1 + space)
-        found = Outer(patches.flatten(1, space).flatten(2), self.b.flatten(2).mT)
+        found = Outer(self.geometry.patches(self.x), self.b.flatten(2).mT)
         return found if self.parts == 1 else found.merge(self.parts)
 
     @property
@@ -93,7 +149,7 @@ class Convolution(Factor):
 
     @property
     def _few_places(self) -> bool:
-        return self.groups == 1 and self._places <= 64
+        return self.geometry.by_patches(self.b.shape[2:])
 
     @property
     def _by_inner_products(self) -> bool:
@@ -104,11 +160,11 @@ class Convolution(Factor):
         return values_B if self.parts == 1 else values_B.repeat_interleave(self.parts)
 
     def _like(self, x: Tensor, b: Tensor) -> "Convolution":
-        return Convolution(x, b, kernel=self.shape[2:], groups=self.groups, parts=self.parts, **self._options)
+        return Convolution(x, b, self.geometry, parts=self.parts)
 
     def _weight_gradient(self, x: Tensor, b: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
         stand_in = x.new_empty(1).expand(shape)  # only its shape is read
-        stride, padding, dilation = (self._options[name] for name in ("stride", "padding", "dilation"))
+        stride, padding, dilation = self.geometry.stride, self.geometry.padding, self.geometry.dilation
         backward = cast("Callable[..., tuple[Any, Tensor, Any]]", torch.ops.aten.convolution_backward)
         mask = (False, True, False)
         return backward(b, x, stand_in, None, stride, padding, dilation, False, [0] * len(padding), groups, mask)[1]

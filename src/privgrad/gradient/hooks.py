@@ -19,7 +19,6 @@ from privgrad.gradient.capture import (
     REMEDY,
     Capture,
     Layout,
-    Moves,
     OtherCallsError,
     Tap,
     find_layout,
@@ -31,7 +30,8 @@ from privgrad.gradient.capture import (
 )
 from privgrad.gradient.checks import evaluating, gradients
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
-from privgrad.gradient.factors import Factor, wide
+from privgrad.gradient.factors import Factor, Pulled, wide
+from privgrad.gradient.moves import Moves
 from privgrad.gradient.products import sources
 from privgrad.gradient.rules import find_rule
 from privgrad.types import count_examples, map_examples
@@ -222,10 +222,13 @@ class Hooks:
     def _moves(self, first: Mapping[str, Factor], radius: float, *, exact: bool) -> Moves:
         """By radius / |g_i| times g_i, the norm over all parameters."""
         parameters = trainable(self._model)
+        # What is pulled through a parametrization is needed more than once.
+        first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
         share_B = wide(share_B.to(next(iter(parameters.values())).dtype))
-        factors = {id(parameters[name]): factor.keep(moving_B) for name, factor in first.items()}
-        return Moves(factors, share_B, exact)
+        if not bool(moving_B.all()):
+            first = {name: factor.keep(moving_B) for name, factor in first.items()}
+        return Moves({id(parameters[name]): factor for name, factor in first.items()}, share_B, exact)
 
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
         """As `audit`, for the gradients of `moved`."""
@@ -335,9 +338,9 @@ class Hooks:
 def _moves_cheaply(unit: nn.Module, exact: bool) -> bool:
     """Whether the unit's rule knows what moving its parameters does; if not, each example gets its own copy."""
     rule = find_rule(unit)
-    if rule is None or parametrize.is_parametrized(unit):
+    if rule is None or not rule.has_delta:
         return False
-    return rule.has_delta and (rule.is_bilinear or not exact)
+    return not exact or (rule.is_bilinear and not parametrize.is_parametrized(unit))
 
 
 def _with_curvature(losses: Tensor, taps: Sequence[Tap]) -> tuple[list[Tensor | None], list[Mapping[Tensor, Factor]]]:

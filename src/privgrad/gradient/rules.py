@@ -5,7 +5,6 @@ Shape suffixes: B examples, T places of an example, I inputs, O outputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,40 +14,9 @@ from torch.nn.utils import parametrize
 
 from privgrad.errors import expected
 from privgrad.gradient.bags import Bags
-from privgrad.gradient.convolution import Convolution
+from privgrad.gradient.convolution import Convolution, Geometry, convolve
 from privgrad.gradient.factors import Dense, Factor, Outer, Rows, cached, wide
-
-
-@dataclass(frozen=True)
-class Move:
-    """How far a parameter lies from where it is, for each example: share_i g_i.
-
-    Args:
-        factor: g_i.
-        share: the shares, shape (B,).
-    """
-
-    factor: Factor
-    share: Tensor
-
-    def dense(self) -> Tensor:
-        """Shape (B, *parameter.shape)."""
-        return self.factor.dense() * self._share(len(self.factor.shape))
-
-    def apply(self, x_BTI: Tensor) -> Tensor:
-        """As Factor.apply."""
-        return self.factor.apply(x_BTI) * self._share(2)
-
-    def read(self, ids_BT: Tensor) -> Tensor:
-        """As Factor.read."""
-        return self.factor.read(ids_BT) * self._share(2)
-
-    def transposed(self) -> "Move":
-        """As Factor.transposed."""
-        return Move(self.factor.transposed(), self.share)
-
-    def _share(self, dims: int) -> Tensor:
-        return self.share.view(-1, *[1] * dims)
+from privgrad.gradient.moves import Move
 
 
 class Rule(ABC):
@@ -94,6 +62,11 @@ class Rule(ABC):
             A tensor that broadcasts to the output.
         """
         raise NotImplementedError
+
+    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        """What the layer returns at moved parameters; arguments as in forward and delta."""
+        output = self.forward(layer, parameters, x)
+        return output + self.delta(layer, moves, x).to(output.dtype)
 
     def supports(self, layer: Any) -> bool:
         """Whether the rule holds for this layer's options; if not, the layer is taken by vmap."""
@@ -187,6 +160,8 @@ class _TransposedLinear(Linear):
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class _Convolution(Rule):
+    has_delta = is_bilinear = True
+
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return layer._conv_forward(x, parameters["weight"], parameters.get("bias"))
 
@@ -196,12 +171,33 @@ class _Convolution(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
             return Dense(wide(grad).flatten(2).sum(2))
+        x, geometry = self._padded(layer, x)
+        return Convolution(x, grad, geometry)
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        moved = moves["weight"].convolve(*self._padded(layer, wide(x))) if "weight" in moves else 0.0
+        if "bias" in moves:
+            moved = moved + _of_channels(moves["bias"], x)
+        return cast(Tensor, moved)
+
+    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        padded, geometry = self._padded(layer, x)
+        if "weight" not in moves or geometry.by_patches(geometry.places(padded.shape[2:])):
+            return super().moved(layer, parameters, moves, x)
+        # Where patches are too many, one convolution with the moved weights beats two.
+        output = convolve(Dense(moves["weight"].added_to(parameters["weight"])), padded, geometry)
+        if "bias" in parameters:
+            output = output + parameters["bias"].view(-1, *[1] * (x.dim() - 2))
+        return output + _of_channels(moves["bias"], x).to(output.dtype) if "bias" in moves else output
+
+    def _padded(self, layer: Any, x: Tensor) -> tuple[Tensor, Geometry]:
+        """The input with the padding that a geometry cannot say, and the geometry."""
         padding = layer.padding
         if layer.padding_mode != "zeros":
             x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), (0,) * (x.dim() - 2)
         elif isinstance(padding, str):  # "same" may pad one side more
             x, padding = F.pad(x, layer._reversed_padding_repeated_twice), (0,) * (x.dim() - 2)
-        return _convolution(layer, x, grad, padding)
+        return x, _geometry(layer, padding)
 
 
 class FunctionalConvolution(_Convolution):
@@ -224,7 +220,7 @@ class _TransposedConvolution(Rule):
         if name == "bias":
             return Dense(wide(grad).flatten(2).sum(2))
         # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
-        return _convolution(layer, grad, x, layer.padding)
+        return Convolution(grad, x, _geometry(layer, layer.padding))
 
 
 @register_rule(nn.Embedding)
@@ -380,9 +376,14 @@ class _FrozenBatchNorm(_Normalization):
         return F.batch_norm(x, mean, var, parameters.get("weight"), parameters.get("bias"), False, 0.0, layer.eps)
 
 
-def _convolution(layer: Any, x: Tensor, grad: Tensor, padding: tuple[int, ...]) -> Convolution:
-    geometry = {"kernel": layer.kernel_size, "stride": layer.stride, "dilation": layer.dilation}
-    return Convolution(x, grad, groups=layer.groups, padding=padding, **geometry)
+def _geometry(layer: Any, padding: tuple[int, ...]) -> Geometry:
+    return Geometry(layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups)
+
+
+def _of_channels(move: Move, x: Tensor) -> Tensor:
+    """A moved bias, to be broadcast over places: (rows of x, C, 1, ...)."""
+    rows = move.dense().repeat_interleave(len(x) // len(move.share), 0)
+    return rows.view(*rows.shape, *[1] * (x.dim() - 2))
 
 
 def _places(x: Tensor) -> Tensor:

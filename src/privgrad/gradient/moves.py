@@ -1,0 +1,146 @@
+"""Where each example's gradient is taken: parameters moved by a share of its own gradient.
+
+Shape suffixes: B examples, T places of an example, I inputs, O outputs, P a parameter's shape.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.utils import parametrize
+
+from privgrad.gradient.convolution import Geometry, convolve
+from privgrad.gradient.factors import Dense, Factor, cached
+
+
+@dataclass(frozen=True)
+class Move:
+    """How far a parameter lies from where it is, for each example: share_i g_i.
+
+    Args:
+        factor: g_i.
+        share: the shares, shape (B,).
+    """
+
+    factor: Factor
+    share: Tensor
+
+    def __getitem__(self, examples: slice) -> "Move":
+        return Move(self.factor[examples], self.share[examples])
+
+    def dense(self) -> Tensor:
+        """Shape (B, *P)."""
+        return self.factor.dense() * self._share(len(self.factor.shape))
+
+    def added_to(self, parameter: Tensor) -> Tensor:
+        """The moved parameters, shape (B, *P)."""
+        return parameter + self.dense().to(parameter.dtype)
+
+    def apply(self, x_BTI: Tensor) -> Tensor:
+        """As Factor.apply."""
+        return self.factor.apply(x_BTI) * self._share(2)
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        """As Factor.read."""
+        return self.factor.read(ids_BT) * self._share(2)
+
+    def transposed(self) -> "Move":
+        """As Factor.transposed."""
+        return Move(self.factor.transposed(), self.share)
+
+    def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
+        """As convolve, with this much of a weight."""
+        return convolve(self.factor, x, geometry) * self.share.repeat_interleave(len(x) // len(self.share)).view(
+            -1, *[1] * (x.dim() - 1)
+        )
+
+    def _share(self, dims: int) -> Tensor:
+        return self.share.view(-1, *[1] * dims)
+
+
+class EachWeight:
+    """A layer's weight, computed by a parametrization from each example's own parameters.
+
+    Args:
+        parametrization: computes it from parameters of its own.
+        moves: of these, by name.
+    """
+
+    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Move]) -> None:
+        self._parametrization, self._moves = parametrization, moves
+        self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
+
+    def move(self, weight: Tensor) -> Move:
+        """How far each example's weight lies from the one that all share."""
+        weight = weight.detach()
+        with torch.no_grad():
+            moved = torch.cat([self._weights(self._points(part)) - weight for part in self._parts(weight.shape)])
+        return Move(Dense(moved), moved.new_ones(len(moved)))
+
+    def pull(self, grads: Factor) -> dict[Tensor, Factor]:
+        """By parameter, gradients with respect to it from those with respect to the weight."""
+        rows: list[Sequence[Tensor]] = []
+        for part in self._parts(grads.shape):
+            points = {name: point.requires_grad_() for name, point in self._points(part).items()}
+            with torch.enable_grad():
+                weights = self._weights(points)
+            pulled = torch.autograd.grad(weights, list(points.values()), grads[part].dense().to(weights.dtype))
+            rows.append(pulled)
+        return {
+            own: Dense(torch.cat(parts)) for own, parts in zip(self._own.values(), zip(*rows, strict=True), strict=True)
+        }
+
+    def _parts(self, shape: torch.Size) -> list[slice]:
+        few, size = cached(int(shape.numel())), next(iter(self._moves.values())).factor.examples
+        return [slice(start, start + few) for start in range(0, size, few)]
+
+    def _points(self, part: slice) -> dict[str, Tensor]:
+        """Some examples' parameters, shape (B, *P)."""
+        moved = {name: move[part].added_to(self._own[name].detach()) for name, move in self._moves.items()}
+        size = len(next(iter(moved.values())))
+        return {n: moved[n] if n in moved else p.detach().expand(size, *p.shape) for n, p in self._own.items()}
+
+    def _weights(self, points: Mapping[str, Tensor]) -> Tensor:
+        """Shape (B, *weight.shape)."""
+
+        def weight(*row: Tensor) -> Tensor:
+            return cast(Tensor, functional_call(self._parametrization, dict(zip(points, row, strict=True)), ()))
+
+        try:
+            return vmap(weight)(*points.values())
+        except RuntimeError:  # an operation that vmap has no rule for
+            return torch.stack([weight(*row) for row in zip(*points.values(), strict=True)])
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where each example's gradient is taken: at parameters moved by share_i times a gradient of its own.
+
+    Attributes:
+        factors: by id of the parameter.
+        share: shape (B,).
+        exact: do not move, but note what moving would add: see Hooks.moved.
+    """
+
+    factors: Mapping[int, Factor]
+    share: Tensor
+    exact: bool
+
+    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Move]:
+        """By the names of these parameters, of those that move."""
+        found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
+        return {name: Move(factor, self.share) for name, factor in found.items() if factor is not None}
+
+    def of_parametrized(self, layer: nn.Module, names: Iterable[str]) -> dict[str, EachWeight]:
+        """By name, of those among the layer's weights that a parametrization computes from what moves."""
+        found: dict[str, EachWeight] = {}
+        for name in names:
+            if parametrize.is_parametrized(layer, name):
+                parametrization = cast(nn.ModuleDict, layer.parametrizations)[name]
+                own = {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
+                if moves := self.of(own):
+                    found[name] = EachWeight(parametrization, moves)
+        return found
