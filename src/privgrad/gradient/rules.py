@@ -305,6 +305,16 @@ class _Normalization(Rule):
         moved = self.normalized(layer, wide(x)) * at_places("weight") if "weight" in moves else 0.0
         return cast(Tensor, moved + at_places("bias") if "bias" in moves else moved)
 
+    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        """With one normalization, where forward and delta would have two."""
+        output = self.normalized(layer, x)
+        for name, combine in (("weight", torch.mul), ("bias", torch.add)):
+            if name in parameters:
+                own = moves[name].added_to(parameters[name]) if name in moves else parameters[name][None]
+                rows = own.repeat_interleave(len(x) // len(own), 0) if name in moves else own
+                output = combine(output, self.at_places(layer, rows, x).to(output.dtype))
+        return output
+
     def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
         """Values of channels, shape (rows, C), to be broadcast over places."""
         return values.view(*values.shape, *[1] * (x.dim() - 2))
