@@ -38,10 +38,15 @@ class Geometry:
 
     def patches(self, x: Tensor) -> Tensor:
         """What each place sees of x, shape (rows, I, *space): (rows, places, I * kernel)."""
+        space = x.dim() - 2
+        if space <= 2:  # torch's own, which is fast in 2 dimensions
+            flat = (1,) * (2 - space)
+            kernel, stride, dilation = ((*flat, *sizes) for sizes in (self.kernel, self.stride, self.dilation))
+            padding = (*(0 for _ in flat), *self.padding)
+            return F.unfold(x.reshape(*x.shape[:2], *flat, *x.shape[2:]), kernel, dilation, padding, stride).mT
         patches = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)])
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        space = x.dim() - 2
         return patches.movedim(1, 1 + space).flatten(1, space).flatten(2)
 
 
