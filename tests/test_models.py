@@ -32,6 +32,8 @@ def test_mlp_and_activations():
     for activation in ("tanh", "relu", "leaky_relu"):
         options: dict[str, Any] = {"activation": activation}
         assert models.mlp(in_features=64, hidden=5, num_classes=3, **options)(torch.zeros(2, 8, 8)).shape == (2, 3)
+    deep = models.mlp(in_features=64, hidden=5, num_classes=3, depth=4)
+    assert [layer.in_features for layer in deep if isinstance(layer, nn.Linear)] == [64, 5, 5, 5, 5]
     with pytest.raises(pg.PrivacyError, match="tanh"):
         models.mlp(in_features=1, hidden=1, num_classes=1, activation="sine")  # pyright: ignore[reportArgumentType]
 

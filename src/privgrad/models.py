@@ -351,14 +351,15 @@ def linear(*, in_features: int, num_classes: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), layer)
 
 
-def mlp(*, in_features: int, hidden: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
-    """One hidden layer on flattened input, (B, ...) -> logits (B, num_classes)."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(in_features, hidden),
-        _activation(activation)(),
-        nn.Linear(hidden, num_classes),
-    )
+def mlp(
+    *, in_features: int, hidden: int, num_classes: int, activation: Activation = "tanh", depth: int = 1
+) -> nn.Sequential:
+    """Depth hidden layers on flattened input, (B, ...) -> logits (B, num_classes)."""
+    make_activation = _activation(activation)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for fan_in in (in_features, *[hidden] * (depth - 1)):
+        layers += [nn.Linear(fan_in, hidden), make_activation()]
+    return nn.Sequential(*layers, nn.Linear(hidden, num_classes))
 
 
 def _transformers() -> Any:

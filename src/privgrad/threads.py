@@ -1,9 +1,9 @@
-"""Work on blocks that stay in cache, on as many threads as torch uses."""
+"""Work on blocks that stay in cache, on as many threads as torch uses; and work on one thread."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -44,6 +44,17 @@ def _taken(queue: deque[T]) -> Iterator[T]:
     with suppress(IndexError):
         while True:
             yield queue.popleft()
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Let torch use one thread: small products lose more by waiting for each other than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:

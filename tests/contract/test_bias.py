@@ -100,6 +100,18 @@ def test_own_gradients_are_those_of_the_perturbation():
     assert plain == none != own
 
 
+@pytest.mark.parametrize("perturb", [None, pg.perturb.BAM(0.3)])
+def test_how_many_examples_are_taken_at_once_changes_nothing(perturb: Any, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 3).double(), torch.randn(7, 5, dtype=torch.float64)
+    found: list[dict[str, float]] = []
+    for size in (7, 3):
+        monkeypatch.setattr("privgrad.gradient.hooks.Hooks.microbatch_size", lambda *_, size=size: size)
+        examples = (x, torch.arange(7) % 3)
+        found.append(raw_clipping_bias(model, loss_fn, examples, max_grad_norm=0.5, perturb=perturb))
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
 def test_a_norm_that_is_none_is_refused():
     with pytest.raises(pg.PrivacyError, match="max_grad_norm"):
         of_gradients([[1.0]], 0.0)

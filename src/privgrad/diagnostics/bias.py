@@ -1,5 +1,6 @@
 """What clipping does to the mean gradient: how far it moves it, along it and across it."""
 
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,7 @@ from privgrad.errors import require_positive
 from privgrad.gradient.engines import LossFunction, trainable
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.perturb import Perturbation
-from privgrad.types import NoisyGradient
+from privgrad.types import NoisyGradient, count_examples, map_examples
 
 
 def raw_clipping_bias(
@@ -44,36 +45,36 @@ def raw_clipping_bias(
         -1.5 have 0.75. What holds is the bound above.
     """
     require_positive("raw_clipping_bias", "max_grad_norm", max_grad_norm, "give the plan's")
-    engine = Hooks(model, loss_fn)
+    engine, parameters = Hooks(model, loss_fn), trainable(model)
     chosen = Perturbation(0.0) if perturb is None else perturb
-    with chosen.at(0, trainable(model), dict[str, Tensor]):
-        factors = chosen.gradients(engine, examples, 0)
-    norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
-    count, clipped_B = len(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1)
-    whole = {name: factor.weighted_sum(torch.full_like(norm_B, 1 / count)).double() for name, factor in factors.items()}
-    short = {name: factor.weighted_sum(clipped_B / count).double() for name, factor in factors.items()}
-    product_B = torch.stack([f.inner_products(whole[name].to(_dtype(f))).double() for name, f in factors.items()]).sum(
-        0
-    )
-    g, s = _flat(whole), _flat(short)
+    count, size = count_examples(examples), engine.microbatch_size(examples)
+    # Sums of g_i, of its clipped form and of g_i / |g_i|: all else follows from the three.
+    sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
+    with chosen.at(0, parameters, dict[str, Tensor]):
+        for start in range(0, count, size):
+            part = map_examples(itemgetter(slice(start, start + size)), examples)
+            factors = chosen.gradients(engine, part, 0)
+            norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
+            weights_B = (torch.ones_like(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1), 1 / norm_B)
+            for total, weight_B in zip(sums, weights_B, strict=True):
+                for name, factor in factors.items():
+                    total[name] += factor.weighted_sum(weight_B)
+            cut_off += float((norm_B - max_grad_norm).clamp(min=0).sum())
+    g, s, unit = (_flat(total) / count for total in sums)
     square = float(g @ g)
-    along = float((product_B * clipped_B).mean()) / square if square else 0.0
+    along = float(s @ g) / square if square else 0.0
     found = {
         "raw_norm": square**0.5,
         "raw_bias": float(_norm(s - g, 0)),
-        "raw_bound": float((norm_B - max_grad_norm).clamp(min=0).mean()),
+        "raw_bound": cut_off / count,
         "raw_along": along,
         "raw_across": float(_norm(s - along * g, 0)),
         "raw_cosine": _cosine(s, g),
-        "raw_ascent": float((product_B / (norm_B * square**0.5)).mean()),
+        "raw_ascent": float(unit @ g / _norm(g, 0)),
     }
     if released is not None:
-        found["raw_released"] = _cosine(_flat({name: released.values[name].double() for name in whole}), g)
+        found["raw_released"] = _cosine(_flat({name: released.values[name].double() for name in parameters}), g)
     return found
-
-
-def _dtype(factor: Any) -> torch.dtype:
-    return factor[:0].dense().dtype
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:

@@ -207,8 +207,15 @@ def cosines_figure(matrices: Mapping[int, Tensor]) -> Figure:
     return figure
 
 
-def curves_figure(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> Figure:
-    """Loss against steps on a logarithmic axis: by method every trial thin, their mean thick."""
+def curves_figure(
+    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
+    *,
+    xlabel: str = "step",
+    ylabel: str = "loss",
+    xscale: str = "linear",
+    yscale: str = "linear",
+) -> Figure:
+    """By method every trial thin, their mean thick; all trials of a method have the same x."""
     figure = Figure(figsize=(6.4, 4))
     ax = figure.subplots()
     for color, (method, trials) in zip(_COLORS, curves.items(), strict=False):
@@ -217,7 +224,7 @@ def curves_figure(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -
         steps = [step for step, _ in trials[0]]
         means = [statistics.fmean(losses) for losses in zip(*([y for _, y in t] for t in trials), strict=True)]
         ax.plot(steps, means, color=color, linewidth=2.2, label=_label(method))
-    ax.set(xlabel="step", ylabel="loss", yscale="log")
+    ax.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
     _legend(figure, ax)
     return figure
 

@@ -1,7 +1,7 @@
 """Items that look at the gradient on its way: its moments with and without noise, and how examples agree."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -9,18 +9,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from rich.progress import track
+from rich.progress import Progress, track
 from rich.table import Table
 from torch import Tensor, nn
 
-from privgrad.data import DataSet
 from privgrad.diagnostics import RawTwins, RawWatch, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, claim, describe, read_records
-from privgrad.experiments.spec import Spec, make_data
-from privgrad.experiments.tasks import losses_for, make_model
+from privgrad.experiments.runs import Record, claim, describe, open_folder, read_records
+from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tasks import losses_for, stops
 from privgrad.optim import AdamBC
-from privgrad.oracle import PrivateGradient
 from privgrad.types import NoisyGradient
 
 NUMBERS = ("min", "q1", "median", "q3", "max", "mean")
@@ -90,18 +88,29 @@ def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple
     return found, table
 
 
-def moments(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+class _Along(BaseModel):
+    """[probe] of the two kinds that look along one training: after which steps, 0 before the first."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at: list[int] = Field(min_length=1)
+
+
+def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Along one training: the moments of the released gradient beside those of the gradient before its noise."""
     from privgrad.experiments.figures import histograms_figure, png
 
-    records = _read(spec, out, at)
+    at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:
-        stops = _stops(spec, at, out, progress=progress)
-        _, oracle, _, _ = next(stops)
-        twins, watch = RawTwins(oracle), RawWatch(oracle)
-        for t, *_ in stops:
-            found = {"raw_moments": twins.table(), "raw_watch": watch.summary()}
-            records.append({"t": t, **found, "raw_histograms": _histograms(twins)})
+        data = open_folder(spec, out, probe)
+        with Progress(disable=not progress, transient=True) as bar:
+            tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
+            along = stops(spec, method, spec.run.seeds[0], [0, *at], data, tick)
+            oracle = next(along).oracle
+            twins, watch = RawTwins(oracle), RawWatch(oracle)
+            for stop in along:
+                found = {"raw_moments": twins.table(), "raw_watch": watch.summary()}
+                records.append({"t": stop.step, **found, "raw_histograms": _histograms(twins)})
         _write(out, records)
     (out / "histograms.png").write_bytes(png(partial(histograms_figure, records[-1]["raw_histograms"])))
     table = Table("step", "second moment", *_INNER, title=spec.title, caption="NOT PRIVATE")
@@ -112,20 +121,21 @@ def moments(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tupl
     return {f"t={r['t']}": {key: r[key] for key in ("raw_moments", "raw_watch")} for r in records}, table
 
 
-def cosines(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Cosines between the gradients of random pairs of examples, at several steps of one training."""
     from privgrad.experiments.figures import cosines_figure, png
 
-    records = _read(spec, out, at)
+    at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:
-        matrices: dict[int, Tensor] = {}
-        for t, _, model, data in _stops(spec, at, out, progress=progress):
-            if t in at:
-                chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
-                inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
-                found = raw_pairwise_cosines(model, losses_for(data), (inputs, labels), labels)
-                matrices[t] = found["cosines"]
-                records.append({"t": t, "raw_within": found["within"], "raw_across": found["across"]})
+        data, matrices = open_folder(spec, out, probe), dict[int, Tensor]()
+        chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
+        inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
+        with Progress(disable=not progress, transient=True) as bar:
+            tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
+            for stop in stops(spec, method, spec.run.seeds[0], at, data, tick):
+                found = raw_pairwise_cosines(stop.model, losses_for(data), (inputs, labels), labels)
+                matrices[stop.step] = found["cosines"]
+                records.append({"t": stop.step, "raw_within": found["within"], "raw_across": found["across"]})
         (out / "cosines.png").write_bytes(png(partial(cosines_figure, matrices)))
         _write(out, records)
     table = Table("step", "within a class", "across classes", title=spec.title, caption="Mean cosines. NOT PRIVATE")
@@ -134,27 +144,10 @@ def cosines(spec: Spec, at: Sequence[int], out: Path, *, progress: bool) -> tupl
     return {f"t={record['t']}": record for record in records}, table
 
 
-def _stops(
-    spec: Spec, at: Sequence[int], out: Path, *, progress: bool
-) -> Iterator[tuple[int, PrivateGradient, nn.Module, DataSet]]:
-    """Train the one method of a spec; stop before the first step, and after each of `at`."""
-    method, seed = spec.methods[0], spec.run.seeds[0]
-    if len(spec.methods) != 1 or method.fixed_lr is None or max(at) > spec.privacy.steps:
-        got, remedy = f"{len(spec.methods)}, and {max(at)}", "correct the item's file"
-        condition = f"to be one with its lr, and at within its {spec.privacy.steps} steps"
-        raise expected("reproduce", "methods", condition, got, remedy)
-    data, plan = make_data(spec), spec.plan(seed)
-    claim(out, _described(spec, at))
-    torch.manual_seed(seed)
-    model = make_model(spec, data)
-    optimizer = method.make(model.named_parameters(), method.fixed_lr)
-    oracle = PrivateGradient(model, losses_for(data), plan, engine=spec.run.engine, memory_mb=spec.run.memory_mb)
-    yield 0, oracle, model, data
-    batches = track(plan.batches(data.train), total=plan.steps, disable=not progress, transient=True)
-    for t, batch in enumerate(batches, start=1):
-        optimizer.step(grad=oracle(batch))
-        if t in at:
-            yield t, oracle, model, data
+def _only_method(spec: Spec) -> MethodTable:
+    if len(spec.methods) != 1:
+        raise expected("reproduce", "methods", "to be one", len(spec.methods), "correct the item's file")
+    return spec.methods[0]
 
 
 def _histograms(twins: RawTwins) -> dict[str, dict[str, Any]]:
@@ -179,15 +172,11 @@ def _flat(values: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.flatten() for value in values.values()])
 
 
-def _described(spec: Spec, at: Sequence[int]) -> str:
-    return f"{describe(spec)}\n{json.dumps({'at': list(at)})}"
-
-
-def _read(spec: Spec, out: Path, at: Sequence[int]) -> list[Record]:
+def _read(spec: Spec, probe: Mapping[str, Any], out: Path) -> list[Record]:
     """The records of a finished item; none of an unfinished one."""
     records = read_records(out)
     if records:
-        claim(out, _described(spec, at))
+        claim(out, describe(spec, probe))
     return records
 
 

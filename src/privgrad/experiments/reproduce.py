@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from privgrad.errors import expected
-from privgrad.experiments import probes
+from privgrad.experiments import bias, probes
 from privgrad.experiments.records import in_phase, mean, measured_on, std
 from privgrad.experiments.runs import Record, claim, compare, context, describe, read_records
 from privgrad.experiments.spec import Spec, check_spec
@@ -54,7 +54,7 @@ def reproduce(
         PrivacyError: an unknown item, a folder of another one, or an item that cannot be so.
     """
     raw = _prepared(name, data=data, smoke=smoke)
-    at, stands_in_for = raw.pop("at", []), raw.pop("stands_in_for", None)
+    probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
     kind = raw.get("kind", "comparison")
     if so_far and kind not in ("comparison", "table"):
         raise expected("reproduce", "--so-far", "to be for a comparison", name, "run it whole")
@@ -65,7 +65,7 @@ def reproduce(
     else:
         spec = check_spec({key: value for key, value in raw.items() if key != "kind"}, name)
         if kind in _PROBES:
-            found, table = _PROBES[kind](spec, at, out, progress=progress)
+            found, table = _PROBES[kind](spec, probe, out, progress=progress)
         else:
             records = _records(spec, out, so_far=so_far, progress=progress)
             found, table = _beside_paper(spec, records, stands_in_for)
@@ -76,7 +76,7 @@ def reproduce(
     return found, table
 
 
-# Kinds that read their whole file; and those that look along one training of a spec.
+# Kinds that read their whole file; and those that look along trainings of a spec, at what their [probe] says.
 _WHOLE: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
     "noise-moments": probes.noise_moments,
     "toy": toy,
@@ -84,6 +84,8 @@ _WHOLE: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
 _PROBES: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
     "moments": probes.moments,
     "cosines": probes.cosines,
+    "bias": bias.bias,
+    "runtime": bias.runtime,
 }
 
 

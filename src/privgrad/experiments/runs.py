@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -94,7 +94,7 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         remedy = "give each its own --out: they are different experiments"
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
     if _find(read_records(out), run) is None:
-        _append(out, _train_one(spec, run, data, out, progress=progress))
+        append(out, [_train_one(spec, run, data, out, progress=progress)])
     return read_records(out)
 
 
@@ -121,7 +121,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             for run in (Run(method, candidate, seed, phase) for seed in seeds):
                 bar.update(task, description=f"{phase}  {method.name}  lr {candidate.lr:g}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
-                    _append(out, _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False))
+                    append(out, [_tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False)])
                 bar.advance(task)
 
         for method in spec.methods:
@@ -203,7 +203,6 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
     method, loss_fn = run.method, losses_for(data, views=spec.run.views)
-    radius = run.candidate.radius
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
@@ -217,7 +216,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         optimizer,
         plan,
         data.train,
-        perturb=None if method.perturb is None or radius is None else method.perturb.make(radius),
+        perturb=method.perturbation(run.candidate.radius),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
@@ -315,17 +314,18 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
     return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}
 
 
-def open_folder(spec: Spec, out: Path) -> DataSet:
-    """Check all that can be checked, then make the folder or see that it holds runs of the same spec."""
+def open_folder(spec: Spec, out: Path, probe: Mapping[str, Any] | None = None) -> DataSet:
+    """Check all that can be checked, then make the folder or see that it holds runs of the same spec and probe."""
     data = make_data(spec)
     spec.plan(None)
-    claim(out, describe(spec))
+    claim(out, describe(spec, probe))
     return data
 
 
-def describe(spec: Spec) -> str:
-    """What a folder is known by."""
-    return spec.model_dump_json(indent=1, exclude_defaults=True)
+def describe(spec: Spec, probe: Mapping[str, Any] | None = None) -> str:
+    """What a folder is known by; the probe is what an item looks at along its trainings."""
+    described = spec.model_dump_json(indent=1, exclude_defaults=True)
+    return described if probe is None else f"{described}\n{json.dumps(probe)}"
 
 
 def claim(out: Path, description: str, *, look_only: bool = False) -> None:
@@ -362,9 +362,10 @@ def read_records(out: Path) -> list[Record]:
         raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
 
 
-def _append(out: Path, record: Mapping[str, Any]) -> None:
+def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add records to a folder's runs.jsonl, all at once."""
     with (out / "runs.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:

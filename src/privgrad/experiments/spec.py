@@ -131,6 +131,7 @@ class ModelTable(_Table):
     ]
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
+    depth: int = Field(default=1, ge=1)  # hidden layers of an mlp
     encoder: str | None = None  # of pairs: a folder, or a name on the Hugging Face hub; its tokenizer reads the data
 
 
@@ -214,6 +215,10 @@ class MethodTable(_Table):
         """Whether it takes gradients on public examples, or starts from them."""
         by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
         return by_rule or self.warm_start is not None or self.optimizer in _PUBLIC_OPTIMIZERS
+
+    def perturbation(self, radius: float | None) -> Perturbation | None:
+        """Where its gradients are taken, with one radius; None at the weights."""
+        return None if self.perturb is None or radius is None else self.perturb.make(radius)
 
     def make(
         self, named_parameters: NamedParameters, lr: float, *, public: PublicGradient | None = None, steps: int = 1

@@ -1,6 +1,7 @@
-"""What one training of a spec is made of: model, loss, measurements, side information."""
+"""What one training of a spec is made of: model, loss, measurements, side information; and its stops on the way."""
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ from privgrad.gradient import precondition
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public import LossFunction, PublicGradient
+from privgrad.optim import PrivateOptimizer
+from privgrad.oracle import PrivateGradient
+from privgrad.types import NoisyGradient
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
@@ -34,7 +38,11 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
             return models.linear(in_features=shape.numel(), num_classes=classes)
         case "mlp":
             return models.mlp(
-                in_features=shape.numel(), hidden=options.hidden, num_classes=classes, activation=options.activation
+                in_features=shape.numel(),
+                hidden=options.hidden,
+                num_classes=classes,
+                activation=options.activation,
+                depth=options.depth,
             )
         case "resnet9":
             return models.resnet9(in_channels=shape[0], num_classes=classes, width=options.hidden)
@@ -110,6 +118,62 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
             loss_fn(model, tuple(tensor[chosen] for tensor in examples.tensors)).mean().backward()
             optimizer.step()
     optimizer.zero_grad()
+
+
+def begin(
+    spec: Spec, method: MethodTable, seed: int, data: DataSet
+) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
+    """A training before its first step, without side information: model, oracle, optimizer.
+
+    Raises:
+        PrivacyError: the method is still to be tuned.
+    """
+    if spec.is_tuned(method):
+        condition = "to have one lr, one max_grad_norm and one radius"
+        raise expected("reproduce", method.name, condition, "a grid", "correct the item's file")
+    candidate = spec.grid(method)[0]
+    torch.manual_seed(seed)
+    model = make_model(spec, data)
+    oracle = PrivateGradient(
+        model,
+        losses_for(data),
+        spec.plan(seed, method, candidate.max_grad_norm),
+        perturb=method.perturbation(candidate.radius),
+        engine=spec.run.engine,
+        memory_mb=spec.run.memory_mb,
+    )
+    return model, oracle, method.make(model.named_parameters(), candidate.lr)
+
+
+class Stop(NamedTuple):
+    """A training after some of its steps; the last released gradient, if there is one."""
+
+    step: int
+    model: nn.Module
+    oracle: PrivateGradient
+    released: NoisyGradient | None
+
+
+def stops(
+    spec: Spec, method: MethodTable, seed: int, at: Sequence[int], data: DataSet, tick: Callable[[], object]
+) -> Iterator[Stop]:
+    """Train one method; stop after each number of steps in `at`, 0 before the first. Calls tick after each step.
+
+    Raises:
+        PrivacyError: a stop that is not within the steps, or a method that is still to be tuned.
+    """
+    if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
+        condition = f"to be within the {spec.privacy.steps} steps"
+        raise expected("reproduce", "probe.at", condition, list(at), "correct the item's file")
+    model, oracle, optimizer = begin(spec, method, seed, data)
+    if 0 in at:
+        yield Stop(0, model, oracle, None)
+    for step, batch in enumerate(oracle.plan.batches(data.train), start=1):
+        released = oracle(batch)
+        optimizer.step(grad=released)
+        tick()
+        if step in at:
+            yield Stop(step, model, oracle, released)
 
 
 def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:

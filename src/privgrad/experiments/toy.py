@@ -19,6 +19,7 @@ from privgrad.experiments.runs import claim
 from privgrad.optim import SGD
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.threads import one_thread
 from privgrad.types import Scales
 
 _POINTS = 60  # of a curve
@@ -65,12 +66,8 @@ def toy(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str,
     """Train every method in every trial; final losses beside the expected ones, and curves."""
     item = Toy.model_validate(raw)
     claim(out, json.dumps(raw, indent=1))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products this small lose more by waiting for each other than they gain
-    try:
+    with one_thread():
         return _run(item, out, progress=progress)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
@@ -94,7 +91,7 @@ def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table
             bar.advance(task)
     curves = {m: [r["curve"] for r in records if r["method"] == m] for m in methods}
     for name, shown in (("private", item.private.lr), ("nonprivate", item.nonprivate.lr)):
-        (out / f"{name}.png").write_bytes(png(partial(curves_figure, {m: curves[m] for m in shown})))
+        (out / f"{name}.png").write_bytes(png(partial(curves_figure, {m: curves[m] for m in shown}, yscale="log")))
     plan = _plan(item, 0)
     table = Table("method", "final loss", "expected", title=item.title)
     table.caption = (

@@ -1,0 +1,237 @@
+"""Items on BAM: how far clipping moves the mean gradient along trainings, and what a step costs by depth."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.progress import Progress
+from rich.table import Table
+
+from privgrad.data import DataSet
+from privgrad.diagnostics import raw_clipping_bias
+from privgrad.errors import expected
+from privgrad.experiments.records import mean, std
+from privgrad.experiments.runs import Record, append, open_folder, read_records
+from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tasks import Stop, begin, losses_for, stops
+from privgrad.gradient.perturb import Perturbation
+from privgrad.threads import one_thread
+
+_TOLD = {
+    "raw_bias": "|clipped g - g|",
+    "raw_cosine": "cosine of clipped g and g",
+    "raw_ascent": "cosine of g_i and g",
+    "raw_released": "cosine of last release and g",
+    "seconds": "seconds a step",
+}
+# By method and number, then by seed or trial: values at each x, of which the mean is shown.
+_Curves = dict[tuple[str, str], dict[int, dict[int, list[float]]]]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class _Probe(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BiasProbe(_Probe):
+    """[probe] of kind "bias".
+
+    After each number of steps in `at`, `raw_clipping_bias` is taken on as many random training examples as each of
+    `batch_sizes` says: at the weights, and if `own`, also of the gradients that a perturbed method takes itself.
+    `shows` these numbers `against` one of the two, averaged over the other.
+    """
+
+    at: list[_Count] = Field(min_length=1)
+    batch_sizes: list[_Count] = Field(min_length=1)
+    own: bool = False
+    shows: list[Literal["raw_bias", "raw_cosine", "raw_ascent", "raw_released"]] = Field(min_length=1)
+    against: Literal["step", "batch_size"]
+
+
+class RuntimeProbe(_Probe):
+    """[probe] of kind "runtime": hidden layers; trials of so many steps each. All earlier steps warm up."""
+
+    depths: list[_Count] = Field(min_length=1)
+    trials: _Count
+    repetitions: _Count
+
+
+def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """Along a training of each method and seed: the bias of clipping, in a shadow that never feeds the update.
+
+    Every method is measured on the same examples. Goes on after the last training that was finished.
+
+    Privacy:
+        NOT private.
+    Reference:
+        The paper on BAM, figures 2, 4, 5 and 6. Deviation: against the batch size, it is that of the examples measured
+        on which changes, along the same trainings.
+    """
+    item = BiasProbe.model_validate(probe)
+    if max(item.batch_sizes) > spec.privacy.num_examples:
+        condition = f"to be at most {spec.privacy.num_examples}"
+        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "correct the item's file")
+    data = open_folder(spec, out, probe)
+    done = {(record["method"], record["seed"]) for record in read_records(out)}
+    planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
+    with Progress(disable=not progress, transient=True) as bar:
+        task = bar.add_task("", total=len(planned) * spec.privacy.steps)
+        for index, (method, seed) in enumerate(planned):
+            bar.update(task, description=f"{method.name}, seed {seed}", completed=index * spec.privacy.steps)
+            if (method.name, seed) not in done:
+                along = stops(spec, method, seed, item.at, data, partial(bar.advance, task))
+                append(out, [record for stop in along for record in _measured(stop, spec, method, seed, data, item)])
+    other, over = ("batch size", item.batch_sizes) if item.against == "step" else ("steps", item.at)
+    caption = (
+        f"NOT PRIVATE. {data.name}. g: mean of the gradients g_i of random training examples, at the weights"
+        f"{'; own: of those that the method takes' if item.own else ''}. Mean ± standard deviation over seeds, at "
+        f"{other} {', '.join(map(str, over))}."
+    )
+    curves: _Curves = {}
+    for record in read_records(out):
+        name = record["method"] if record["gradients"] == "plain" else f"{record['method']}, own"
+        for number in item.shows:
+            points = curves.setdefault((name, number), {}).setdefault(record["seed"], {})
+            points.setdefault(record[item.against], []).append(record[number])
+    return _shown(curves, item.against, spec.title, caption, out)
+
+
+def _measured(
+    stop: Stop, spec: Spec, method: MethodTable, seed: int, data: DataSet, item: BiasProbe
+) -> Iterator[Record]:
+    candidate, losses = spec.grid(method)[0], losses_for(data)
+    places: dict[str, Perturbation | None] = {"plain": None}
+    own = method.perturbation(candidate.radius)
+    if item.own and own is not None and stop.released is not None:
+        own.released(stop.released)
+        places["own"] = own
+    order = torch.from_numpy(np.random.default_rng((seed, stop.step)).permutation(len(data.train)))
+    for size in item.batch_sizes:
+        for gradients, perturb in places.items():
+            found = raw_clipping_bias(
+                stop.model,
+                losses,
+                data.train[order[:size]],
+                max_grad_norm=candidate.max_grad_norm,
+                perturb=perturb,
+                released=stop.released,
+            )
+            yield {
+                "method": method.name,
+                "seed": seed,
+                "step": stop.step,
+                "batch_size": size,
+                "gradients": gradients,
+            } | found
+
+
+def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """Seconds of one step of each method, gradient and update together, by the depth of an mlp.
+
+    On one thread, numbers below 1e-38 taken as zero: gradients that vanish over many layers would else fall on these,
+    which the processor handles many times slower. Goes on after the last depth that was finished.
+
+    Reference:
+        The paper on BAM, figure 3. Deviation: not compiled.
+    """
+    item = RuntimeProbe.model_validate(probe)
+    if item.trials * item.repetitions > spec.privacy.steps:
+        condition = f"to hold {item.trials} trials of {item.repetitions}"
+        raise expected("reproduce", "privacy.steps", condition, spec.privacy.steps, "correct the item's file")
+    data = open_folder(spec, out, probe)
+    done = {record["depth"] for record in read_records(out)}
+    # Refreshed between steps only: a thread of its own would be timed too.
+    with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("", total=len(item.depths) * len(spec.methods) * spec.privacy.steps)
+        for index, depth in enumerate(item.depths):
+            completed = index * len(spec.methods) * spec.privacy.steps
+            bar.update(task, description=f"depth {depth}", completed=completed, refresh=True)
+            if depth not in done:
+                append(out, _timed(spec, depth, data, item, partial(bar.update, task, advance=1, refresh=True)))
+    caption = (
+        f"Seconds a step on one thread, batches of {spec.privacy.expected_batch_size}: mean ± standard deviation over "
+        f"{item.trials} trials of {item.repetitions} steps."
+    )
+    curves: _Curves = {}
+    for record in read_records(out):
+        points = curves.setdefault((record["method"], "seconds"), {}).setdefault(record["trial"], {})
+        points[record["depth"]] = record["seconds"]
+    return _shown(curves, "depth", spec.title, caption, out)
+
+
+def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Callable[[], object]) -> list[Record]:
+    """The methods' trials in turn, so that what else the machine does falls on all alike."""
+    deep = spec.model_copy(update={"model": spec.model.model_copy(update={"depth": depth})})
+    clocks = {method.name: _seconds(deep, method, data, tick) for method in spec.methods}
+    for clock in clocks.values():
+        deque(islice(clock, spec.privacy.steps - item.trials * item.repetitions), maxlen=0)
+    return [
+        {"method": name, "depth": depth, "trial": trial, "seconds": list(islice(clock, item.repetitions))}
+        for trial in range(item.trials)
+        for name, clock in clocks.items()
+    ]
+
+
+def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], object]) -> Iterator[float]:
+    """Of one step after the other."""
+    _, oracle, optimizer = begin(spec, method, spec.run.seeds[0], data)
+    for batch in oracle.plan.batches(data.train):
+        start = perf_counter()
+        optimizer.step(grad=oracle(batch))
+        elapsed = perf_counter() - start
+        tick()
+        yield elapsed
+
+
+@contextmanager
+def _flushed() -> Generator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], Table]:
+    """Mean and standard deviation over seeds or trials: as numbers by x, method and number; as a table; as a plot."""
+    from privgrad.experiments.figures import curves_figure, png
+
+    shown = list(dict.fromkeys(number for _, number in curves))
+    names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_TOLD[key[1]]}" for key in curves}
+    lines = {
+        key: [[(x, fmean(values)) for x, values in points.items()] for points in trials.values()]
+        for key, trials in curves.items()
+    }
+    found: dict[str, Any] = {}
+    for (method, number), trials in lines.items():
+        for points in zip(*trials, strict=True):
+            row, values = found.setdefault(f"{against}={points[0][0]}", {}), [y for _, y in points]
+            row.setdefault(method, {})[number] = {"mean": mean(values), "std": std(values)}
+    label = against.replace("_", " ")
+    table = Table(label, *names.values(), title=title, caption=caption)
+    for x, row in found.items():
+        table.add_row(x.partition("=")[2], *(_cell(**row[method][number]) for method, number in names))
+    told = [_TOLD[shown[0]]] if len(shown) == 1 else []
+    marked = [*told, "NOT PRIVATE"] if shown[0].startswith("raw_") else told
+    draw = partial(
+        curves_figure,
+        {names[key]: trials for key, trials in lines.items()},
+        xlabel=label,
+        ylabel=", ".join(marked),
+        xscale="log" if against == "batch_size" else "linear",
+    )
+    (out / "curves.png").write_bytes(png(draw))
+    return found, table
+
+
+def _cell(mean: float, std: float | None) -> str:
+    return f"{mean:.3g}" + ("" if std is None else f" ± {std:.1g}")
