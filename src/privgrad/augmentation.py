@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
-from privgrad.gradient.engines import LossFunction
+from privgrad.gradient.engines import LossFunction, require_losses
 from privgrad.types import count_examples, map_examples
 
 Flip = Literal["horizontal", "vertical"]
@@ -36,7 +36,8 @@ def multiplicity(loss_fn: LossFunction, augment: Callable[[Any], Any], *, views:
     def losses(model: nn.Module, examples: Any) -> Tensor:
         rows = map_examples(partial(torch.repeat_interleave, repeats=views, dim=0), examples)
         rows = augment(rows) if model.training else rows
-        return loss_fn(model, rows).view(count_examples(examples), views).mean(1)
+        size = count_examples(examples)
+        return require_losses(loss_fn(model, rows), size * views).view(size, views).mean(1)
 
     return losses if views > 1 else loss_fn
 
@@ -58,6 +59,9 @@ def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal"
     Reference:
         De et al. 2022 shift and flip horizontally; the paper on BAM does each with probability 0.5, and says vertical.
     """
+    if images.dim() != 4:
+        got, remedy = f"shape {tuple(images.shape)}", "give a batch of images"
+        raise expected("shift_and_flip", "images", "of shape (B, C, H, W)", got, remedy)
     size, _, height, width = images.shape
     require_integer("shift_and_flip", "pixels", pixels, 0)
     if pixels >= min(height, width) or not 0 <= probability <= 1 or flip not in get_args(Flip):

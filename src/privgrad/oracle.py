@@ -10,6 +10,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from privgrad.errors import SamplingError, expected, require_integer, require_positive
@@ -121,7 +122,9 @@ class PrivateGradient:
         # Made of the private batch itself, a transform reveals it whatever noise follows.
         self._release, facts = plan.release, plan.public_facts
         facts["side_information"] = None if precondition is None else precondition.source
-        if not self._perturb.is_public or (precondition is not None and not precondition.is_public):
+        # Asked once: what is charged as private stays so.
+        self._not_private = {name for name, part in self._parts().items() if not part.is_public}
+        if self._not_private:
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
         self._ledger.bind(facts)
         self._lock = threading.Lock()
@@ -181,11 +184,11 @@ class PrivateGradient:
                 # Only a research seed can draw the same noise again, so only then can a release be known as the same.
                 digest = _digest(gradient.values) if seeded else None
                 self._ledger.charge(self._release, draw=draw, limit=self._plan.steps, digest=digest)
+                self._step = batch.sampling.step + 1 if seeded else self._step + 1
             except BaseException:
-                # What was not charged may still be seen in a traceback: without a seed its noise is not drawn again.
+                # What does not return may still be seen in a traceback: without a seed its noise is not drawn again.
                 self._make_streams()
                 raise
-            self._step = batch.sampling.step + 1 if seeded else self._step + 1
             self._perturb.released(gradient)
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
             for observe in self.raw_observers:
@@ -196,19 +199,21 @@ class PrivateGradient:
         # A seeded draw has its own place in the streams, however often it is computed and by whom.
         index = self._step if self._plan.seed is None else batch.sampling.step
         with seeded(int(self._dropout_stream.uint64(index, 1)[0] >> 1)):
-            transform = self._transform(batch, parameters)
-            with self._perturb.at(self._step, parameters, partial(self._raw_mean, batch, self._perturb)):
+            transform = self._transform(batch, index, parameters)
+            raw_mean = partial(self._raw_mean, batch, "perturb")
+            radius = self._perturb.radius(index)
+            with self._perturb.at(radius, parameters, raw_mean):
                 clipped, clipping = clipped_sum(
-                    self._chunks(batch, index, transform, parameters),
+                    self._chunks(batch, index, radius, transform, parameters),
                     like=parameters,
                     clip=self._clip,
                     max_grad_norm=self._plan.max_grad_norm,
                     grouped=self._plan.group_size > 1,
                     inverse_scales=transform.inverse_scales,
                 )
-        divisor, raw_mean = self._plan.divisor, dict[str, Tensor]()
+        divisor, raw_clipped = self._plan.divisor, dict[str, Tensor]()
         if self.raw_observers:  # a copy: the noise is added in place
-            raw_mean = {name: value / divisor for name, value in clipped.values.items()}
+            raw_clipped = {name: value / divisor for name, value in clipped.values.items()}
         gradient = add_noise(
             clipped,
             noise_multiplier=self._plan.noise_multiplier,
@@ -216,23 +221,25 @@ class PrivateGradient:
             stream=self._noise_stream,
             step=index,
         )
-        return gradient, RawStep(self._step, raw_mean, clipping, gradient)
+        return gradient, RawStep(self._step, raw_clipped, clipping, gradient)
 
-    def _raw_mean(self, batch: Batch, asked_by: Preconditioner | Perturbation) -> dict[str, Tensor]:
+    def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
         """Mean gradient of the batch, for research only. NOT private."""
-        if asked_by.is_public:
-            remedy = "set is_public = False: epsilon is then infinite"
-            raise expected("PrivateGradient", f"{type(asked_by).__name__}", "to be public", "private data", remedy)
+        if asked_by not in self._not_private:
+            remedy = "let it say is_public = False from the start: epsilon is then infinite"
+            raise expected("PrivateGradient", asked_by, "to be public", "a wish for private data", remedy)
+        if batch.size == 0:
+            return {name: torch.zeros_like(parameter) for name, parameter in trainable(self._model).items()}
         sums = gradients(self._model, self._loss_fn, batch.examples)
-        return {name: value / max(batch.size, 1) for name, value in sums.items()}
+        return {name: value / batch.size for name, value in sums.items()}
 
-    def _transform(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Transform:
+    def _transform(self, batch: Batch, index: int, parameters: Mapping[str, Tensor]) -> Transform:
         if self._precondition is None:
             return Transform()
-        raw_mean = partial(self._raw_mean, batch, self._precondition)
+        raw_mean = partial(self._raw_mean, batch, "precondition")
         epoch_steps = max(1, round(1 / self._plan.sample_rate))
         transform = self._precondition.transform(
-            self._step, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
+            index, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
         )
         if transform is not self._known:
             require_transform(transform, parameters)
@@ -253,11 +260,11 @@ class PrivateGradient:
         """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
         function, parts = "PrivateGradient.load_state_dict", self._parts()
         require_integer(function, "step", state["step"], 0)
-        for name, held in state.items():
-            ours = repr(parts.get(name))
-            if name != "step" and held["made_by"] != ours:
+        for name in parts.keys() | state.keys() - {"step"}:
+            ours, theirs = repr(parts.get(name)), state.get(name, {}).get("made_by", "None")
+            if theirs != ours:
                 remedy = "go on with the same perturb and precondition"
-                raise expected(function, f"the state of {name}", f"to be of {ours}", held["made_by"], remedy)
+                raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
         self._step = state["step"]
         for name, part in parts.items():
             if name in state:
@@ -294,14 +301,20 @@ class PrivateGradient:
             raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 
     def _chunks(
-        self, batch: Batch, index: int, transform: Transform, parameters: Mapping[str, Tensor]
+        self, batch: Batch, index: int, radius: float, transform: Transform, parameters: Mapping[str, Tensor]
     ) -> Iterator[Mapping[str, Factor]]:
         if batch.size == 0:
             return
         size = self._microbatch_size or self._engine.microbatch_size(batch.examples)
 
         def gradients_of(examples: Any) -> Mapping[str, Factor]:
-            return self._perturb.gradients(self._engine, examples, self._step)
+            found, rows = self._perturb.gradients(self._engine, examples, radius), count_examples(examples)
+            for name, factor in found.items():
+                # Two rows of one example would be clipped each by itself.
+                if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
+                    condition, remedy = "to be one row an example", "correct it: nothing was released"
+                    raise expected(type(self._perturb).__name__, f"gradients of {name!r}", condition, "others", remedy)
+            return found
 
         if self._plan.group_size == 1:
             ranges = (slice(start, start + size) for start in range(0, batch.size, size))

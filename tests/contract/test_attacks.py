@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 import privgrad as pg
 from conftest import first_batch, make_data, make_plan
+from privgrad.gradient.checks import check_loss
 from privgrad.gradient.clipping import Clipping, clipped_sum
 from privgrad.gradient.factors import Factor, Outer
 from privgrad.gradient.hooks import Hooks
@@ -42,6 +43,21 @@ def test_a_forward_pass_that_writes_to_parameters_is_refused(way: str):
 def test_embeddings_that_shorten_their_rows_in_place_are_refused():
     with pytest.raises(pg.UnsupportedModuleError, match="max_norm"):
         pg.PrivateGradient(nn.Embedding(10, 3, max_norm=1.0), losses_of, make_plan())
+
+
+class MixesNowAndThen(nn.Linear):
+    """Mixup of inputs with probability 0.4."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        mixed = 0.5 * (input + input.roll(1, 0)) if torch.rand(()) < 0.4 else input
+        return super().forward(mixed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixing_now_and_then_is_caught_by_draws_that_differ(seed: int):
+    torch.manual_seed(seed)
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example"):
+        check_loss(MixesNowAndThen(4, 3), losses_of, torch.randn(6, 4))
 
 
 class SortedByLength(nn.Module):

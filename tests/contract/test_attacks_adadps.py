@@ -228,7 +228,9 @@ class Cheats(Preconditioner):
 
 
 def test_what_says_it_is_public_is_given_nothing_private():
-    with pytest.raises(pg.PrivacyError, match="Cheats to be public, got private data; set is_public = False"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"precondition to be public, got a wish for private data; .* is_public = False"
+    ):
         released(make_model(), make_data().tensors, loss_fn, precondition=Cheats())
 
 

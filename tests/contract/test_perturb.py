@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+from functools import partial
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -12,11 +14,13 @@ from test_rules import RULES, losses_of
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.engines import Vmap, per_sample_gradients, seeded
+from privgrad.gradient.factors import Dense
 from privgrad.gradient.hooks import Hooks
 
 RADIUS = 0.3
@@ -294,13 +298,172 @@ def test_sat_puts_the_weights_back_whatever_happens():
     assert all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))
 
 
-def test_sat_refuses_a_released_gradient_that_was_changed():
-    plan, model = sat_plan(3), mlp()
-    oracle = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.SAT(0.4))
-    batches = plan.batches(TensorDataset(*EXAMPLES))
-    oracle(next(batches)).values["0.weight"].mul_(2)
-    with pytest.raises(pg.PrivacyError, match=r"unchanged.*0.weight.*copy"):
-        oracle(next(batches))
+def test_sat_goes_along_what_was_released_whatever_became_of_it():
+    ends: list[dict[str, Tensor]] = []
+    for spoil in (False, True):
+        plan = sat_plan(2)
+        oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+        first, second = plan.batches(TensorDataset(*EXAMPLES))
+        for value in oracle(first).values.values():
+            value.zero_() if spoil else value
+        ends.append(dict(oracle(second).values))
+    assert largest_difference(*ends) == 0
+
+
+def test_sat_refuses_the_state_of_another_model():
+    plan = sat_plan(2)
+    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+    (batch, later) = plan.batches(TensorDataset(*EXAMPLES))
+    oracle(batch)
+    state = oracle.state_dict()
+    state["perturb"]["direction"]["0.weight"] = torch.ones(1, 5)
+    oracle.load_state_dict(state)
+    with pytest.raises(pg.PrivacyError, match=r"SAT: expected its state to be of this model, got '0.weight'"):
+        oracle(later)
+    state["perturb"]["direction"]["0.weight"] = torch.full((4, 5), math.nan)
+    with pytest.raises(pg.PrivacyError, match="SAT: expected its state to hold finite tensors"):
+        oracle.load_state_dict(state)
+    for one, other in ((None, pg.perturb.SAT(0.4)), (pg.perturb.SAT(0.4), None)):
+        saved = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=one).state_dict()
+        with pytest.raises(pg.PrivacyError, match="the state of perturb"):
+            pg.PrivateGradient(mlp(), loss_fn, plan, perturb=other).load_state_dict(saved)
+
+
+def test_a_subclass_of_sat_stays_what_it_is():
+    class Counts(pg.perturb.SAT):
+        is_public = False
+        asked = 0
+
+        def at(self, *args: Any) -> Any:
+            Counts.asked += 1
+            return super().at(*args)
+
+    plan = dataclasses.replace(sat_plan(2), noise_multiplier=1.0, delta=1e-5)
+    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=Counts(0.4))
+    for batch in plan.batches(TensorDataset(*EXAMPLES)):
+        oracle(batch)
+    assert Counts.asked == 2
+    assert oracle.ledger.epsilon(delta=1e-5) == math.inf
+
+
+def test_a_schedule_is_asked_once_a_step_for_that_step():
+    asked: list[int] = []
+
+    def schedule(step: int) -> float:
+        asked.append(step)
+        return 0.1
+
+    plan = sat_plan(8)
+    batches = list(plan.batches(TensorDataset(*EXAMPLES)))
+    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.BAM(schedule), microbatch_size=1)
+    asked.clear()
+    for batch in batches[5:]:
+        oracle(batch)
+    assert asked == [5, 6, 7]
+
+
+def test_runs_are_known_by_their_radii():
+    assert repr(pg.perturb.BAM(1)) == repr(pg.perturb.BAM(1.0)) == "BAM(radius=1, mode='sam')"
+    one, other = (pg.perturb.SAT(partial(decaying, rate=rate)) for rate in (0.5, 0.9))
+    assert repr(one) == "SAT(radius=partial: 1, 0.5, 0.000976562, 7.88861e-31, 9.33264e-302)"
+    assert repr(one) != repr(other)
+    assert repr(pg.perturb.BAM([0.3, 0.2].__getitem__)) == "BAM(radius=list.__getitem__: 0.3, 0.2, mode='sam')"
+
+
+def decaying(step: int, rate: float) -> float:
+    return rate**step
+
+
+def test_gradients_that_are_not_one_row_an_example_are_refused():
+    class Twice(pg.perturb.Perturbation):
+        def gradients(self, engine: Any, examples: Any, radius: float) -> Any:
+            twice = {name: torch.cat([factor.dense()] * 2) for name, factor in engine(examples).items()}
+            return {name: Dense(rows) for name, rows in twice.items()}
+
+    with pytest.raises(pg.PrivacyError, match=r"Twice: expected gradients of '0.weight' to be one row an example"):
+        sums(Twice(0.1), EXAMPLES)
+
+
+def test_what_moves_nothing_is_refused():
+    with pytest.raises(pg.PrivacyError, match="Perturbation: expected radius to be 0"):
+        pg.perturb.Perturbation(0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_half_precision(engine: Any, dtype: torch.dtype):
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0].to(dtype)).float(), batch[1], reduction="none")
+
+    plan = sat_plan(1)
+    (batch,) = plan.batches(TensorDataset(*EXAMPLES))
+    half, double = mlp().to(dtype), mlp()
+    with torch.no_grad():
+        for p, held in zip(double.parameters(), half.parameters(), strict=True):
+            p.copy_(held)
+    bam = pg.perturb.BAM(0.3)
+    found = pg.PrivateGradient(half, losses, plan, perturb=bam, engine=engine)(batch).values
+    wanted = pg.PrivateGradient(double, loss_fn, sat_plan(1), perturb=bam, engine=engine)(batch).values
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["sam", "exact"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_other_masks_in_the_second_pass_are_refused(kind: Any, exact: bool):
+    torch.manual_seed(0)
+    model = LastState(kind(5, 4, num_layers=2, dropout=0.5, batch_first=True)).double()
+    x = torch.randn(6, 3, 5).double()
+    with pytest.raises(UnsupportedModuleError, match=r"random draws.*the same in both passes.*nn.Dropout between"):
+        Hooks(model, losses_of).moved(x, RADIUS, exact=exact)
+    Hooks(model.eval(), losses_of).moved(x, RADIUS, exact=exact)
+
+
+class LastState(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["sam", "exact"])
+def test_checkpointed_parts(exact: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Checkpointed(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+    x = torch.randn(6, 5).double()
+    found = Hooks(model, losses_of).moved(x, RADIUS, exact=exact)
+    wanted = moved_one_by_one(model, x, RADIUS, exact=True) if exact else None
+    model[0].checkpoint = False
+    wanted = wanted or moved_one_by_one(model, x, RADIUS, exact=False)
+    for name, rows in wanted.items():
+        torch.testing.assert_close(found[name].dense(), rows, rtol=1e-8, atol=1e-8)
+
+
+class Checkpointed(nn.Sequential):
+    checkpoint = True
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        forward = super().forward
+        return checkpoint(forward, input, use_reentrant=False) if self.checkpoint else forward(input)
+
+
+def test_another_path_in_the_second_pass_is_refused_by_name():
+    entered = count()
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(x) if next(entered) % 2 else self.b(x) + self.a(x)
+
+    with pytest.raises(UnsupportedModuleError, match=r"the calls of layers not to depend.*engine='vmap'"):
+        Hooks(Turns(), losses_of).moved(torch.randn(6, 5), RADIUS, exact=False)
 
 
 def test_sam_is_not_private():

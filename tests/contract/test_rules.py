@@ -141,6 +141,7 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "Linear, frozen weight": (lambda: frozen(nn.Linear(5, 4), "weight"), floats(5)),
     "Linear, frozen bias": (lambda: frozen(nn.Linear(5, 4), "bias"), floats(5)),
     "Linear, standardized": (lambda: standardized(nn.Linear(5, 4)), floats(5)),
+    "Linear, places, bias only": (lambda: frozen(nn.Linear(5, 4), "weight"), floats(3, 5)),
     "Linear, weight norm": (lambda: parametrizations.weight_norm(nn.Linear(5, 4)), floats(3, 5)),
     "Linear, twice": (lambda: Twice(nn.Linear(5, 5)), floats(5)),
     "Linear, twice, sequence": (lambda: Twice(nn.Linear(5, 5)), floats(3, 5)),

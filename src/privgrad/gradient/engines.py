@@ -75,6 +75,19 @@ def differentiable(*, twice: bool) -> Generator[None]:
 
 
 @contextmanager
+def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
+    """Parameters with other values; what they held is put back, untouched, whatever happens."""
+    before = {parameter: parameter.data for parameter in values}
+    try:
+        for parameter, value in values.items():
+            parameter.data = value
+        yield
+    finally:
+        for parameter, held in before.items():
+            parameter.data = held
+
+
+@contextmanager
 def preserved(model: nn.Module) -> Generator[None]:
     """Undo what a forward pass leaves on the modules: attributes set anew, tensors written, containers refilled.
 
@@ -285,7 +298,7 @@ def _gradient_of_one(
         if not along:
             return gradient(parameters, example)
         if not exact:
-            return gradient({name: p + along[name] for name, p in parameters.items()}, example)
+            return gradient({name: p + along[name].to(p.dtype) for name, p in parameters.items()}, example)
         curved, grads = grad(product, has_aux=True)(parameters, along, example)
         return {name: value + curved[name] for name, value in grads.items()}
 

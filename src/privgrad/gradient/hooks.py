@@ -4,6 +4,7 @@ The backward asks for the gradients at the outputs of layers only, so that no we
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -30,7 +31,7 @@ from privgrad.gradient.capture import (
 )
 from privgrad.gradient.checks import evaluating, gradients
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
-from privgrad.gradient.factors import Factor, Pulled, wide
+from privgrad.gradient.factors import Factor, Pulled
 from privgrad.gradient.moves import Moves
 from privgrad.gradient.products import sources
 from privgrad.gradient.rules import find_rule
@@ -93,7 +94,7 @@ class Hooks:
         try:
             return self._factors(examples)
         except OtherCallsError as error:
-            raise refused("the calls of layers", "not to depend on the examples", error.path, REMEDY) from None
+            raise _depends_on_examples(error) from None
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, factored.
@@ -117,7 +118,10 @@ class Hooks:
             return self._factors(examples, self._moves(first, radius, exact=exact))
         except OtherCallsError:
             self._audit_moved(examples, radius, exact=exact)
-        return self._factors(examples, self._moves(first, radius, exact=exact))
+        try:
+            return self._factors(examples, self._moves(first, radius, exact=exact))
+        except OtherCallsError as error:
+            raise _depends_on_examples(error) from None
 
     def microbatch_size(self, examples: Any) -> int:
         """How many examples to take at once: their gradients stay near the caches, and well above the parameters."""
@@ -203,11 +207,11 @@ class Hooks:
 
             chosen = map_examples(take, few)
             try:
-                with seeded(0):
+                with seeded(self._calls):  # other draws in every audit
                     return self._factors(chosen)
             except OtherCallsError:
                 self._layouts = self._learn_layouts(chosen)
-                with seeded(0):
+                with seeded(self._calls):
                     return self._factors(chosen)
 
         for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):
@@ -225,7 +229,7 @@ class Hooks:
         # What is pulled through a parametrization is needed more than once.
         first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
-        share_B = wide(share_B.to(next(iter(parameters.values())).dtype))
+        share_B = share_B.to(torch.promote_types(next(iter(parameters.values())).dtype, torch.float32))
         if not bool(moving_B.all()):
             first = {name: factor.keep(moving_B) for name, factor in first.items()}
         return Moves({id(parameters[name]): factor for name, factor in first.items()}, share_B, exact)
@@ -251,6 +255,8 @@ class Hooks:
         try:
             with evaluating(self._model):
                 self._require_moved_alike(few, radius, exact=exact)
+            if self._model.training:
+                self._require_same_draws(few, exact=exact)
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (Embedding and a sum, for EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
@@ -267,6 +273,18 @@ class Hooks:
             along = {name: share * moves.factors[ids[name]][index : index + 1].dense()[0] for name in first}
             single = gradients(self._model, self._loss_fn, part, along=along, exact=exact)
             self._require_that_of_one(found, index, single, _TOLERANCE_HALF if self._half else _TOLERANCE)
+
+    def _require_same_draws(self, few: Any, *, exact: bool) -> None:
+        """Moved by nothing, and with the same random draws, the second pass finds what the first does."""
+        with seeded(self._calls):
+            first = self._factors(few)
+        with seeded(self._calls):
+            second = self._factors(few, self._moves(first, 0.0, exact=exact))
+        for name, factor in first.items():
+            change = _norm(second[name].dense() - factor.dense()) if name in second else math.inf
+            if change > (_TOLERANCE_HALF if self._half else _TOLERANCE) * float(factor.norms().sum()):
+                got, remedy = "others", f"use single layers with nn.Dropout between them, or {REMEDY}"
+                raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
     def _learn_layouts(self, few: Any, whole: set[str] | None = None) -> list[tuple[str, Layout]]:
         """Compare two batch sizes: a dimension that grows with the batch holds examples."""
@@ -375,6 +393,10 @@ def _with_curvature(losses: Tensor, taps: Sequence[Tap]) -> tuple[list[Tensor | 
         for grad, add in zip(first, moved, strict=True)
     ]
     return total, more
+
+
+def _depends_on_examples(error: OtherCallsError) -> UnsupportedModuleError:
+    return refused("the calls of layers", "not to depend on the examples", error.path, REMEDY)
 
 
 def _few(examples: Any) -> Any:

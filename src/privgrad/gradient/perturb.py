@@ -1,14 +1,16 @@
 """Where gradients are taken: at a point of each example's own (BAM), or one step along what was released (SAT)."""
 
+import copy
 import math
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
+from privgrad.gradient.engines import replaced
 from privgrad.gradient.factors import Factor
 from privgrad.types import NoisyGradient
 
@@ -29,7 +31,8 @@ class Perturbation:
     """What PrivateGradient asks where to take the gradients of a step: at the weights, unless a subclass says else.
 
     Args:
-        radius: >= 0, in parameter units: a number, or step -> number with steps counted from 0.
+        radius: >= 0, in parameter units: a number, or step -> number with steps counted from 0. Public: a schedule
+            may not look at private data. It is asked once a step.
     Attributes:
         is_public: False if the point is made of the private batch as a whole: then nothing is private.
     """
@@ -38,11 +41,23 @@ class Perturbation:
 
     def __init__(self, radius: Radius) -> None:
         self._radius = radius
-        self.radius(0)
+        first = self.radius(0)
+        if type(self) is Perturbation and (callable(radius) or first > 0):
+            raise expected("Perturbation", "radius", "to be 0, for it moves nothing", radius, "use BAM or SAT")
 
     def __repr__(self) -> str:
-        told = getattr(self._radius, "__qualname__", self._radius)
+        """The same for the same radii, in whatever process: runs are known by it."""
+        told = f"{self.radius(0):g}"
+        if callable(self._radius):
+            kind = getattr(self._radius, "__qualname__", type(self._radius).__qualname__)
+            told = f"{kind}: {', '.join(self._first_radii())}"
         return f"{type(self).__name__}(radius={told})"
+
+    def _first_radii(self) -> Generator[str]:
+        """Of some steps, as far as the schedule goes."""
+        with suppress(LookupError):
+            for step in (0, 1, 10, 100, 1000):
+                yield f"{self.radius(step):g}"
 
     def radius(self, step: int) -> float:
         """The radius of a step.
@@ -61,21 +76,21 @@ class Perturbation:
         return self
 
     @contextmanager
-    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+    def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         """The weights of one step, for all its examples; afterwards they are as they were.
 
         Args:
-            step: index of the release, from 0.
+            radius: of the step.
             parameters: the trainable ones, by name.
             raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private; refuses to be
                 called by what says it is public.
         """
-        del step, parameters, raw_mean
+        del radius, parameters, raw_mean
         yield
 
-    def gradients(self, engine: Engine, examples: Any, step: int) -> Mapping[str, Factor]:
-        """Each example's gradient, by parameter name."""
-        del step
+    def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
+        """Each example's gradient, by parameter name: one row an example, made of that example alone."""
+        del radius
         return engine(examples)
 
     def released(self, gradient: NoisyGradient) -> None:
@@ -122,8 +137,7 @@ class BAM(Perturbation):
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, mode={self.mode!r})"
 
-    def gradients(self, engine: Engine, examples: Any, step: int) -> Mapping[str, Factor]:
-        radius = self.radius(step)
+    def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
 
 
@@ -136,7 +150,7 @@ class SAT(Perturbation):
     Args:
         radius: as in Perturbation; 0 is DP-SGD.
     Raises:
-        PrivacyError: a radius that is none; in use, a released gradient that was changed in place.
+        PrivacyError: a radius that is none; in use, a state of another model.
     Privacy:
         p has been released: post-processing, at no further cost.
     Reference:
@@ -145,31 +159,42 @@ class SAT(Perturbation):
 
     def __init__(self, radius: Radius) -> None:
         super().__init__(radius)
-        self._direction: Mapping[str, Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._direction: dict[str, Tensor] = {}
+        self._points: dict[str, Tensor] = {}  # room for the moved weights, kept from step to step
 
     def begun(self) -> "SAT":
-        return SAT(self._radius)
+        own = copy.copy(self)
+        own._direction, own._points = {}, {}
+        return own
 
     @contextmanager
-    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        changed = [name for name, value in self._direction.items() if value._version != self._versions[name]]  # pyright: ignore[reportPrivateUsage]
-        if changed:
-            remedy = "work on a copy: SAT goes along what was released"
-            raise expected("SAT", "the last released gradient", "to be unchanged", ", ".join(changed), remedy)
-        with _moved(parameters, self._direction, self.radius(step)):
+    def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        for name, value in self._direction.items():
+            if name not in parameters or value.shape != parameters[name].shape:
+                got, remedy = f"{name!r} of shape {tuple(value.shape)}", "load the state into the oracle it came from"
+                raise expected("SAT", "its state", "to be of this model", got, remedy)
+        with _moved(parameters, self._direction, radius, self._points):
             yield
 
     def released(self, gradient: NoisyGradient) -> None:
-        self._direction = gradient.values
-        self._versions = {name: value._version for name, value in gradient.values.items()}  # pyright: ignore[reportPrivateUsage]
+        # A copy: it may become a .grad, and be written to.
+        for name, value in gradient.values.items():
+            if name in self._direction:
+                self._direction[name].copy_(value)
+            else:
+                self._direction[name] = value.clone()
 
     def state_dict(self) -> dict[str, Any]:
         return {"direction": {name: value.clone() for name, value in self._direction.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._direction = {name: value.clone() for name, value in state["direction"].items()}
-        self._versions = {name: value._version for name, value in self._direction.items()}
+        held = state.get("direction")
+        if not isinstance(held, Mapping) or not all(
+            isinstance(value, Tensor) and bool(torch.isfinite(value).all())
+            for value in cast("Mapping[str, object]", held).values()
+        ):
+            raise expected("SAT", "its state", "to hold finite tensors", "another", "load a whole, unchanged state")
+        self._direction = {name: value.clone() for name, value in cast("Mapping[str, Tensor]", held).items()}
 
 
 class RawSAM(Perturbation):
@@ -187,24 +212,24 @@ class RawSAM(Perturbation):
     is_public = False
 
     @contextmanager
-    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        with _moved(parameters, raw_mean(), self.radius(step)):
+    def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        with _moved(parameters, raw_mean(), radius, {}):
             yield
 
 
 @contextmanager
-def _moved(parameters: Mapping[str, nn.Parameter], direction: Mapping[str, Tensor], radius: float) -> Generator[None]:
-    """Parameters radius further along a direction; what they held is put back, untouched."""
-    along = {name: direction[name] for name in parameters if name in direction}
-    norm = math.hypot(*(float(cast(Tensor, torch.linalg.vector_norm(value))) for value in along.values()))
+def _moved(
+    parameters: Mapping[str, nn.Parameter], direction: Mapping[str, Tensor], radius: float, room: dict[str, Tensor]
+) -> Generator[None]:
+    """Parameters radius further along a direction, in room that is made where there is none."""
+    norm = math.hypot(*(float(cast(Tensor, torch.linalg.vector_norm(value))) for value in direction.values()))
     if not 0 < norm < math.inf:
         yield
         return
-    before = {name: parameters[name].data for name in along}
-    try:
-        for name, value in along.items():
-            parameters[name].data = before[name].add(value.to(before[name].dtype), alpha=radius / norm)
+    for name, value in direction.items():
+        held = parameters[name].detach()
+        if name not in room or room[name].shape != held.shape or room[name].dtype != held.dtype:
+            room[name] = torch.empty_like(held)
+        torch.add(held, value.to(held), alpha=radius / norm, out=room[name])
+    with replaced({parameters[name]: room[name] for name in direction}):
         yield
-    finally:
-        for name, held in before.items():
-            parameters[name].data = held

@@ -136,7 +136,7 @@ class Linear(Rule):
         if "weight" in moves:
             moved = self.oriented(moves["weight"]).apply(wide(x).reshape(size, -1, x.shape[-1]))
         if "bias" in moves:
-            moved = moved + moves["bias"].dense()[:, None]
+            moved = moved + moves["bias"].dense()[:, None].expand(-1, x.shape[:-1].numel() // size, -1)
         return _by_rows(cast(Tensor, moved), x.shape[:-1])
 
     def oriented(self, move: Move) -> Move:
