@@ -145,6 +145,40 @@ def test_without_a_seed_lost_steps_stay_spent_and_it_says_so(tmp_path: Path, mon
     assert result.updates == STEPS - 20
 
 
+def test_lost_steps_leave_a_perturbation_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sat = pg.perturb.SAT(0.1)
+    stop_after(20, monkeypatch, tmp_path, seed=None, perturb=sat)
+    with pytest.warns(UserWarning, match="20 charged steps"):
+        _, result = run(tmp_path, seed=None, perturb=sat)
+    assert result.updates == STEPS - 20
+
+
+def test_averaged_weights_are_evaluated_and_go_on_after_an_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, whole = run(None, average=0.9)
+    plain, _ = run(None)
+    assert equal(model, plain)
+    assert whole.averaged is not None
+    assert not equal(whole.averaged, model)
+    assert whole.curve[-1]["accuracy"] == accuracy(whole.averaged.eval())["accuracy"]
+    stop_after(20, monkeypatch, tmp_path, average=0.9)
+    _, resumed = run(tmp_path, average=0.9)
+    assert resumed.averaged is not None
+    assert equal(resumed.averaged, whole.averaged)
+    with pytest.raises(pg.PrivacyError, match=r"another run's: average 0.9"):
+        run(tmp_path, average=0.99)
+    with pytest.raises(pg.PrivacyError, match=r"average to be in \[0, 1\)"):
+        run(None, average=1.0)
+
+
+def test_an_average_without_memory_is_the_model():
+    model, result = run(None, average=0.0)
+    assert result.averaged is not None
+    for own, averaged in zip(model.parameters(), result.averaged.parameters(), strict=True):
+        torch.testing.assert_close(averaged, own)
+
+
 def test_a_run_that_lost_every_step_does_not_pass_for_a_trained_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stop_after(20, monkeypatch, tmp_path, seed=None)
     with pytest.raises(pg.BudgetExceededError, match="none of their results saved"):
@@ -246,7 +280,9 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
 def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
     run(tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert set(state) == {"version", "seed", "settings", "model", "optimizer", "oracle", "curve", "updates", "seconds"}
+    assert set(state) == {
+        *("version", "seed", "settings", "model", "averaged", "optimizer", "oracle", "curve", "updates", "seconds")
+    }
     assert set(state["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_noise_var"}
     assert state["oracle"] == {"step": STEPS}
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 
 from privgrad.errors import BudgetExceededError, expected, require_integer
@@ -38,7 +39,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.sampling import Collate
 from privgrad.types import Batch
 
-_CHECKPOINT_VERSION = 1
+_CHECKPOINT_VERSION = 2
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
@@ -55,6 +56,7 @@ class FitResult:
         raw_nonfinite_examples: examples of this process whose gradients were not finite and counted as zero. NOT
             private.
         ledger: the record of what was released.
+        averaged: a copy of the model with averaged weights, if asked for.
     """
 
     curve: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -63,6 +65,7 @@ class FitResult:
     examples_per_second: float = math.nan
     raw_nonfinite_examples: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    averaged: nn.Module | None = None
 
 
 def fit(
@@ -79,6 +82,7 @@ def fit(
     microbatch_size: int | None = None,
     memory_mb: float | None = None,
     collate: Collate | None = None,
+    average: float | None = None,
     evaluate: Evaluate | None = None,
     evaluations: int = 10,
     folder: str | os.PathLike[str] | None = None,
@@ -95,6 +99,8 @@ def fit(
         train_set: the private examples; see plan.batches.
         perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
         collate: as in plan.batches.
+        average: decay, in [0, 1), of an exponential moving average of the weights after each update, which is then
+            evaluated in their place and returned beside the model; 0.999 averages about the last thousand. None: none.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
             public or held-out data: what it returns is published as it is.
         evaluations: how many times to evaluate, evenly spread, the last after the last step.
@@ -112,6 +118,8 @@ def fit(
         As PrivateGradient; the checkpoint holds the model, the optimizer and the curve: post-processing, no keys.
     """
     require_integer("fit", "evaluations", evaluations, 0)
+    if average is not None and not 0 <= average < 1:
+        raise expected("fit", "average", "to be in [0, 1)", average, "0.999 is usual for a thousand steps or more")
     if not isinstance(optimizer, PrivateOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
         raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
@@ -137,10 +145,16 @@ def fit(
             "clip": repr(clip),
             "optimizer": type(optimizer).__name__,
             "options": repr(optimizer.defaults),
+            "average": repr(average),
         }
-        run = _Run(model, optimizer, oracle, FitResult(ledger=ledger), checkpoint, settings)
+        averaged = None
+        if average is not None:
+            averaged = AveragedModel(model, multi_avg_fn=cast(Any, get_ema_multi_avg_fn(average)))
+        result = FitResult(ledger=ledger, averaged=None if averaged is None else averaged.module)
+        run = _Run(model, averaged, optimizer, oracle, result, checkpoint, settings)
+        evaluated = model if result.averaged is None else result.averaged
         if evaluate is not None:
-            _evaluate(model, evaluate, oracle, 0)
+            _evaluate(evaluated, evaluate, oracle, 0)
         start = run.resume()
         batches = plan.batches(train_set, start=start, collate=collate)
         evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)}
@@ -148,7 +162,7 @@ def fit(
         def evaluate_if_due(step: int) -> None:
             missing = all(row["step"] != step for row in run.result.curve)
             if evaluate is not None and step in evaluate_at and missing:
-                run.result.curve.append(_evaluate(model, evaluate, oracle, step))
+                run.result.curve.append(_evaluate(evaluated, evaluate, oracle, step))
 
         try:
             with _progress_bar(plan, start, shown=progress) as advance:
@@ -173,6 +187,7 @@ class _Run:
     """The parts of a run that a checkpoint keeps together."""
 
     model: nn.Module
+    averaged: AveragedModel | None
     optimizer: PrivateOptimizer
     oracle: PrivateGradient
     result: FitResult
@@ -215,13 +230,15 @@ class _Run:
                 f"{self.result.updates + max(0, plan.steps - spent)} updates of {plan.steps}",
                 stacklevel=4,
             )
-        self.oracle.load_state_dict({"step": spent})
+        self.oracle.load_state_dict(self.oracle.state_dict() | {"step": spent})
 
     def update(self, batch: Batch) -> None:
         """One private step, whole: a signal in its midst would leave nothing that could be saved."""
         began, result = time.perf_counter(), self.result
         with _signals_wait():
             self.optimizer.step(grad=self.oracle(batch))
+            if self.averaged is not None:
+                self.averaged.update_parameters(self.model)
             self.made += 1
             result.updates += 1
             result.seconds += time.perf_counter() - began
@@ -247,6 +264,7 @@ class _Run:
             "seed": self.oracle.plan.seed,
             "settings": self.settings,
             "model": self.model.state_dict(),
+            "averaged": None if self.averaged is None else self.averaged.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "oracle": self.oracle.state_dict(),
             "curve": self.result.curve,
@@ -276,6 +294,8 @@ class _Run:
             if state["oracle"]["step"] > self.result.ledger.releases:
                 raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
             self.model.load_state_dict(state["model"])
+            if self.averaged is not None:
+                self.averaged.load_state_dict(state["averaged"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.oracle.load_state_dict(state["oracle"])
             self.result.curve = list(state["curve"])

@@ -115,3 +115,9 @@ def test_how_many_examples_are_taken_at_once_changes_nothing(perturb: Any, monke
 def test_a_norm_that_is_none_is_refused():
     with pytest.raises(pg.PrivacyError, match="max_grad_norm"):
         of_gradients([[1.0]], 0.0)
+
+
+def test_a_point_made_of_the_batch_itself_is_refused():
+    examples = (torch.randn(3, 2), torch.tensor([0, 1, 1]))
+    with pytest.raises(pg.PrivacyError, match="perturb to be BAM or SAT"):
+        raw_clipping_bias(nn.Linear(2, 2), loss_fn, examples, max_grad_norm=1.0, perturb=pg.perturb.RawSAM(1))

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import require_positive
+from privgrad.errors import expected, require_positive
 from privgrad.gradient.engines import LossFunction, trainable
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.perturb import Perturbation
@@ -38,7 +38,7 @@ def raw_clipping_bias(
         "raw_along" a and "raw_across" |c|; "raw_cosine" of s with g; "raw_ascent" mean of the cosines of g_i with g;
         with `released` also "raw_released", its cosine with g. Cosines are nan where a vector is zero.
     Raises:
-        PrivacyError: C is not positive.
+        PrivacyError: C is not positive, or perturb asks for the mean gradient itself.
     Reference:
         The paper on BAM, theorem 1 and figures 2, 4, 5, 6. Deviation: M_i is as above, where they print its inverse;
         and their lemma 2, that shorter gradients always mean less bias, is false: 3 and -3 at C = 1 have none, 3 and
@@ -50,10 +50,11 @@ def raw_clipping_bias(
     count, size = count_examples(examples), engine.microbatch_size(examples)
     # Sums of g_i, of its clipped form and of g_i / |g_i|: all else follows from the three.
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
-    with chosen.at(0, parameters, dict[str, Tensor]):
+    radius = chosen.radius(0)
+    with chosen.at(radius, parameters, _refuse):
         for start in range(0, count, size):
             part = map_examples(itemgetter(slice(start, start + size)), examples)
-            factors = chosen.gradients(engine, part, 0)
+            factors = chosen.gradients(engine, part, radius)
             norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
             weights_B = (torch.ones_like(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1), 1 / norm_B)
             for total, weight_B in zip(sums, weights_B, strict=True):
@@ -75,6 +76,10 @@ def raw_clipping_bias(
     if released is not None:
         found["raw_released"] = _cosine(_flat({name: released.values[name].double() for name in parameters}), g)
     return found
+
+
+def _refuse() -> dict[str, Tensor]:
+    raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", "RawSAM", "take the gradients there yourself")
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:

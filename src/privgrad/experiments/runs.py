@@ -223,6 +223,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         memory_mb=spec.run.memory_mb,
         evaluate=lambda model: measure(model, data.validation if validated else data.test, data),
         evaluations=spec.run.evaluations,
+        average=spec.run.average,
         folder=out / "runs" / run.name,
         progress=progress,
     )
@@ -235,7 +236,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     record = _record(run, plan, data, result, optimizer, validated=validated)
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss:
-        record["raw_train_loss"] = float(outcomes(model, data.train, data)[0].mean())
+        record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())
     return record
 
 

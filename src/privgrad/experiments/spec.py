@@ -252,11 +252,15 @@ class TuningTable(_Table):
 
 
 class RunTable(_Table):
-    """What decides speed and how much is shown; research seeds of a comparison; randomly moved views of each image."""
+    """What decides speed and how much is shown; research seeds of a comparison; randomly moved views of each image.
+
+    `average`: decay of an average of the weights, which is what is then measured.
+    """
 
     seeds: list[int] = Field(default=[0], min_length=1)
     evaluations: int = Field(default=10, ge=1)
     views: int = Field(default=1, ge=1)
+    average: float | None = Field(default=None, ge=0, lt=1)
     engine: Literal["hooks", "vmap"] = "hooks"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)
