@@ -6,30 +6,28 @@ The backward asks for the gradients at the outputs of layers only, so that no we
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.audit import PROBED, checksums_of, doubled, few_of, norm_of, require_single, require_unwritten
 from privgrad.gradient.capture import (
     REMEDY,
     Capture,
     Layout,
     OtherCallsError,
-    Tap,
     find_layout,
     misplaced,
     mixes,
     refused,
     units,
-    written_to,
 )
-from privgrad.gradient.checks import evaluating, gradients
+from privgrad.gradient.checks import evaluating
+from privgrad.gradient.curvature import with_curvature
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
 from privgrad.gradient.factors import Factor, Pulled
 from privgrad.gradient.moves import Moves
@@ -38,7 +36,6 @@ from privgrad.gradient.rules import find_rule
 from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
-_PROBED = 3  # examples of the audit
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05  # of the audit, relative
 
 
@@ -141,7 +138,7 @@ class Hooks:
         Raises:
             UnsupportedModuleError: they differ, or a parameter is used outside of a unit.
         """
-        few = _few(examples)
+        few = few_of(examples)
         try:
             self._audit(few)
         except UnsupportedModuleError as refusal:
@@ -155,48 +152,30 @@ class Hooks:
         """What a check finds in double precision, if nothing to refuse: rounding may have moved a maximum's place."""
         try:
             twin = Hooks(copy.deepcopy(self._model).double(), self._loss_fn)
-            check(twin, map_examples(_doubled, few))
+            check(twin, map_examples(doubled, few))
         except Exception:  # a loss that takes single precision only, say
             raise refusal from None
         return twin
 
     def _audit(self, few: Any) -> None:
-        checksums = _checksums(self._model)
+        checksums = checksums_of(self._model)
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
             found = self._factors(few)
-            # Room for a ReLU at its kink, and for the rounding of half precision where there is any.
-            tolerance = _TOLERANCE_HALF if self._half else _TOLERANCE
-            _require_unwritten(self._model, checksums)
-            for index in range(_PROBED):
-                part = map_examples(itemgetter(slice(index, index + 1)), few)
-                self._require_that_of_one(found, index, gradients(self._model, self._loss_fn, part), tolerance)
+            tolerance = self._tolerance
+            require_unwritten(self._model, checksums)
+            require_single(self._model, self._loss_fn, few, found, tolerance)
         self._reached = set(found)
         if self._model.training:
             layouts = self._layouts
             self._require_apart_in_training(few, tolerance)
             self._layouts = layouts
-        _require_unwritten(self._model, checksums)
+        require_unwritten(self._model, checksums)
 
-    def _require_that_of_one(
-        self,
-        found: Mapping[str, Factor],
-        index: int,
-        single: Mapping[str, Tensor],
-        tolerance: float,
-    ) -> None:
-        """Row `index` of the factors is the gradient of that example alone."""
-        whole = sum(_norm(wanted) ** 2 for wanted in single.values()) ** 0.5
-        for name in trainable(self._model):
-            wanted = single[name]
-            got = found[name][index : index + 1].dense()[0] if name in found else torch.zeros_like(wanted)
-            # What is not finite compares as false: such an example contributes zero anyway.
-            if _norm(got - wanted) > tolerance * (_norm(wanted) + 0.1 * whole):
-                remedy = (
-                    "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
-                    f"rule for this layer or the next, correct it; or {REMEDY}"
-                )
-                raise refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
+    @property
+    def _tolerance(self) -> float:
+        """Room for a ReLU at its kink, and for the rounding of half precision where there is any."""
+        return _TOLERANCE_HALF if self._half else _TOLERANCE
 
     def _require_apart_in_training(self, few: Any, tolerance: float) -> None:
         """With the same random draws, an example's gradient may not move when the others are exchanged."""
@@ -218,7 +197,7 @@ class Hooks:
             beside_one, beside_other = factors_of(one), factors_of(other)
             for name in beside_one.keys() & beside_other.keys():
                 here, there = beside_one[name], beside_other[name]
-                moved = _norm(here[kept : kept + 1].dense() - there[kept : kept + 1].dense())
+                moved = norm_of(here[kept : kept + 1].dense() - there[kept : kept + 1].dense())
                 if moved > tolerance * float(here.norms().sum() + there.norms().sum()):
                     remedy = f"keep examples apart in training mode too, or {REMEDY}"
                     raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
@@ -236,7 +215,7 @@ class Hooks:
 
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
         """As `audit`, for the gradients of `moved`."""
-        few = _few(examples)
+        few = few_of(examples)
 
         def in_double(twin: Hooks, few: Any) -> None:
             twin._audit(few)
@@ -249,7 +228,7 @@ class Hooks:
             self._moved[exact] = self._cleared_in_double(few, refusal, in_double)._moved[exact]
 
     def _check_moved(self, few: Any, radius: float, *, exact: bool) -> None:
-        checksums = _checksums(self._model)
+        checksums = checksums_of(self._model)
         whole = self._whole | {path for path, module in units(self._model) if not _moves_cheaply(module, exact)}
         self._moved[exact] = (self._learn_layouts(few, whole), whole)
         try:
@@ -260,19 +239,14 @@ class Hooks:
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (Embedding and a sum, for EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
-        _require_unwritten(self._model, checksums)
+        require_unwritten(self._model, checksums)
 
     def _require_moved_alike(self, few: Any, radius: float, *, exact: bool) -> None:
         """What `moved` finds for a few examples is what each gives alone."""
         first = self._factors(few)
         moves = self._moves(first, radius, exact=exact)
         found = self._factors(few, moves)
-        ids = {name: id(parameter) for name, parameter in trainable(self._model).items()}
-        for index in range(_PROBED):
-            part, share = map_examples(itemgetter(slice(index, index + 1)), few), float(moves.share[index])
-            along = {name: share * moves.factors[ids[name]][index : index + 1].dense()[0] for name in first}
-            single = gradients(self._model, self._loss_fn, part, along=along, exact=exact)
-            self._require_that_of_one(found, index, single, _TOLERANCE_HALF if self._half else _TOLERANCE)
+        require_single(self._model, self._loss_fn, few, found, self._tolerance, moves)
 
     def _require_same_draws(self, few: Any, *, exact: bool) -> None:
         """Moved by nothing, and with the same random draws, the second pass finds what the first does."""
@@ -281,15 +255,15 @@ class Hooks:
         with seeded(self._calls):
             second = self._factors(few, self._moves(first, 0.0, exact=exact))
         for name, factor in first.items():
-            change = _norm(second[name].dense() - factor.dense()) if name in second else math.inf
-            if change > (_TOLERANCE_HALF if self._half else _TOLERANCE) * float(factor.norms().sum()):
+            change = norm_of(second[name].dense() - factor.dense()) if name in second else math.inf
+            if change > self._tolerance * float(factor.norms().sum()):
                 got, remedy = "others", f"use single layers with nn.Dropout between them, or {REMEDY}"
                 raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
     def _learn_layouts(self, few: Any, whole: set[str] | None = None) -> list[tuple[str, Layout]]:
         """Compare two batch sizes: a dimension that grows with the batch holds examples."""
         whole = self._whole if whole is None else whole
-        sizes, captures = (_PROBED, _PROBED - 1), list[Capture]()
+        sizes, captures = (PROBED, PROBED - 1), list[Capture]()
         for size in sizes:
             captures.append(capture := Capture(self._model, None, size, whole))
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
@@ -319,7 +293,7 @@ class Hooks:
             if not edges or not losses.requires_grad:
                 return {}
             if exact:
-                grads, more = _with_curvature(losses, capture.taps)
+                grads, more = with_curvature(losses, capture.taps)
             else:
                 # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
                 grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
@@ -361,72 +335,8 @@ def _moves_cheaply(unit: nn.Module, exact: bool) -> bool:
     return not exact or (rule.is_bilinear and not parametrize.is_parametrized(unit))
 
 
-def _with_curvature(losses: Tensor, taps: Sequence[Tap]) -> tuple[list[Tensor | None], list[Mapping[Tensor, Factor]]]:
-    """Gradients at the taps, with what curvature adds to them; and what it adds by way of the taps' sources.
-
-    Computes: with b the gradient at a tap's output and x its source, phi = sum <b, delta(x)> is each example's
-    <g_i, v_i>, v_i the move. Its gradient is H_i v_i; and a layer's weight takes part twice: in the forward pass, where
-    it meets (x, d phi / d output), and in the backward pass, where it meets (d phi / d (gradient of x), b).
-    """
-    sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
-    edges = [tap.edge for tap in taps]
-    grads = torch.autograd.grad(losses.sum(), [*edges, *sources], create_graph=True, allow_unused=True)
-    first = cast("list[Tensor | None]", list(grads[: len(taps)]))
-    of_sources = iter(cast("list[Tensor | None]", list(grads[len(taps) :])))
-    backward = [next(of_sources) if tap.source is not None else None for tap in taps]
-    parts = [
-        (grad * tap.delta()).sum() for tap, grad in zip(taps, first, strict=True) if tap.delta and grad is not None
-    ]
-    phi = torch.stack(parts).sum() if parts else losses.new_zeros(())
-    if not phi.requires_grad:
-        return [None if grad is None else grad.detach() for grad in first], [{} for _ in taps]
-    inner = [get_gradient_edge(grad) for grad in backward if grad is not None and grad.requires_grad]
-    second = torch.autograd.grad(phi, [*edges, *inner], allow_unused=True)
-    moved = cast("list[Tensor | None]", list(second[: len(taps)]))
-    of_inner = iter(cast("list[Tensor | None]", list(second[len(taps) :])))
-    more: list[Mapping[Tensor, Factor]] = []
-    for tap, grad, back in zip(taps, first, backward, strict=True):
-        curved = next(of_inner) if back is not None and back.requires_grad else None
-        more.append({} if grad is None or curved is None else tap.factors(grad.detach(), curved))
-    total = [
-        None if grad is None else grad.detach() if add is None else grad.detach() + add
-        for grad, add in zip(first, moved, strict=True)
-    ]
-    return total, more
-
-
 def _depends_on_examples(error: OtherCallsError) -> UnsupportedModuleError:
     return refused("the calls of layers", "not to depend on the examples", error.path, REMEDY)
-
-
-def _few(examples: Any) -> Any:
-    """The first examples; repeated, or filled up with zeros, where there are too few."""
-    size = count_examples(examples)
-    few = map_examples(itemgetter(slice(0, _PROBED)), examples)
-    return few if size >= _PROBED else map_examples(partial(_filled, missing=_PROBED - size), few)
-
-
-def _norm(x: Tensor) -> float:
-    return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
-
-
-def _require_unwritten(model: nn.Module, checksums: list[str]) -> None:
-    if _checksums(model) != checksums:
-        raise written_to("other values")
-
-
-def _checksums(model: nn.Module) -> list[str]:
-    """Two numbers a parameter, that tell whether it was written, even past autograd's own count."""
-    with torch.no_grad():
-        return [f"{float(p.sum(dtype=torch.float64))!r} {_norm(p.detach())!r}" for p in model.parameters()]
-
-
-def _doubled(leaf: Tensor) -> Tensor:
-    return leaf.double() if leaf.is_floating_point() else leaf
-
-
-def _filled(leaf: Tensor, *, missing: int) -> Tensor:
-    return torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])])
 
 
 def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:

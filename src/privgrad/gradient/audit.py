@@ -1,0 +1,79 @@
+"""What the fast engine goes by, tried on a few examples: that their gradients are those of each alone."""
+
+from collections.abc import Mapping
+from functools import partial
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.gradient.capture import REMEDY, refused, written_to
+from privgrad.gradient.checks import gradients
+from privgrad.gradient.engines import LossFunction, trainable
+from privgrad.gradient.factors import Factor
+from privgrad.gradient.moves import Moves
+from privgrad.types import count_examples, map_examples
+
+PROBED = 3  # examples
+
+
+def few_of(examples: Any) -> Any:
+    """The first examples; repeated, or filled up with zeros, where there are too few."""
+    size = count_examples(examples)
+    few = map_examples(itemgetter(slice(0, PROBED)), examples)
+    return few if size >= PROBED else map_examples(partial(_filled, missing=PROBED - size), few)
+
+
+def require_single(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    few: Any,
+    found: Mapping[str, Factor],
+    tolerance: float,
+    moves: Moves | None = None,
+) -> None:
+    """Each row of the factors is the gradient of that example alone, at its own moved point if there are moves.
+
+    Raises:
+        UnsupportedModuleError: the name of a parameter for which it is not, by more than the relative tolerance.
+    """
+    parameters = trainable(model)
+    for index in range(PROBED):
+        row = slice(index, index + 1)
+        along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
+        exact = moves is not None and moves.exact
+        single = gradients(model, loss_fn, map_examples(itemgetter(row), few), along=along, exact=exact)
+        whole = sum(norm_of(wanted) ** 2 for wanted in single.values()) ** 0.5
+        for name, wanted in single.items():
+            got = found[name][row].dense()[0] if name in found else torch.zeros_like(wanted)
+            # What is not finite compares as false: such an example contributes zero anyway.
+            if norm_of(got - wanted) > tolerance * (norm_of(wanted) + 0.1 * whole):
+                remedy = (
+                    "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
+                    f"rule for this layer or the next, correct it; or {REMEDY}"
+                )
+                raise refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
+
+
+def norm_of(x: Tensor) -> float:
+    return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
+
+
+def require_unwritten(model: nn.Module, checksums: list[str]) -> None:
+    if checksums_of(model) != checksums:
+        raise written_to("other values")
+
+
+def checksums_of(model: nn.Module) -> list[str]:
+    """Two numbers a parameter, that tell whether it was written, even past autograd's own count."""
+    with torch.no_grad():
+        return [f"{float(p.sum(dtype=torch.float64))!r} {norm_of(p.detach())!r}" for p in model.parameters()]
+
+
+def doubled(leaf: Tensor) -> Tensor:
+    return leaf.double() if leaf.is_floating_point() else leaf
+
+
+def _filled(leaf: Tensor, *, missing: int) -> Tensor:
+    return torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])])
