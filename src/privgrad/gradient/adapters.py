@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.gradient.attention import attention_forward
-from privgrad.gradient.factors import Dense, Factor, Outer, Placed, wide
+from privgrad.gradient.factors import Dense, Factor, Outer, Placed
+from privgrad.gradient.norms import wide
 from privgrad.gradient.recurrent import recurrent_forward
 
 # (tensor of the graph, gradient of the tensor -> factors by parameter)

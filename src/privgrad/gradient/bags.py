@@ -9,7 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Rows, hidden, kept, norms_of, unit, wide
+from privgrad.gradient.factors import Factor
+from privgrad.gradient.norms import hidden, kept, norms_of, unit, wide
+from privgrad.gradient.tables import Rows
 
 
 class Bags(Factor):

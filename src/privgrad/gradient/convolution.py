@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Dense, Factor, Outer, cached, kept, largest_scale, place_norms, wide
+from privgrad.gradient.factors import Dense, Factor, Outer, largest_scale
+from privgrad.gradient.norms import cached, kept, place_norms, wide
 
 _FEW = 64  # places
 

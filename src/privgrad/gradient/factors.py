@@ -10,12 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from privgrad.gradient.norms import TINY, cached, hidden, kept, long_norms, norms_of, place_norms, unit, wide
 from privgrad.threads import blocks
 
-_BLOCK = 1024  # float32 entries summed before they are joined in float64
-_CACHED = 1 << 20  # floats of scratch that stay in a core's cache while they are scaled and summed
-_TINY = 1e-15  # the square of a norm below this loses digits in float32
-_HIDDEN = 1e-12  # below this share of its bound, a norm from squares in float32 is measured again
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
 
 
@@ -236,7 +233,7 @@ class Outer(Factor):
         return (a_BI @ a_BI.mT) * (b_BO @ b_BO.mT)
 
     def merge(self, parts: int) -> "Outer":
-        return Outer(_merged(self.a_BTI, parts), _merged(self.b_BTO, parts))
+        return Outer(merged(self.a_BTI, parts), merged(self.b_BTO, parts))
 
     def __add__(self, other: Factor) -> Factor:
         if isinstance(other, Outer):
@@ -281,7 +278,7 @@ class Outer(Factor):
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from the clipping.
         hidden_B = square_B <= _CANCELLED * bound_B.square()
-        hidden_B |= (((a_BT < _TINY) & (b_BT > 1)) | ((b_BT < _TINY) & (a_BT > 1))).any(1)
+        hidden_B |= (((a_BT < TINY) & (b_BT > 1)) | ((b_BT < TINY) & (a_BT > 1))).any(1)
         norm_B = square_B.clamp(min=0).sqrt()
         again = hidden_B.nonzero()[:, 0]
         if len(again) > 0:
@@ -296,78 +293,6 @@ class Outer(Factor):
         b_BO, b_B = unit(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
         return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
-
-
-class Rows(Factor):
-    """An embedding table: g_i adds r_it to row ids_it, for every t.
-
-    Args:
-        ids_BT: integer, shape (B, T).
-        r_BTD: gradients of the rows read, shape (B, T, D).
-        rows: number of rows V of the table, shape (V, D).
-    """
-
-    def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
-        super().__init__(len(ids_BT), torch.Size((rows, r_BTD.shape[2])))
-        self.ids_BT, self.r_BTD = ids_BT.long(), wide(r_BTD)
-
-    def __getitem__(self, examples: slice) -> "Rows":
-        return Rows(self.ids_BT[examples], self.r_BTD[examples], self.shape[0])
-
-    def dense(self) -> Tensor:
-        rows, width = self.shape
-        out = self.r_BTD.new_zeros(self.examples * rows, width)
-        return out.index_add_(0, self._keys(), self.r_BTD.flatten(0, 1)).view(-1, rows, width)
-
-    def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        total = self.r_BTD.new_zeros(self.shape)
-        self.add_weighted_sum(total, weight_B)
-        return total
-
-    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
-        r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
-        total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
-
-    def apply(self, x_BTI: Tensor) -> Tensor:
-        products_BTS = x_BTI @ self.r_BTD.mT
-        ids_BTS = self.ids_BT[:, None].expand_as(products_BTS)
-        return x_BTI.new_zeros(*x_BTI.shape[:2], self.shape[0]).scatter_add(2, ids_BTS, products_BTS)
-
-    def read(self, ids_BT: Tensor) -> Tensor:
-        return (ids_BT[:, :, None] == self.ids_BT[:, None]).to(self.r_BTD.dtype) @ self.r_BTD
-
-    def keep(self, kept_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, kept(self.r_BTD, kept_B), self.shape[0])
-
-    def merge(self, parts: int) -> "Rows":
-        ids_BT = self.ids_BT.reshape(self.examples // parts, -1)
-        return Rows(ids_BT, _merged(self.r_BTD, parts), self.shape[0])
-
-    def __add__(self, other: Factor) -> Factor:
-        if isinstance(other, Rows):
-            ids_BT = torch.cat([self.ids_BT, other.ids_BT], 1)
-            return Rows(ids_BT, torch.cat([self.r_BTD, other.r_BTD], 1), self.shape[0])
-        if isinstance(other, Outer):
-            return TiedTable(other, self)
-        return super().__add__(other)
-
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
-        return place_norms(r_BTD).sum(1)
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """Repeated ids of an example are added up first; then each touched row counts once."""
-        keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
-        merged = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
-        if inverse_scales is not None:
-            merged *= inverse_scales[keys % self.shape[0]]
-        square = _long_norms(merged).square()
-        return square.new_zeros(self.examples).index_add_(0, keys // self.shape[0], square).sqrt()
-
-    def _keys(self) -> Tensor:
-        """One number for every (example, id), shape (B T,)."""
-        example_B = torch.arange(self.examples, device=self.ids_BT.device)
-        return (self.ids_BT + example_B[:, None] * self.shape[0]).flatten()
 
 
 class Sum(Factor):
@@ -410,51 +335,6 @@ class Sum(Factor):
             if type(part) is type(other):
                 return Sum([*self.parts[:index], part + other, *self.parts[index + 1 :]])
         return Sum([*self.parts, other])
-
-
-class TiedTable(Sum):
-    """An embedding table that is also the output layer: Outer + Rows, without a table an example.
-
-    Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s).
-
-    Args:
-        outer: the output layer.
-        rows: the table.
-    """
-
-    def __init__(self, outer: Outer, rows: Rows) -> None:
-        super().__init__([outer, rows])
-        self.outer, self.rows = outer, rows
-
-    def __getitem__(self, examples: slice) -> "TiedTable":
-        return TiedTable(self.outer[examples], self.rows[examples])
-
-    def keep(self, kept_B: Tensor) -> "TiedTable":
-        return TiedTable(self.outer.keep(kept_B), self.rows.keep(kept_B))
-
-    def __add__(self, other: Factor) -> Factor:
-        if isinstance(other, Outer):
-            return TiedTable(cast(Outer, self.outer + other), self.rows)
-        if isinstance(other, Rows):
-            return TiedTable(self.outer, cast(Rows, self.rows + other))
-        return super().__add__(other)
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        parts_B = torch.stack([self.outer.norms(inverse_scales), self.rows.norms(inverse_scales)])
-        square_B = parts_B.square().sum(0) + 2 * torch.cat(
-            [cast(TiedTable, part)._inner_products(inverse_scales) for part in self._split(1)]
-        )
-        norm_B = square_B.clamp(min=0).sqrt()
-        for index in cast("list[int]", cancelled(square_B, parts_B.sum(0)).nonzero()[:, 0].tolist()):
-            norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
-        return norm_B
-
-    def _inner_products(self, inverse_scales: Tensor | None) -> Tensor:
-        ids_BS, r_BSD = self.rows.ids_BT, self.rows.r_BTD
-        if inverse_scales is not None:
-            r_BSD = r_BSD * inverse_scales[ids_BS].square()
-        b_BTS = self.outer.b_BTO.gather(2, ids_BS[:, None].expand(-1, self.outer.b_BTO.shape[1], -1))
-        return (b_BTS * (self.outer.a_BTI @ r_BSD.mT)).sum((1, 2), dtype=torch.float64)
 
 
 class Placed(Factor):
@@ -500,7 +380,7 @@ class Placed(Factor):
             return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
 
         norms = [part.norms(scales(row, part)) for row, part in self.parts]
-        return _long_norms(torch.stack(norms, dim=1))
+        return long_norms(torch.stack(norms, dim=1))
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         return largest_scale(inverse_scales) * _total([terms_of(part, None) for _, part in self.parts])
@@ -556,24 +436,9 @@ class Pulled(Factor):
         )[0]
 
 
-def cached(floats: int) -> int:
-    """How many examples of that many floats stay in a core's cache together, at least one."""
-    return max(1, _CACHED // max(1, floats))
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """In float32, or wider if it was."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _merged(x: Tensor, parts: int) -> Tensor:
+def merged(x: Tensor, parts: int) -> Tensor:
     """(B parts, T, D) -> (B, parts T, D)."""
     return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
-
-
-def kept(x: Tensor, kept_B: Tensor) -> Tensor:
-    """x with zeros for every example that is not kept."""
-    return torch.where(kept_B.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
 def _total(tensors: list[Tensor]) -> Tensor:
@@ -597,61 +462,3 @@ def largest_scale(inverse_scales: Tensor | None) -> float:
 def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Which squared norms are so small a share of their terms that rounding hides them."""
     return square_B < _CANCELLED * terms_B.square()
-
-
-def hidden(norm_B: Tensor, bound_B: Tensor) -> list[int]:
-    """Which norms are so small a share of their bound, or not finite, that squares in float32 may have hidden them."""
-    lost_B = (norm_B < _HIDDEN * bound_B) | ~torch.isfinite(norm_B)
-    return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
-
-
-def unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(x over its largest entry in each row, that entry in float64)."""
-    largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
-    largest = torch.where(largest > 0, largest, 1.0)
-    return x / largest, largest[:, 0].double()
-
-
-def _long_norms(x: Tensor) -> Tensor:
-    """Norm over the last dimension, summed in float64: nothing overflows, underflows or is lost in the sum."""
-    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
-
-
-def short_norms(x: Tensor) -> Tensor:
-    """Norm over the last dimension, in its own precision."""
-    return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
-
-
-def place_norms(x: Tensor) -> Tensor:
-    """As short_norms, in float64, and right where squares in float32 under- or overflow."""
-    norms = short_norms(x).double()
-    lost = (norms < _TINY) | ~torch.isfinite(norms)
-    if bool(lost.any()):
-        norms[lost] = _long_norms(x[lost])
-    return norms
-
-
-def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
-    """Norm of each example's gradient, shape (B,), float64.
-
-    Short float32 sums, joined in float64: one long float32 sum understates the norm of a gradient with many small
-    entries, by 2 % at 1e8 parameters, and a float64 copy of the gradients costs half of their computation.
-    """
-    if inverse_scales is not None:
-        grads_BP = grads_BP * inverse_scales
-    grads_BP = grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
-    norm_B = _blockwise_norms(grads_BP)
-    # Squares of entries below 1e-19 vanish in float32: rows of such once more.
-    if len(norm_B) > 0 and float(norm_B.min()) < _TINY:
-        tiny = (norm_B < _TINY).nonzero()[:, 0]
-        norm_B[tiny] = _long_norms(grads_BP[tiny])
-    return norm_B
-
-
-def _blockwise_norms(grads_BP: Tensor) -> Tensor:
-    whole = grads_BP.shape[1] // _BLOCK
-    if whole == 0:
-        return short_norms(grads_BP).double()
-    blocks = grads_BP[:, : whole * _BLOCK].reshape(len(grads_BP), whole, _BLOCK)
-    parts = [short_norms(blocks), short_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
-    return _long_norms(torch.cat(parts, dim=1))

@@ -13,7 +13,8 @@ from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
 
 from privgrad.gradient.convolution import Geometry, convolve
-from privgrad.gradient.factors import Dense, Factor, cached
+from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient.norms import cached
 
 
 @dataclass(frozen=True)

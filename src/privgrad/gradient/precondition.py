@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.engines import trainable
-from privgrad.gradient.factors import wide
+from privgrad.gradient.norms import wide
 from privgrad.gradient.public import PublicGradient
 from privgrad.threads import blocks
 from privgrad.types import Scales

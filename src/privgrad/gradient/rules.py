@@ -15,8 +15,10 @@ from torch.nn.utils import parametrize
 from privgrad.errors import expected
 from privgrad.gradient.bags import Bags
 from privgrad.gradient.convolution import Convolution, Geometry, convolve
-from privgrad.gradient.factors import Dense, Factor, Outer, Rows, cached, wide
+from privgrad.gradient.factors import Dense, Factor, Outer
 from privgrad.gradient.moves import Move
+from privgrad.gradient.norms import cached, wide
+from privgrad.gradient.tables import Rows
 
 
 class Rule(ABC):

@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Dense, Factor, cancelled, short_norms, terms_of, wide
+from privgrad.gradient.factors import Dense, Factor, cancelled, terms_of
+from privgrad.gradient.norms import short_norms, wide
 
 
 class Shifted(Factor):
