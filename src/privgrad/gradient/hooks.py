@@ -254,9 +254,10 @@ class Hooks:
             first = self._factors(few)
         with seeded(self._calls):
             second = self._factors(few, self._moves(first, 0.0, exact=exact))
+        scale = self._tolerance * sum(float(factor.norms().sum()) for factor in first.values())
         for name, factor in first.items():
             change = norm_of(second[name].dense() - factor.dense()) if name in second else math.inf
-            if change > self._tolerance * float(factor.norms().sum()):
+            if change > scale:
                 got, remedy = "others", f"use single layers with nn.Dropout between them, or {REMEDY}"
                 raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
