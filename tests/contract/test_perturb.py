@@ -408,15 +408,15 @@ def test_half_precision(engine: Any, dtype: torch.dtype):
         torch.testing.assert_close(found[name].double(), value, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["sam", "exact"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_other_masks_in_the_second_pass_are_refused(kind: Any, exact: bool):
+def test_other_masks_in_the_second_pass_are_refused(kind: Any):
     torch.manual_seed(0)
     model = LastState(kind(5, 4, num_layers=2, dropout=0.5, batch_first=True)).double()
     x = torch.randn(6, 3, 5).double()
     with pytest.raises(UnsupportedModuleError, match=r"random draws.*the same in both passes.*nn.Dropout between"):
-        Hooks(model, losses_of).moved(x, RADIUS, exact=exact)
-    Hooks(model.eval(), losses_of).moved(x, RADIUS, exact=exact)
+        Hooks(model, losses_of).moved(x, RADIUS, exact=False)
+    Hooks(model, losses_of).moved(x, RADIUS, exact=True)  # which has one forward pass
+    Hooks(model.eval(), losses_of).moved(x, RADIUS, exact=False)
 
 
 class LastState(nn.Module):

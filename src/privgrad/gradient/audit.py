@@ -32,8 +32,10 @@ def require_single(
     found: Mapping[str, Factor],
     tolerance: float,
     moves: Moves | None = None,
+    *,
+    exact: bool = False,
 ) -> None:
-    """Each row of the factors is the gradient of that example alone, at its own moved point if there are moves.
+    """Each row of the factors is the gradient of that example alone, moved as `gradients` says if there are moves.
 
     Raises:
         UnsupportedModuleError: the name of a parameter for which it is not, by more than the relative tolerance.
@@ -42,7 +44,6 @@ def require_single(
     for index in range(PROBED):
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        exact = moves is not None and moves.exact
         single = gradients(model, loss_fn, map_examples(itemgetter(row), few), along=along, exact=exact)
         whole = sum(norm_of(wanted) ** 2 for wanted in single.values()) ** 0.5
         for name, wanted in single.items():

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -42,7 +41,7 @@ class Tap:
     # Of the gradient; for curvature of (gradient, what stands for the input).
     factors: Callable[..., Mapping[Tensor, Factor]]
     inputs: list[tuple[Tensor, int]]  # with their version when they were used
-    delta: Callable[[], Tensor] | None = None  # what moving the parameters would add here; for curvature
+    delta: Callable[[Moves], Tensor | None] | None = None  # what moving the parameters would add here; for curvature
     source: Tensor | None = None  # the input, where gradients flow on to it; for curvature
 
 
@@ -70,8 +69,11 @@ class Capture:
         size: int,
         whole: set[str],
         moves: Moves | None = None,
+        *,
+        curved: bool = False,
     ) -> None:
         self._model, self._layouts, self._size, self._whole, self._moves = model, layouts, size, whole, moves
+        self._curved = curved  # whether what curvature needs is noted
         self.by_products = set[str]()
         self.taps: list[Tap] = []
         self.calls: list[Call] = []
@@ -146,7 +148,7 @@ class Capture:
         factors: Callable[..., Mapping[Tensor, Factor]],
         *,
         inputs: Sequence[Tensor],
-        delta: Callable[[], Tensor] | None = None,
+        delta: Callable[[Moves], Tensor | None] | None = None,
         source: Tensor | None = None,
     ) -> Tensor:
         """Note the tensor's place in the graph; return it, or what to go on with."""
@@ -186,11 +188,9 @@ class Capture:
                 raise misplaced(path)
         moves = self._moves.of(weights) if self._moves else {}
         moves |= {name: own.move(weights[name]) for name, own in each.items()}
-        exact = self._moves is not None and self._moves.exact
-        if exact and x.requires_grad:
+        if self._curved and x.requires_grad:
             x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a place in the graph that is this layer's alone
-        moving = moves and not exact
-        output = rule.moved(layer, stand_ins, moves, x) if moving else rule.forward(layer, stand_ins, x)
+        output = rule.moved(layer, stand_ins, moves, x) if moves else rule.forward(layer, stand_ins, x)
         self._note(path, [x, output])
         if layout is None:
             return output
@@ -209,10 +209,13 @@ class Capture:
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
-        if not exact:
+        def delta(moves: Moves) -> Tensor | None:
+            found = moves.of(weights)
+            return rule.delta(layer, found, x) if found else None
+
+        if not self._curved:
             return self._tap(path, output, factors, inputs=[x])
-        delta, source = partial(rule.delta, layer, moves, x) if moves else None, x if x.requires_grad else None
-        return self._tap(path, output, factors, inputs=[x], delta=delta, source=source)
+        return self._tap(path, output, factors, inputs=[x], delta=delta, source=x if x.requires_grad else None)
 
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
@@ -258,10 +261,9 @@ class Capture:
         mapped = [self._split(path, x, place) for x, place in zip(tensors, places, strict=True)]
         dims = tuple(None if place is None else place[0] for place in places)
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        moved = {name: move.dense() for name, move in (self._moves.of(own) if self._moves else {}).items()}
+        moves = self._moves.of(own) if self._moves else {}
         copies = {name: p.detach().expand(self._size, *p.shape) for name, p in own.items()}
-        if self._moves is not None and not self._moves.exact:
-            copies |= {name: copies[name] + by.to(copies[name].dtype) for name, by in moved.items()}
+        copies |= {name: move.added_to(own[name].detach()) for name, move in moves.items()}
         copies = {name: copy.requires_grad_() for name, copy in copies.items()}
         rest = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
         unit = _Unit(module, original)
@@ -292,7 +294,7 @@ class Capture:
         output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
         self._note(path, [*tensors, *_tensors(output)])
         for name, parameter in own.items():
-            delta = partial(itemgetter(name), moved) if name in moved else None
+            delta = partial(_move_of, parameter)
             self._tap(path, copies[name], partial(_written_out, parameter), inputs=[], delta=delta)
         return output
 
@@ -363,6 +365,11 @@ def _pulled(factor: Factor, weight: Tensor) -> dict[Tensor, Factor]:
     """By what the weight is computed from; of the weight itself, if it is not computed."""
     leaves = {id(source): source for source in sources([weight])}.values()
     return {leaf: factor if leaf is weight else Pulled(factor, weight, leaf) for leaf in leaves}
+
+
+def _move_of(parameter: Tensor, moves: Moves) -> Tensor | None:
+    move = moves.of({"": parameter}).get("")
+    return None if move is None else move.dense()
 
 
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:

@@ -144,7 +144,10 @@ def gradients(
     points = {} if exact else {own[name]: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
     # The model's own parameters too: checkpointed parts compute again from them.
     with replaced(points), torch.enable_grad(), differentiable(twice=exact):
-        parameters = {name: p.detach().clone().requires_grad_() for name, p in own.items()}
+        # Moved parameters are the audit's own; others are copied, for a forward pass may write to them.
+        parameters = {
+            name: (p.detach() if p in points else p.detach().clone()).requires_grad_() for name, p in own.items()
+        }
         leaves = list(parameters.values())
         total = _losses(model, loss_fn, examples, parameters).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=exact)
@@ -192,9 +195,10 @@ def _losses(
     *,
     seed: int = 0,
 ) -> Tensor:
-    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given = parameters or {}
+    copies = {name: p.detach().clone() for name, p in model.named_parameters() if name not in given}
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state = {f"model.{name}": tensor for name, tensor in {**copies, **(parameters or {})}.items()}
+    state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
     # Compiled code keeps no graph to differentiate twice.
     with seeded(seed), preserved(model), torch.compiler.set_stance("force_eager"):
         losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))

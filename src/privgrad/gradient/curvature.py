@@ -1,6 +1,7 @@
 """The Hessian's product with each example's own move, by a backward pass through the backward pass."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -9,37 +10,56 @@ from torch.autograd.graph import get_gradient_edge
 
 from privgrad.gradient.capture import Tap
 from privgrad.gradient.factors import Factor
+from privgrad.gradient.moves import Moves
 
 
-def with_curvature(losses: Tensor, taps: Sequence[Tap]) -> tuple[list[Tensor | None], list[Mapping[Tensor, Factor]]]:
+@dataclass(frozen=True)
+class Backward:
+    """A backward pass that can be differentiated: gradients at the taps and of their sources; None: not reached."""
+
+    taps: Sequence[Tap]
+    grads: Sequence[Tensor | None]
+    of_sources: Sequence[Tensor | None]
+
+    @property
+    def detached(self) -> list[Tensor | None]:
+        """The gradients at the taps, without their graph."""
+        return [None if grad is None else grad.detach() for grad in self.grads]
+
+
+def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
+    """Gradients of the losses' sum."""
+    edges = [tap.edge for tap in taps]
+    sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
+    found = torch.autograd.grad(losses.sum(), [*edges, *sources], create_graph=True, allow_unused=True)
+    grads = cast("list[Tensor | None]", list(found))
+    rest = iter(grads[len(taps) :])
+    return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
+
+
+def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[Mapping[Tensor, Factor]]]:
     """Gradients at the taps, with what curvature adds to them; and what it adds by way of the taps' sources.
 
     Computes: with b the gradient at a tap's output and x its source, phi = sum <b, delta(x)> is each example's
     <g_i, v_i>, v_i the move. Its gradient is H_i v_i; and a layer's weight takes part twice: in the forward pass, where
     it meets (x, d phi / d output), and in the backward pass, where it meets (d phi / d (gradient of x), b).
     """
-    sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
-    edges = [tap.edge for tap in taps]
-    grads = torch.autograd.grad(losses.sum(), [*edges, *sources], create_graph=True, allow_unused=True)
-    first = cast("list[Tensor | None]", list(grads[: len(taps)]))
-    of_sources = iter(cast("list[Tensor | None]", list(grads[len(taps) :])))
-    backward = [next(of_sources) if tap.source is not None else None for tap in taps]
-    parts = [
-        (grad * tap.delta()).sum() for tap, grad in zip(taps, first, strict=True) if tap.delta and grad is not None
-    ]
-    phi = torch.stack(parts).sum() if parts else losses.new_zeros(())
-    if not phi.requires_grad:
-        return [None if grad is None else grad.detach() for grad in first], [{} for _ in taps]
-    inner = [get_gradient_edge(grad) for grad in backward if grad is not None and grad.requires_grad]
-    second = torch.autograd.grad(phi, [*edges, *inner], allow_unused=True)
-    moved = cast("list[Tensor | None]", list(second[: len(taps)]))
-    of_inner = iter(cast("list[Tensor | None]", list(second[len(taps) :])))
+    total, nothing = first.detached, [dict[Tensor, Factor]() for _ in first.taps]
+    parts: list[Tensor] = []
+    for tap, grad in zip(first.taps, first.grads, strict=True):
+        delta = tap.delta(moves) if tap.delta and grad is not None else None
+        if delta is not None:
+            parts.append((cast(Tensor, grad) * delta).sum())
+    phi = torch.stack(parts).sum() if parts else None
+    if phi is None or not phi.requires_grad:
+        return total, [*nothing]
+    inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
+    second = torch.autograd.grad(phi, [*(tap.edge for tap in first.taps), *inner], allow_unused=True)
+    added = cast("list[Tensor | None]", list(second))
+    rest = iter(added[len(first.taps) :])
     more: list[Mapping[Tensor, Factor]] = []
-    for tap, grad, back in zip(taps, first, backward, strict=True):
-        curved = next(of_inner) if back is not None and back.requires_grad else None
-        more.append({} if grad is None or curved is None else tap.factors(grad.detach(), curved))
-    total = [
-        None if grad is None else grad.detach() if add is None else grad.detach() + add
-        for grad, add in zip(first, moved, strict=True)
-    ]
-    return total, more
+    for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
+        curved = next(rest) if back is not None and back.requires_grad else None
+        more.append({} if grad is None or curved is None else tap.factors(grad, curved))
+    pairs = zip(total, added, strict=False)
+    return [grad if grad is None or add is None else grad + add for grad, add in pairs], more

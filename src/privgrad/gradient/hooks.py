@@ -5,7 +5,9 @@ The backward asks for the gradients at the outputs of layers only, so that no we
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from privgrad.gradient.capture import (
     Capture,
     Layout,
     OtherCallsError,
+    Tap,
     find_layout,
     misplaced,
     mixes,
@@ -27,7 +30,7 @@ from privgrad.gradient.capture import (
     units,
 )
 from privgrad.gradient.checks import evaluating
-from privgrad.gradient.curvature import with_curvature
+from privgrad.gradient.curvature import backward, curvature
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
 from privgrad.gradient.factors import Factor, Pulled
 from privgrad.gradient.moves import Moves
@@ -75,31 +78,17 @@ class Hooks:
             NOT private. The examples share one forward pass: that each keeps to itself is checked on the first batch
             (and when the sequence of calls changes) on a few of its examples, not proven.
         """
-        self._calls += 1
-        if self._layouts is None or self._calls & (self._calls - 1) == 0:
-            self.audit(examples)  # of the 1st, 2nd, 4th, 8th ... call: later examples may show what the first did not
-        try:
-            factors = self._factors(examples)
-            lost = sorted(self._reached - set(factors))
-            if lost:
-                got, remedy = "no gradient", f"do not cut it off in training mode, or {REMEDY}"
-                raise refused(", ".join(lost), "to be reached as on the first batch", got, remedy)
-            return factors
-        except OtherCallsError:
-            # Loops may be longer for longer sequences; what depends on the data otherwise is refused.
+        if self._is_due() or self._layouts is None:
             self.audit(examples)
-        try:
-            return self._factors(examples)
-        except OtherCallsError as error:
-            raise _depends_on_examples(error) from None
+        return self._twice(partial(self._factors, examples), partial(self.audit, examples))
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, factored.
 
         Computes: a second forward and backward pass in which every layer's output is moved by what its moved
         parameters add to it; no example's parameters are written out where the layer's rule knows a shorter way. With
-        `exact`, g_i + radius H_i g_i / |g_i|, H_i the Hessian of the example's loss, by a backward pass through the
-        backward pass. Random draws are the same in both passes.
+        `exact`, g_i + radius H_i g_i / |g_i|, H_i the Hessian of the example's loss, by one forward pass, its backward
+        pass and a backward pass through that. Random draws are the same in both passes.
 
         Args:
             examples: with leading dimension B >= 1.
@@ -107,18 +96,42 @@ class Hooks:
             exact: see above.
         Returns, Raises, Privacy: as __call__.
         """
+        audit = partial(self._audit_moved, examples, radius, exact=exact)
+        if exact:
+            if self._is_due() or True not in self._moved:
+                self.audit(examples)
+                audit()
+            return self._twice(lambda: self._curved(examples, radius)[0], audit)
         with torch.random.fork_rng():
             first = self(examples)
-        if exact not in self._moved or self._calls & (self._calls - 1) == 0:
-            self._audit_moved(examples, radius, exact=exact)
+        if False not in self._moved or self._calls & (self._calls - 1) == 0:
+            audit()
+        return self._twice(lambda: self._factors(examples, self._moves(first, radius)), audit)
+
+    def _is_due(self) -> bool:
+        """Count a call; audits are of the 1st, 2nd, 4th, 8th ...: later examples may show what the first did not."""
+        self._calls += 1
+        return self._calls & (self._calls - 1) == 0
+
+    def _twice(self, compute: Callable[[], dict[str, Factor]], audit: Callable[[], None]) -> dict[str, Factor]:
+        """What is computed; once more after an audit, if layers were called in another sequence.
+
+        Loops may be longer for longer sequences; what depends on the data otherwise is refused.
+        """
         try:
-            return self._factors(examples, self._moves(first, radius, exact=exact))
+            factors = compute()
         except OtherCallsError:
-            self._audit_moved(examples, radius, exact=exact)
-        try:
-            return self._factors(examples, self._moves(first, radius, exact=exact))
-        except OtherCallsError as error:
-            raise _depends_on_examples(error) from None
+            audit()
+            try:
+                factors = compute()
+            except OtherCallsError as error:
+                got, condition = error.path, "not to depend on the examples"
+                raise refused("the calls of layers", condition, got, REMEDY) from None
+        lost = sorted(self._reached - set(factors))
+        if lost:
+            got, remedy = "no gradient", f"do not cut it off in training mode, or {REMEDY}"
+            raise refused(", ".join(lost), "to be reached as on the first batch", got, remedy)
+        return factors
 
     def microbatch_size(self, examples: Any) -> int:
         """How many examples to take at once: their gradients stay near the caches, and well above the parameters."""
@@ -202,7 +215,7 @@ class Hooks:
                     remedy = f"keep examples apart in training mode too, or {REMEDY}"
                     raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
 
-    def _moves(self, first: Mapping[str, Factor], radius: float, *, exact: bool) -> Moves:
+    def _moves(self, first: Mapping[str, Factor], radius: float) -> Moves:
         """By radius / |g_i| times g_i, the norm over all parameters."""
         parameters = trainable(self._model)
         # What is pulled through a parametrization is needed more than once.
@@ -211,7 +224,7 @@ class Hooks:
         share_B = share_B.to(torch.promote_types(next(iter(parameters.values())).dtype, torch.float32))
         if not bool(moving_B.all()):
             first = {name: factor.keep(moving_B) for name, factor in first.items()}
-        return Moves({id(parameters[name]): factor for name, factor in first.items()}, share_B, exact)
+        return Moves({id(parameters[name]): factor for name, factor in first.items()}, share_B)
 
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
         """As `audit`, for the gradients of `moved`."""
@@ -234,8 +247,8 @@ class Hooks:
         try:
             with evaluating(self._model):
                 self._require_moved_alike(few, radius, exact=exact)
-            if self._model.training:
-                self._require_same_draws(few, exact=exact)
+            if self._model.training and not exact:
+                self._require_same_draws(few)
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (Embedding and a sum, for EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
@@ -243,17 +256,19 @@ class Hooks:
 
     def _require_moved_alike(self, few: Any, radius: float, *, exact: bool) -> None:
         """What `moved` finds for a few examples is what each gives alone."""
-        first = self._factors(few)
-        moves = self._moves(first, radius, exact=exact)
-        found = self._factors(few, moves)
-        require_single(self._model, self._loss_fn, few, found, self._tolerance, moves)
+        if exact:
+            found, moves = self._curved(few, radius)
+        else:
+            moves = self._moves(self._factors(few), radius)
+            found = self._factors(few, moves)
+        require_single(self._model, self._loss_fn, few, found, self._tolerance, moves, exact=exact)
 
-    def _require_same_draws(self, few: Any, *, exact: bool) -> None:
+    def _require_same_draws(self, few: Any) -> None:
         """Moved by nothing, and with the same random draws, the second pass finds what the first does."""
         with seeded(self._calls):
             first = self._factors(few)
         with seeded(self._calls):
-            second = self._factors(few, self._moves(first, 0.0, exact=exact))
+            second = self._factors(few, self._moves(first, 0.0))
         scale = self._tolerance * sum(float(factor.norms().sum()) for factor in first.values())
         for name, factor in first.items():
             change = norm_of(second[name].dense() - factor.dense()) if name in second else math.inf
@@ -281,40 +296,61 @@ class Hooks:
         return [(one.path, find_layout(one, other, sizes)) for one, other in pairs]
 
     def _factors(self, examples: Any, moves: Moves | None = None) -> dict[str, Factor]:
-        size = count_examples(examples)
-        layouts, whole = (self._layouts, self._whole) if moves is None else self._moved[moves.exact]
-        capture = Capture(self._model, layouts, size, whole, moves)
-        parameters = trainable(self._model)
-        exact = moves is not None and moves.exact
-        with torch.enable_grad(), preserved(self._model), differentiable(twice=exact), capture:
-            losses = require_losses(self._loss_fn(self._model, examples), size)
-            capture.finish()
-            _require_inside_units(losses, parameters)
+        layouts, whole = (self._layouts, self._whole) if moves is None else self._moved[False]
+        capture = Capture(self._model, layouts, count_examples(examples), whole, moves)
+        with self._captured(capture, examples) as losses:
             edges = [tap.edge for tap in capture.taps]
             if not edges or not losses.requires_grad:
                 return {}
-            if exact:
-                grads, more = with_curvature(losses, capture.taps)
-            else:
-                # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
-                grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
-                more = [dict[Tensor, Factor]() for _ in edges]
-        names = {id(parameter): name for name, parameter in parameters.items()}
+            # Checkpointed parts compute again in here. None where the loss does not depend on a unit's output.
+            grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
+        return self._collected(losses, capture.taps, grads)
+
+    def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Moves]:
+        """Gradients with their Hessians' products with the moves, and these; in one forward pass."""
+        layouts, whole = self._moved[True]
+        capture = Capture(self._model, layouts, count_examples(examples), whole, curved=True)
+        with differentiable(twice=True), self._captured(capture, examples) as losses:
+            if not capture.taps or not losses.requires_grad:
+                return {}, Moves({}, torch.zeros(0))
+            first = backward(losses, capture.taps)
+            moves = self._moves(self._collected(losses, capture.taps, first.detached), radius)
+            grads, more = curvature(first, moves)
+        return self._collected(losses, capture.taps, grads, more), moves
+
+    @contextmanager
+    def _captured(self, capture: Capture, examples: Any) -> Generator[Tensor]:
+        """The losses of a forward pass; open until its graph has been used."""
+        with torch.enable_grad(), preserved(self._model), capture:
+            losses = require_losses(self._loss_fn(self._model, examples), count_examples(examples))
+            capture.finish()
+            _require_inside_units(losses, trainable(self._model))
+            yield losses
+
+    def _collected(
+        self,
+        losses: Tensor,
+        taps: Sequence[Tap],
+        grads: Sequence[Tensor | None],
+        more: Sequence[Mapping[Tensor, Factor]] | None = None,
+    ) -> dict[str, Factor]:
+        """Factors by name, from gradients at the taps and what is to be added to them."""
+        names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
         self._half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
         # Gradients written out for their norms are kept to the sum where they do not raise the peak much.
         room = size * self._floats // 4 if self._room is None else self._room
         with torch.autocast(losses.device.type, enabled=False):
-            for tap, grad, others in zip(capture.taps, grads, more, strict=True):
+            for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 for tensor, version in tap.inputs:
                     if tensor._version != version:
                         got, remedy = "a change", "work on a copy, as ordinary training requires too"
                         raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
                 if grad is None:
                     continue
-                found = tap.factors(grad)
-                for parameter, factor in found.items():
+                others = more[index] if more else dict[Tensor, Factor]()
+                for parameter, factor in tap.factors(grad).items():
                     factor = factor + others[parameter] if parameter in others else factor
                     name = names[id(parameter)]
                     if factor.examples != size:
@@ -334,10 +370,6 @@ def _moves_cheaply(unit: nn.Module, exact: bool) -> bool:
     if rule is None or not rule.has_delta:
         return False
     return not exact or (rule.is_bilinear and not parametrize.is_parametrized(unit))
-
-
-def _depends_on_examples(error: OtherCallsError) -> UnsupportedModuleError:
-    return refused("the calls of layers", "not to depend on the examples", error.path, REMEDY)
 
 
 def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:

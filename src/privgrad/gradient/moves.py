@@ -123,12 +123,10 @@ class Moves:
     Attributes:
         factors: by id of the parameter.
         share: shape (B,).
-        exact: do not move, but note what moving would add: see Hooks.moved.
     """
 
     factors: Mapping[int, Factor]
     share: Tensor
-    exact: bool
 
     def of(self, weights: Mapping[str, Tensor]) -> dict[str, Move]:
         """By the names of these parameters, of those that move."""
