@@ -224,10 +224,13 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     paper's own data, the difference.
     """
     found: dict[str, Any] = {}
-    score = next((record["score"] for record in records), None) or "accuracy"
+    score = next((record["score"] for record in records), None)
+    shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
     paper = f"paper ({stands_in_for})" if stands_in_for else "paper"
     on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
-    table = Table("method", "C, lr, radius", "classes", "loss", paper, score, paper, title=spec.title)
+    chosen = "C, lr, radius" if any(method.perturb for method in spec.methods) else "C, lr"
+    headers = [header for title in shown.values() for header in (title, paper)]
+    table = Table("method", chosen, "classes", *headers, title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
         finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
@@ -259,7 +262,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
             final = finals[0]
             chosen = f"{final['max_grad_norm']:g}, {final['lr']:g}" + ("" if radius is None else f", {radius:g}")
             first = (method.name, chosen) if index == 0 else ("", "")
-            table.add_row(*first, row["title"], *(cell for n in ("loss", "accuracy") for cell in _cells(row, n)))
+            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)))
         if not rows:
             table.add_row(
                 method.name, "–", f"no final run yet; tried {', '.join(f'{lr:g}' for lr in tried) or 'nothing'}"
