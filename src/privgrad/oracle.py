@@ -122,6 +122,7 @@ class PrivateGradient:
         # Made of the private batch itself, a transform reveals it whatever noise follows.
         self._release, facts = plan.release, plan.public_facts
         facts["side_information"] = None if precondition is None else precondition.source
+        facts["perturbation"] = None if perturb is None else self._perturb.described(plan.steps)
         # Asked once: what is charged as private stays so.
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
         if self._not_private:
@@ -253,7 +254,7 @@ class PrivateGradient:
         """
         state: dict[str, Any] = {"step": self._step}
         for name, part in self._parts().items():
-            state[name] = {"made_by": repr(part), **part.state_dict()}
+            state[name] = {"made_by": self._described(part), **part.state_dict()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -261,7 +262,7 @@ class PrivateGradient:
         function, parts = "PrivateGradient.load_state_dict", self._parts()
         require_integer(function, "step", state["step"], 0)
         for name in parts.keys() | state.keys() - {"step"}:
-            ours, theirs = repr(parts.get(name)), state.get(name, {}).get("made_by", "None")
+            ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
                 remedy = "go on with the same perturb and precondition"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
@@ -275,6 +276,9 @@ class PrivateGradient:
         """What has a state of its own, by name; of what was not asked for, nothing."""
         perturb = {} if type(self._perturb) is Perturbation else {"perturb": self._perturb}
         return perturb | ({} if self._precondition is None else {"precondition": self._precondition})
+
+    def _described(self, part: Perturbation | Preconditioner | None) -> str:
+        return part.described(self._plan.steps) if isinstance(part, Perturbation) else repr(part)
 
     def __reduce__(self) -> str:
         """Refuse copies and pickles: two holders of the stream would draw the same noise."""

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.errors import BudgetExceededError, expected, require_integer
@@ -100,7 +101,8 @@ def fit(
         perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
         collate: as in plan.batches.
         average: decay, in [0, 1), of an exponential moving average of the weights after each update, which is then
-            evaluated in their place and returned beside the model; 0.999 averages about the last thousand. None: none.
+            evaluated in their place and returned beside the model; 0.999 averages about the last thousand. After t
+            updates at most (1 + t) / (10 + t), so that the first weights are soon forgotten. None: no average.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
             public or held-out data: what it returns is published as it is.
         evaluations: how many times to evaluate, evenly spread, the last after the last step.
@@ -140,7 +142,7 @@ def fit(
             ledger=ledger,
         )
         settings = {
-            "perturb": repr(perturb),
+            "perturb": "None" if perturb is None else perturb.described(plan.steps),
             "precondition": repr(precondition),
             "clip": repr(clip),
             "optimizer": type(optimizer).__name__,
@@ -149,7 +151,7 @@ def fit(
         }
         averaged = None
         if average is not None:
-            averaged = AveragedModel(model, multi_avg_fn=cast(Any, get_ema_multi_avg_fn(average)))
+            averaged = AveragedModel(model, avg_fn=partial(_averaged, average))
         result = FitResult(ledger=ledger, averaged=None if averaged is None else averaged.module)
         run = _Run(model, averaged, optimizer, oracle, result, checkpoint, settings)
         evaluated = model if result.averaged is None else result.averaged
@@ -271,12 +273,12 @@ class _Run:
             "updates": self.result.updates,
             "seconds": self.result.seconds,
         }
-        partial = self.checkpoint.with_suffix(".partial")
-        with partial.open("wb") as file:
+        unfinished = self.checkpoint.with_suffix(".partial")
+        with unfinished.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(self.checkpoint)
+        unfinished.replace(self.checkpoint)
         self.saved_at = time.monotonic()
 
     def _load(self, path: Path) -> None:
@@ -289,7 +291,7 @@ class _Run:
                 raise ValueError(f"seed {state['seed']}, not the plan's {self.oracle.plan.seed}")
             if state["settings"] != self.settings:
                 changed = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
-                was = ", ".join(f"{name} {state['settings'].get(name)}" for name in changed)
+                was = ", ".join(f"{n} {state['settings'].get(n)}, now {self.settings[n]}" for n in changed)
                 raise ValueError(f"another run's: {was}")
             if state["oracle"]["step"] > self.result.ledger.releases:
                 raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
@@ -310,6 +312,11 @@ class _Run:
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
             ) from error
+
+
+def _averaged(decay: float, averaged: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
+    made = int(updates)
+    return averaged.lerp(weight, 1 - min(decay, (1 + made) / (10 + made)))
 
 
 @contextmanager

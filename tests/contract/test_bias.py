@@ -117,6 +117,22 @@ def test_a_norm_that_is_none_is_refused():
         of_gradients([[1.0]], 0.0)
 
 
+def test_sat_is_measured_along_what_was_released():
+    torch.manual_seed(0)
+    model, examples = nn.Linear(2, 2), (torch.randn(3, 2), torch.tensor([0, 1, 1]))
+    along = pg.NoisyGradient({name: torch.ones_like(p) for name, p in model.named_parameters()}, 1.0)
+    with pytest.raises(pg.PrivacyError, match="released to be given for SAT"):
+        raw_clipping_bias(model, loss_fn, examples, max_grad_norm=0.1, perturb=pg.perturb.SAT(0.5))
+    found = raw_clipping_bias(model, loss_fn, examples, max_grad_norm=0.1, perturb=pg.perturb.SAT(0.5), released=along)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.5 / math.sqrt(6)
+    there = raw_clipping_bias(model, loss_fn, examples, max_grad_norm=0.1)
+    assert {name: pytest.approx(value, rel=1e-5) for name, value in there.items()}.items() <= found.items()
+    with pytest.raises(pg.PrivacyError, match="examples to be at least one"):
+        raw_clipping_bias(model, loss_fn, (torch.zeros(0, 2), torch.zeros(0).long()), max_grad_norm=0.1)
+
+
 def test_a_point_made_of_the_batch_itself_is_refused():
     examples = (torch.randn(3, 2), torch.tensor([0, 1, 1]))
     with pytest.raises(pg.PrivacyError, match="perturb to be BAM or SAT"):

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
+from privgrad.gradient.checks import require_supported
 from privgrad.gradient.engines import LossFunction, trainable
 from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.perturb import Perturbation
+from privgrad.gradient.perturb import SAT, Perturbation
 from privgrad.types import NoisyGradient, count_examples, map_examples
 
 
@@ -20,6 +21,7 @@ def raw_clipping_bias(
     *,
     max_grad_norm: float,
     perturb: Perturbation | None = None,
+    step: int = 0,
     released: NoisyGradient | None = None,
 ) -> dict[str, float]:
     """The bias of the clipped mean gradient, before any noise. NOT private.
@@ -31,26 +33,36 @@ def raw_clipping_bias(
         model, loss_fn: as in PrivateGradient.
         examples: l of them, at least one. Their number divides, not the expected batch size.
         max_grad_norm: C > 0.
-        perturb: where the gradients are taken (BAM: a point of each example's own); None at the weights.
-        released: a gradient to compare directions with: the last released one, for SAT.
+        perturb: where the gradients are taken: BAM(radius) at a point of each example's own, SAT(radius) along
+            `released`; None at the weights.
+        step: whose radius is taken, where that is scheduled.
+        released: the last released gradient: to compare directions with, and for SAT.
     Returns:
         "raw_norm" |g|; "raw_bias" |s - g|; "raw_bound" mean of max(0, |g_i| - C), which the bias never exceeds;
         "raw_along" a and "raw_across" |c|; "raw_cosine" of s with g; "raw_ascent" mean of the cosines of g_i with g;
         with `released` also "raw_released", its cosine with g. Cosines are nan where a vector is zero.
     Raises:
-        PrivacyError: C is not positive, or perturb asks for the mean gradient itself.
+        PrivacyError: C is not positive; no examples; SAT without `released`; perturb asks for the mean gradient.
+        UnsupportedModuleError: as PrivateGradient.
     Reference:
         The paper on BAM, theorem 1 and figures 2, 4, 5, 6. Deviation: M_i is as above, where they print its inverse;
         and their lemma 2, that shorter gradients always mean less bias, is false: 3 and -3 at C = 1 have none, 3 and
         -1.5 have 0.75. What holds is the bound above.
     """
     require_positive("raw_clipping_bias", "max_grad_norm", max_grad_norm, "give the plan's")
+    require_supported(model)
+    if isinstance(perturb, SAT) and released is None:
+        raise expected("raw_clipping_bias", "released", "to be given for SAT", None, "give the last released gradient")
     engine, parameters = Hooks(model, loss_fn), trainable(model)
-    chosen = Perturbation(0.0) if perturb is None else perturb
-    count, size = count_examples(examples), engine.microbatch_size(examples)
+    chosen = Perturbation(0.0) if perturb is None else perturb.begun()
+    if released is not None:
+        chosen.released(released)
+    if (count := count_examples(examples)) == 0:
+        raise expected("raw_clipping_bias", "examples", "to be at least one", 0, "give a batch that is not empty")
+    size = engine.microbatch_size(examples)
     # Sums of g_i, of its clipped form and of g_i / |g_i|: all else follows from the three.
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
-    radius = chosen.radius(0)
+    radius = chosen.radius(step)
     with chosen.at(radius, parameters, _refuse):
         for start in range(0, count, size):
             part = map_examples(itemgetter(slice(start, start + size)), examples)

@@ -112,7 +112,6 @@ def _measured(
     places: dict[str, Perturbation | None] = {"plain": None}
     own = method.perturbation(candidate.radius)
     if item.own and own is not None and stop.released is not None:
-        own.released(stop.released)
         places["own"] = own
     order = torch.from_numpy(np.random.default_rng((seed, stop.step)).permutation(len(data.train)))
     for size in item.batch_sizes:

@@ -389,6 +389,9 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     signatures = (inspect.signature(cls.__init__) for cls in kind.__mro__ if "__init__" in vars(cls))
     parameters = next(s.parameters for s in signatures if "kwargs" not in s.parameters)
     valid = [name for name in parameters if name not in ("self", "params", "lr", "public", "horizon")]
+    if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
+        place = f"methods.{method.name}.perturb.mode"
+        raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")
     for name in method.options:
         _require_option(name, valid, f"methods.{method.name}.options.{name}")
     try:

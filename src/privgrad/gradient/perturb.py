@@ -1,9 +1,10 @@
 """Where gradients are taken: at a point of each example's own (BAM), or one step along what was released (SAT)."""
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
@@ -46,18 +47,21 @@ class Perturbation:
             raise expected("Perturbation", "radius", "to be 0, for it moves nothing", radius, "use BAM or SAT")
 
     def __repr__(self) -> str:
-        """The same for the same radii, in whatever process: runs are known by it."""
-        told = f"{self.radius(0):g}"
-        if callable(self._radius):
-            kind = getattr(self._radius, "__qualname__", type(self._radius).__qualname__)
-            told = f"{kind}: {', '.join(self._first_radii())}"
-        return f"{type(self).__name__}(radius={told})"
+        radius = self._radius
+        return self._told(
+            getattr(radius, "__qualname__", type(radius).__qualname__) if callable(radius) else f"{radius:g}"
+        )
 
-    def _first_radii(self) -> Generator[str]:
-        """Of some steps, as far as the schedule goes."""
-        with suppress(LookupError):
-            for step in (0, 1, 10, 100, 1000):
-                yield f"{self.radius(step):g}"
+    def described(self, steps: int) -> str:
+        """What a run of so many steps is known by: the same for the same radii, whatever function gives them."""
+        if not callable(self._radius):
+            return repr(self)
+        radii = [self.radius(step) for step in range(steps)]
+        digest = hashlib.sha256(repr(radii).encode()).hexdigest()[:8]
+        return self._told(f"{radii[0]:g} to {radii[-1]:g} in {steps} steps, {digest}")
+
+    def _told(self, radius: str) -> str:
+        return f"{type(self).__name__}(radius={radius})"
 
     def radius(self, step: int) -> float:
         """The radius of a step.
@@ -65,10 +69,16 @@ class Perturbation:
         Raises:
             PrivacyError: it is not a finite number >= 0.
         """
-        radius = self._radius(step) if callable(self._radius) else self._radius
-        if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 <= radius < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "give one, 0.02 say; 0 is no perturbation"
-            raise expected(type(self).__name__, "radius", "to be a finite number >= 0", radius, remedy)
+        radius: object = self._radius
+        if callable(self._radius):
+            try:
+                radius = self._radius(step)
+            except Exception as error:  # whatever a schedule may raise
+                radius = error
+        if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 <= radius < math.inf:
+            remedy = "give a Python number, 0.02 say; 0 is no perturbation"
+            name = f"radius at step {step}" if callable(self._radius) else "radius"
+            raise expected(type(self).__name__, name, "to be a finite number >= 0", repr(radius), remedy)
         return float(radius)
 
     def begun(self) -> "Perturbation":
@@ -123,9 +133,9 @@ class BAM(Perturbation):
         h_i depends on example i and the released weights alone, so the sensitivity stays C and the cost that of
         DP-SGD.
     Reference:
-        "Differentially private learning needs bias-aware minimisation" (BAM), equation 14 and algorithm 1. Deviation:
-        their algorithm 2 differentiates the penalised loss at the moved point, which would count the penalty twice;
-        and it adds noise to each example, l times the variance that the stated privacy needs.
+        "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private SGD" (BAM), equation 14 and
+        algorithm 1. Deviation: their algorithm 2 differentiates the penalised loss at the moved point, which would
+        count the penalty twice; and it adds noise to each example, l times the variance that the stated privacy needs.
     """
 
     def __init__(self, radius: Radius, mode: Mode = "sam") -> None:
@@ -134,8 +144,8 @@ class BAM(Perturbation):
         super().__init__(radius)
         self.mode: Mode = mode
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, mode={self.mode!r})"
+    def _told(self, radius: str) -> str:
+        return f"BAM(radius={radius}, mode={self.mode!r})"
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
