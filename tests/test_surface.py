@@ -45,7 +45,7 @@ SIGNATURES = {
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
     pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "
-    "evaluate evaluations folder checkpoint_seconds progress",
+    "average evaluate evaluations folder checkpoint_seconds progress",
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",

@@ -18,10 +18,10 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Args:
         records: one mapping a training run, phase "tuning" or "final".
     Returns:
-        Rows with the keys method; max_grad_norm, lr and radius (None if the final runs differ in it); lr_at_edge and
-        norm_at_edge (None unless more than one was tuned); seeds (number of final runs); test_accuracy_mean,
-        test_accuracy_std, test_loss_mean, test_loss_std (std is None with one seed); epsilon (max); sampling
-        ("fixed" if any run was); fraction_floored and seconds (means, or None).
+        Rows with the keys method; max_grad_norm, lr and radius (None if the final runs differ in it); lr_at_edge,
+        norm_at_edge and radius_at_edge (None unless more than one was tuned); seeds (number of final runs);
+        test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None with one seed); epsilon (max);
+        sampling ("fixed" if any run was); fraction_floored and seconds (means, or None).
     Privacy:
         NOT private for the held-out examples that accuracy and loss were measured on.
     """
@@ -43,6 +43,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "radius": radius,
         "lr_at_edge": _at_edge(lr, rates),
         "norm_at_edge": _at_edge(norm, norms),
+        "radius_at_edge": _at_edge(radius, {run["radius"] for run in tuning if run.get("radius") is not None}),
         "seeds": len(finals),
         "test_accuracy_mean": mean(accuracy),
         "test_accuracy_std": std(accuracy),

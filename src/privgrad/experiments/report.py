@@ -33,6 +33,7 @@ _TUNED_BY = {
     "validation_accuracy": "Validation accuracy",
     "validation_loss": "Validation loss",
 }
+_TUNED = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"))
 _DASH = "–"
 
 
@@ -165,10 +166,9 @@ def _row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
         "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
         "epsilon": _epsilon_text(row["epsilon"]) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
-        "lr": f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH),
-        "at_edge": " and ".join(
-            name for name, key in (("learning rate", "lr"), ("clipping norm", "norm")) if row[f"{key}_at_edge"]
-        ),
+        "lr": (f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH))
+        + (f", radius {row['radius']:g}" if row["radius"] is not None else ""),
+        "at_edge": " and ".join(name for name, key in _TUNED if row[f"{key}_at_edge"]),
         "seeds": str(row["seeds"]),
         "floored": f"{100 * row['fraction_floored']:.0f} %" if is_finite(row["fraction_floored"]) else _DASH,
         "seconds": f"{row['seconds']:.1f}" if is_finite(row["seconds"]) else _DASH,

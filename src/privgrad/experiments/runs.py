@@ -153,6 +153,9 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
             "seed": ", ".join(map(str, seeds)) or None,
             "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
             "group_size": _by_method(groups),
+            "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
+            "views": spec.run.views,
+            "average": spec.run.average,
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
         },
@@ -161,6 +164,15 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def _place(method: MethodTable) -> str:
+    """Where a method takes its gradients."""
+    if method.perturb is None:
+        return "at the weights"
+    if method.perturb.rule == "RawSAM":
+        return "along the private batch's own mean gradient, NOT private (RawSAM)"
+    return f"at moved weights ({' '.join(filter(None, (method.perturb.rule, method.perturb.mode)))})"
 
 
 def _by_method(told: Mapping[str, str]) -> str:
