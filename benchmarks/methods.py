@@ -95,19 +95,19 @@ def ordinary(setup: Setup) -> Step:
     return step
 
 
-def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]]) -> Step:
+def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]], *, steps_a_pass: int = 1) -> Step:
     """privgrad's PrivateGradient and AdamBC, through the public interface."""
     model = setup.model()
     arguments: dict[str, Any] = {"engine": setup.engine} | variant(model)
     if arguments["engine"] == "vmap":
         setup.require_room(model, setup.microbatch_size)
     plan = pg.PrivacyPlan(
-        sample_rate=1.0,
+        sample_rate=1 / steps_a_pass,
         steps=10**6,
         expected_batch_size=setup.batch_size,
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=MAX_GRAD_NORM,
-        num_examples=setup.batch_size,
+        num_examples=setup.batch_size * steps_a_pass,
     )
     private_grad = pg.PrivateGradient(model, setup.losses, plan, microbatch_size=setup.microbatch_size, **arguments)
     optimizer = pg.optim.AdamBC(model.named_parameters())
@@ -121,8 +121,8 @@ def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]]) -> Ste
 
 def _same_batch(plan: pg.PrivacyPlan, setup: Setup) -> Iterator[pg.Batch]:
     """The full batch again and again, each time as another draw, in the same memory."""
-    drawn = next(plan.batches(TensorDataset(*setup.batch)))
-    first = replace(drawn, examples=setup.batch)
+    drawn = next(plan.batches(TensorDataset(torch.empty(plan.num_examples))))
+    first = replace(drawn, examples=setup.batch, size=setup.batch_size)
     return (replace(first, sampling=replace(first.sampling, step=step)) for step in count())
 
 
@@ -133,6 +133,17 @@ def _preconditioned(model: nn.Module) -> dict[str, Any]:
         name: (torch.rand(p.shape, generator=generator) + 0.5).to(p.device) for name, p in model.named_parameters()
     }
     return {"precondition": precondition.fixed(scales)}
+
+
+def _public(setup: Setup, schedule: str) -> Callable[[nn.Module], dict[str, Any]]:
+    """RMSProp's scales from 20 examples that are called public."""
+
+    def variant(model: nn.Module) -> dict[str, Any]:
+        precondition, examples = _room("precondition"), tuple(part[:20].clone() for part in setup.batch)
+        gradient = pg.PublicGradient(model, setup.losses, examples, source="the workload's own")
+        return {"precondition": precondition.public_rmsprop(gradient, schedule=schedule)}
+
+    return variant
 
 
 def _perturbed(name: str, **arguments: Any) -> dict[str, Any]:
@@ -150,6 +161,8 @@ def _room(name: str) -> Any:
 OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
     "preconditioned": partial(private, variant=_preconditioned),
+    "public-by-step": lambda setup: private(setup, _public(setup, "step")),
+    "public-by-pass": lambda setup: private(setup, _public(setup, "epoch"), steps_a_pass=10),
     "vmap": partial(private, variant=lambda model: {"engine": "vmap"}),
     "vmap-preconditioned": partial(private, variant=lambda model: _preconditioned(model) | {"engine": "vmap"}),
     "bam": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02)),

@@ -18,7 +18,9 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import clipped_sum
+from privgrad.gradient.factors import Outer
 from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.norms import norms_of
 from privgrad.gradient.shifted import Shifted, shifted
 
 RULES: dict[str, Any] = {
@@ -85,6 +87,22 @@ def test_scales_of_one_change_no_bit():
         run(make_model(), plan), run(make_model(), plan, precondition=pg.precondition.fixed(ones)), strict=True
     ):
         assert all(torch.equal(plain.values[name], divided.values[name]) for name in plain.values)
+
+
+def test_norms_follow_scales_that_are_written_over():
+    factor = Outer(torch.randn(4, 1, 6), torch.randn(4, 1, 5))
+    inverse_scales = torch.rand(5, 6) + 0.5
+    for _ in range(3):
+        wanted = norms_of(factor.dense(), inverse_scales)
+        torch.testing.assert_close(factor.norms(inverse_scales), wanted, rtol=1e-5, atol=0.0)
+        for part in inverse_scales.view(-1).split(10):
+            part.mul_(torch.rand(len(part)) + 1)
+    with torch.inference_mode():
+        uncounted = inverse_scales.clone()
+        for _ in range(2):
+            uncounted.mul_(2)
+            wanted = norms_of(factor.dense(), uncounted)
+            torch.testing.assert_close(factor.norms(uncounted), wanted, rtol=1e-5, atol=0.0)
 
 
 def test_scales_and_c_together_change_the_scale_only():

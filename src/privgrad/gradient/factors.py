@@ -5,10 +5,13 @@ Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from privgrad.gradient.norms import TINY, cached, hidden, kept, long_norms, norms_of, place_norms, unit, wide
 from privgrad.threads import blocks
@@ -256,13 +259,10 @@ class Outer(Factor):
             return norms_of(self.a_BTI) * norms_of(self.b_BTO)
         if places == 1:
             scales = wide(cast(Tensor, inverse_scales))
-            largest = scales.max() if scales.numel() else scales.new_ones(())
-            square = torch.empty_like(scales)
-            for scale, squared in blocks(scales, square):
-                torch.div(scale, largest, out=squared).square_()
+            largest, square = _unit_squares(scales)
             parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))]
-            norm_B = torch.cat(parts) * largest.double()
-            for index in hidden(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest.double()):
+            norm_B = torch.cat(parts) * largest
+            for index in hidden(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
         if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
@@ -462,3 +462,30 @@ def largest_scale(inverse_scales: Tensor | None) -> float:
 def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Which squared norms are so small a share of their terms that rounding hides them."""
     return square_B < _CANCELLED * terms_B.square()
+
+
+@dataclass
+class _UnitSquares:
+    version: int
+    largest: float
+    square: Tensor
+
+
+_unit_squares_of: MutableMapping[Tensor, _UnitSquares] = WeakTensorKeyDictionary()
+
+
+def _unit_squares(scales: Tensor) -> tuple[float, Tensor]:
+    """(largest scale, squares of the scales over it): made once while the scales stay as they are.
+
+    Scales that are written over get new squares, in the same memory: to find fresh memory takes as long as to fill it.
+    """
+    known = None if scales.is_inference() else _unit_squares_of.get(scales)
+    if known is None or known.version != scales._version:
+        largest = largest_scale(scales)
+        square = torch.empty_like(scales) if known is None else known.square
+        for scale, squared in blocks(scales, square):
+            torch.div(scale, largest, out=squared).square_()
+        if scales.is_inference():
+            return largest, square
+        known = _unit_squares_of[scales] = _UnitSquares(scales._version, largest, square)
+    return known.largest, known.square

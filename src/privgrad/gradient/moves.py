@@ -36,6 +36,10 @@ class Move:
         """Shape (B, *P)."""
         return self.factor.dense() * self._share(len(self.factor.shape))
 
+    def for_rows(self, x: Tensor) -> Tensor:
+        """As dense, for each row of x, of which an example may have several: shape (rows, *P)."""
+        return _for_rows(self.dense(), x)
+
     def added_to(self, parameter: Tensor) -> Tensor:
         """The moved parameters, shape (B, *P)."""
         return parameter + self.dense().to(parameter.dtype)
@@ -54,9 +58,7 @@ class Move:
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
         """As convolve, with this much of a weight."""
-        return convolve(self.factor, x, geometry) * self.share.repeat_interleave(len(x) // len(self.share)).view(
-            -1, *[1] * (x.dim() - 1)
-        )
+        return convolve(self.factor, x, geometry) * _for_rows(self._share(x.dim() - 1), x)
 
     def _share(self, dims: int) -> Tensor:
         return self.share.view(-1, *[1] * dims)
@@ -143,3 +145,7 @@ class Moves:
                 if moves := self.of(own):
                     found[name] = EachWeight(parametrization, moves)
         return found
+
+
+def _for_rows(values_B: Tensor, x: Tensor) -> Tensor:
+    return values_B.repeat_interleave(len(x) // len(values_B), 0)

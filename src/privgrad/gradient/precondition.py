@@ -31,7 +31,8 @@ class Transform:
     """What becomes of each example's gradient g before it is clipped: (keep g + shift) / A.
 
     Attributes:
-        inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, shaped like the parameter; missing names are 1.
+        inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, shaped like the parameter; missing names are 1. Not
+            to be written over behind torch's back (through .data or numpy): norms keep their squares.
         keep: share of the example's own gradient, in (0, 1].
         shift: by parameter name, shaped like the parameter; missing names are 0.
     """

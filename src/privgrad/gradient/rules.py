@@ -290,7 +290,7 @@ class _SparseLinear(Rule):
     def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
         moved = _of_bags(moves["weight"], x[:, 0].long(), x[:, 1]) if "weight" in moves else 0.0
         if "bias" in moves:
-            moved = moved + moves["bias"].dense().repeat_interleave(len(x) // len(moves["bias"].share), 0)
+            moved = moved + moves["bias"].for_rows(x)
         return cast(Tensor, moved)
 
 
@@ -301,8 +301,7 @@ class _Normalization(Rule):
 
     def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
         def at_places(name: str) -> Tensor:
-            move = moves[name]
-            return self.at_places(layer, move.dense().repeat_interleave(len(x) // len(move.share), 0), x)
+            return self.at_places(layer, moves[name].for_rows(x), x)
 
         moved = self.normalized(layer, wide(x)) * at_places("weight") if "weight" in moves else 0.0
         return cast(Tensor, moved + at_places("bias") if "bias" in moves else moved)
@@ -312,8 +311,8 @@ class _Normalization(Rule):
         output = self.normalized(layer, x)
         for name, combine in (("weight", torch.mul), ("bias", torch.add)):
             if name in parameters:
-                own = moves[name].added_to(parameters[name]) if name in moves else parameters[name][None]
-                rows = own.repeat_interleave(len(x) // len(own), 0) if name in moves else own
+                own = parameters[name][None]
+                rows = own + moves[name].for_rows(x).to(own.dtype) if name in moves else own
                 output = combine(output, self.at_places(layer, rows, x).to(output.dtype))
         return output
 
@@ -394,7 +393,7 @@ def _geometry(layer: Any, padding: tuple[int, ...]) -> Geometry:
 
 def _of_channels(move: Move, x: Tensor) -> Tensor:
     """A moved bias, to be broadcast over places: (rows of x, C, 1, ...)."""
-    rows = move.dense().repeat_interleave(len(x) // len(move.share), 0)
+    rows = move.for_rows(x)
     return rows.view(*rows.shape, *[1] * (x.dim() - 2))
 
 

@@ -72,10 +72,10 @@ class Rows(Factor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Repeated ids of an example are added up first; then each touched row counts once."""
         keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
-        merged = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
+        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
-            merged *= inverse_scales[keys % self.shape[0]]
-        square = long_norms(merged).square()
+            rows *= inverse_scales[keys % self.shape[0]]
+        square = long_norms(rows).square()
         return square.new_zeros(self.examples).index_add_(0, keys // self.shape[0], square).sqrt()
 
     def _keys(self) -> Tensor:
