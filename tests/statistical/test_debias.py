@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 import privgrad as pg
+from conftest import seed_of
 from privgrad.noise import add_noise
 from privgrad.rng import RandomSource
 from privgrad.types import ClippedSum
 
 
 def gradients(signal: torch.Tensor, noise_std: float, steps: int, seed: int = 0):
-    stream = RandomSource(seed).stream("noise")
+    stream = RandomSource(seed_of(seed)).stream("noise")
     for step in range(steps):
         clipped = ClippedSum({"p": signal.clone()}, sensitivity=noise_std)
         yield add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=step)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
+from conftest import seed_of
 from privgrad.oracle import RawStep
 from privgrad.types import NoisyGradient
 
@@ -86,7 +87,7 @@ def is_centred(values: Tensor) -> bool:
 def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer: str):
     plan_options, oracle_options, options, wrong = CONFIGURATIONS[configuration]
     kind, keep, add, square, noise, own = OPTIMIZERS[optimizer]
-    torch.manual_seed(0)
+    torch.manual_seed(seed_of(0))
     model = nn.Sequential(nn.Linear(60, 150), nn.Tanh(), nn.Linear(150, 40))
     data = TensorDataset(torch.randn(64, 60), torch.randint(0, 40, (64,)))
     numbers: dict[str, Any] = {
@@ -95,7 +96,7 @@ def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer
         "noise_multiplier": SIGMA,
         "max_grad_norm": C,
     }
-    numbers |= {"steps": 40, "num_examples": 64, "seed": 0} | plan_options
+    numbers |= {"steps": 40, "num_examples": 64, "seed": seed_of(0)} | plan_options
     plan = pg.PrivacyPlan(**numbers)
     oracle = pg.PrivateGradient(model, loss_fn, plan, **oracle_options)
     clean, twin = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
@@ -126,7 +127,7 @@ def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_noise_by_time_layer_and_coordinate_is_subtracted_where_it_was_added(optimizer: str):
     kind, keep, add, square, noise, own = OPTIMIZERS[optimizer]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed_of(0))
     parameters = {name: nn.Parameter(torch.zeros(20_000)) for name in ("head", "body")}
     debiased = kind(list(parameters.items()), lr=1e-3, **own)
     by_coordinate = torch.linspace(0.5, 2.0, 20_000)

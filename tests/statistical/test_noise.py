@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan
+from conftest import loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad.noise import _release_on_device, add_noise
 from privgrad.rng import BLOCK, RandomSource, Stream, box_muller
 from privgrad.types import ClippedSum
@@ -22,7 +22,7 @@ COUNT = 400_000
 
 def released_noise(sensitivity: float = 0.7, sigma: float = 1.3, batch: int = 5) -> tuple[torch.Tensor, float]:
     clipped = ClippedSum({"p": torch.full((COUNT,), 2.0)}, sensitivity)
-    stream = RandomSource(11).stream("noise")
+    stream = RandomSource(seed_of(11)).stream("noise")
     gradient = add_noise(clipped, noise_multiplier=sigma, divisor=batch, stream=stream, step=4)
     assert isinstance(gradient.noise_std, float)
     return gradient.values["p"].double() - 2.0 / batch, gradient.noise_std
@@ -52,14 +52,14 @@ def test_noise_is_gaussian_and_uncorrelated():
     noise, noise_std = released_noise()
     z = (noise / noise_std).numpy()
     assert stats.kstest(z, "norm").pvalue > 1e-4
-    assert stats.kstest(np.random.default_rng(0).laplace(scale=0.5**0.5, size=COUNT), "norm").pvalue < 1e-4
+    assert stats.kstest(np.random.default_rng(seed_of(0)).laplace(scale=0.5**0.5, size=COUNT), "norm").pvalue < 1e-4
     for lag in (1, 2, COUNT // 2):
         assert abs(np.corrcoef(z[:-lag], z[lag:])[0, 1]) < 5 / (COUNT - lag) ** 0.5
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_tail_of_the_stream(dtype: Any):
-    z = RandomSource(0).stream("tail").normal(0, 20_000_000, dtype).abs()
+    z = RandomSource(seed_of(0)).stream("tail").normal(0, 20_000_000, dtype).abs()
     assert abs(float(z.double().square().mean()) - 1) < 5 * (2 / len(z)) ** 0.5
     for threshold in (1e-4, 0.1, 1.0, 3.0, 4.0, 5.0):
         expected = 2 * stats.norm.sf(threshold) * len(z)
@@ -86,7 +86,7 @@ def test_extreme_words_give_the_right_normals(dtype: Any):
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: int):
     """Blocks taken by whichever thread is free, across tensors, are the stream's draws in order."""
-    sizes, stream = [3, BLOCK - 5, 6 * BLOCK + 1, 1, 0, 7], RandomSource(1).stream("noise")
+    sizes, stream = [3, BLOCK - 5, 6 * BLOCK + 1, 1, 0, 7], RandomSource(seed_of(1)).stream("noise")
     clipped = ClippedSum({str(i): torch.zeros(size) for i, size in enumerate(sizes)}, 1.0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -98,7 +98,7 @@ def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: 
 
 
 def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
-    stream = RandomSource(1).stream("noise")
+    stream = RandomSource(seed_of(1)).stream("noise")
     values = {
         "a": torch.ones(300, 7),
         "b": torch.ones(400, 5, dtype=torch.float64),
@@ -116,26 +116,26 @@ def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
 
 def test_the_noise_of_other_devices_has_the_scale_and_its_own_seed():
     """torch's generator, tried on the CPU: keyed by stream, step and device."""
-    stream, cpu = RandomSource(1).stream("noise"), torch.device("cpu")
+    stream, cpu = RandomSource(seed_of(1)).stream("noise"), torch.device("cpu")
     value = torch.full((COUNT,), 6.0)
     _release_on_device([value], 1.5, 3, stream, 4)
     assert has_std(value.double() - 2, 0.5)
     assert not has_std(value.double() - 2, 0.51)
     seeds = [stream.generator(step, cpu).initial_seed() for step in (4, 4, 5)]
-    seeds.append(RandomSource(1).stream("other").generator(4, cpu).initial_seed())
+    seeds.append(RandomSource(seed_of(1)).stream("other").generator(4, cpu).initial_seed())
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 3
 
 
 def test_steps_streams_and_sources_are_independent():
-    source = RandomSource(5)
+    source = RandomSource(seed_of(5))
     noise = source.stream("noise")
     assert torch.equal(noise.normal(3, 100), source.stream("noise").normal(3, 100))
     draws = [
         noise.normal(3, 50_000),
         noise.normal(4, 50_000),
         source.stream("sampling").normal(3, 50_000),
-        RandomSource(6).stream("noise").normal(3, 50_000),
+        RandomSource(seed_of(6)).stream("noise").normal(3, 50_000),
         RandomSource().stream("noise").normal(3, 50_000),
         RandomSource().stream("noise").normal(3, 50_000),
     ]
@@ -162,9 +162,9 @@ def test_a_stream_has_one_holder():
 
 
 def test_chunks_of_a_long_draw_do_not_repeat():
-    z = RandomSource(0).stream("long").normal(0, 4 * BLOCK + 1001)
+    z = RandomSource(seed_of(0)).stream("long").normal(0, 4 * BLOCK + 1001)
     assert len(torch.unique(z)) == len(z)
-    assert torch.equal(z[: 2 * BLOCK], RandomSource(0).stream("long").normal(0, 2 * BLOCK))
+    assert torch.equal(z[: 2 * BLOCK], RandomSource(seed_of(0)).stream("long").normal(0, 2 * BLOCK))
 
 
 def test_no_two_blocks_or_steps_share_words_of_the_key_stream(monkeypatch: pytest.MonkeyPatch):
@@ -183,7 +183,7 @@ def test_no_two_blocks_or_steps_share_words_of_the_key_stream(monkeypatch: pytes
             out[:] = bytes([1]) * out.nbytes
 
     monkeypatch.setattr(Stream, "_key_stream", lambda self, step, counter: Noting(self, step, counter))
-    stream = RandomSource(0).stream("noise")
+    stream = RandomSource(seed_of(0)).stream("noise")
     for step, dtype in enumerate([np.float64, np.float32, np.float64]):
         stream.normal(step, 3 * BLOCK + 11, dtype)
     assert len(taken) == 12
@@ -192,7 +192,7 @@ def test_no_two_blocks_or_steps_share_words_of_the_key_stream(monkeypatch: pytes
 
 
 def test_a_long_draw_of_integers_is_random_to_its_end():
-    words = RandomSource(0).stream("sampling").uint64(2, 600_001)
+    words = RandomSource(seed_of(0)).stream("sampling").uint64(2, 600_001)
     assert len(np.unique(words)) == len(words) == 600_001
     assert stats.kstest(words[-100_000:] / 2.0**64, "uniform").pvalue > 1e-4
 
