@@ -26,8 +26,9 @@ from privgrad.gradient.shifted import shifted
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise
 from privgrad.plan import PrivacyPlan
+from privgrad.processes import ALONE, Processes, require_told
 from privgrad.rng import RandomSource
-from privgrad.types import Batch, NoisyGradient, count_examples, map_examples
+from privgrad.types import Batch, ClippedSum, NoisyGradient, count_examples, map_examples
 
 _ENGINES = {"hooks": Hooks, "vmap": Vmap}
 
@@ -38,8 +39,9 @@ class RawStep:
 
     Attributes:
         step: index of the release, from 0.
-        raw_mean: clipped sum / divisor, by parameter name: the released gradient without its noise.
-        clipping: norms and factors of the examples.
+        raw_mean: clipped sum / divisor, by parameter name: the released gradient without its noise. Of several
+            processes, the first has the sum of all; the others have of their own.
+        clipping: norms and factors of the examples of this process.
         released: the gradient that left.
     """
 
@@ -65,7 +67,9 @@ class PrivateGradient:
         microbatch_size: examples that are taken at once; None lets the engine choose. Speed and memory only.
         memory_mb: about how many MiB the engine may take for what each example needs of its own, beyond what an
             ordinary step takes; > 0. None lets the engine choose. Speed and memory only.
-        ledger: a Ledger, or the path of one; None keeps the record in memory.
+        ledger: a Ledger, or the path of one; None keeps the record in memory. Of several processes, the first's is the
+            record; the others count in memory what they took part in.
+        processes: that train together; see integrations.distributed. None is this one by itself.
     Raises:
         UnsupportedModuleError: a module mixes examples; named by path, with the remedy.
         PrivacyError: a bad argument, or a ledger kept under other numbers.
@@ -93,6 +97,7 @@ class PrivateGradient:
         microbatch_size: int | None = None,
         memory_mb: float | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         if microbatch_size is not None:
             require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
@@ -109,16 +114,20 @@ class PrivateGradient:
         if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
             raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
-        require_supported(model)
+        self._processes = processes = ALONE if processes is None else processes
+        require_told("PrivateGradient", processes)
+        processes.begin(model)
+        with processes.gathered(model):
+            require_supported(model)
+            self._precondition = precondition = None if precondition is None else precondition.begun(model)
         self._model = model
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._perturb = Perturbation(0.0) if perturb is None else perturb.begun()
-        self._precondition = precondition = None if precondition is None else precondition.begun(model)
         self._loss_fn = loss_fn
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
         self._microbatch_size = microbatch_size
-        self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
+        self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
         # Made of the private batch itself, a transform reveals it whatever noise follows.
         self._release, facts = plan.release, plan.public_facts
         facts["side_information"] = None if precondition is None else precondition.source
@@ -127,7 +136,9 @@ class PrivateGradient:
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
         if self._not_private:
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
-        self._ledger.bind(facts)
+        if processes.count > 1:
+            self._require_shared(facts)
+        processes.together(lambda: self._ledger.bind(facts))
         self._lock = threading.Lock()
         self._make_streams()
         self._step = 0
@@ -169,23 +180,11 @@ class PrivateGradient:
         Privacy:
             One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
         """
-        with self._lock:
-            self._require_drawn_as_planned(batch)
-            draw, seeded = batch.sampling.draw, self._plan.seed is not None
-            # Once is enough here; but what an earlier process released may be computed again.
-            repeatable = seeded and batch.sampling.step >= self._step
-            self._ledger.admit(draw, limit=self._plan.steps, repeatable=repeatable)
-            require_supported(self._model)
+        with self._lock, self._processes.gathered(self._model):
             parameters = trainable(self._model)
-            if batch.size > 0 and self._checked != frozenset(parameters):
-                check_loss(self._model, self._loss_fn, batch.examples)
-                self._checked = frozenset(parameters)
+            self._processes.together(lambda: self._admit(batch, parameters))
             try:
-                gradient, raw = self._noisy(batch, parameters)
-                # Only a research seed can draw the same noise again, so only then can a release be known as the same.
-                digest = _digest(gradient.values) if seeded else None
-                self._ledger.charge(self._release, draw=draw, limit=self._plan.steps, digest=digest)
-                self._step = batch.sampling.step + 1 if seeded else self._step + 1
+                gradient, raw = self._released(batch, parameters)
             except BaseException:
                 # What does not return may still be seen in a traceback: without a seed its noise is not drawn again.
                 self._make_streams()
@@ -194,35 +193,87 @@ class PrivateGradient:
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
             for observe in self.raw_observers:
                 observe(raw)
-            return gradient
+        return replace(gradient, values=self._processes.placed(gradient.values, trainable(self._model)))
 
-    def _noisy(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
+    def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise what speaks against this step, before the work is done."""
+        self._require_drawn_as_planned(batch)
+        # Once is enough here; but what an earlier process released may be computed again.
+        repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
+        self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
+        require_supported(self._model)
+        if batch.size > 0 and self._checked != frozenset(parameters):
+            check_loss(self._model, self._loss_fn, batch.examples)
+            self._checked = frozenset(parameters)
+
+    def _released(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
+        """The step of all processes: each clips its own examples; the first adds the noise, and charges."""
+        processes, divisor = self._processes, self._plan.divisor
         # A seeded draw has its own place in the streams, however often it is computed and by whom.
         index = self._step if self._plan.seed is None else batch.sampling.step
-        with seeded(int(self._dropout_stream.uint64(index, 1)[0] >> 1)):
-            transform = self._transform(batch, index, parameters)
-            raw_mean = partial(self._raw_mean, batch, "perturb")
-            radius = self._perturb.radius(index)
-            with self._perturb.at(radius, parameters, raw_mean):
-                clipped, clipping = clipped_sum(
-                    self._chunks(batch, index, radius, transform, parameters),
-                    like=parameters,
-                    clip=self._clip,
-                    max_grad_norm=self._plan.max_grad_norm,
-                    grouped=self._plan.group_size > 1,
-                    inverse_scales=transform.inverse_scales,
-                )
-        divisor, raw_clipped = self._plan.divisor, dict[str, Tensor]()
+        word = processes.same(int(self._dropout_stream.uint64(index, 1)[0] >> 1))
+        clipped, clipping = processes.together(lambda: self._clipped(batch, index, word, parameters), step=index)
+        clipped = replace(clipped, values=processes.sums(clipped.values))
+        raw_clipped = dict[str, Tensor]()
         if self.raw_observers:  # a copy: the noise is added in place
             raw_clipped = {name: value / divisor for name, value in clipped.values.items()}
-        gradient = add_noise(
-            clipped,
-            noise_multiplier=self._plan.noise_multiplier,
-            divisor=divisor,
-            stream=self._noise_stream,
-            step=index,
-        )
-        return gradient, RawStep(self._step, raw_clipped, clipping, gradient)
+
+        def noisy() -> NoisyGradient:
+            if processes.rank > 0:
+                return NoisyGradient(clipped.values, noise_std=0.0)  # the memory that the first one's goes to
+            gradient = add_noise(
+                clipped,
+                noise_multiplier=self._plan.noise_multiplier,
+                divisor=divisor,
+                stream=self._noise_stream,
+                step=index,
+            )
+            self._charge(batch, gradient)
+            return gradient
+
+        gradient = processes.released(processes.together(noisy))
+        if processes.rank > 0:
+            self._charge(batch, gradient)
+        return gradient, RawStep(index, raw_clipped, clipping, gradient)
+
+    def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
+        seeded = self._plan.seed is not None
+        # Only a research seed can draw the same noise again, so only then can a release be known as the same.
+        digest = _digest(gradient.values) if seeded else None
+        self._ledger.charge(self._release, draw=batch.sampling.draw, limit=self._plan.steps, digest=digest)
+        self._step = batch.sampling.step + 1 if seeded else self._step + 1
+
+    def _clipped(
+        self, batch: Batch, index: int, word: int, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[ClippedSum, RawClipping]:
+        """The clipped sum of this process' examples."""
+        with seeded(word):
+            transform = self._transform(batch, index, parameters)
+        radius = self._perturb.radius(index)
+        raw_mean = partial(self._raw_mean, batch, "perturb")
+        # Masks of their own in each process; what is public was the same in all.
+        with seeded(word + self._processes.rank), self._perturb.at(radius, parameters, raw_mean):
+            return clipped_sum(
+                self._chunks(batch, index, radius, transform, parameters),
+                like=parameters,
+                clip=self._clip,
+                max_grad_norm=self._plan.max_grad_norm,
+                grouped=self._plan.group_size > 1,
+                inverse_scales=transform.inverse_scales,
+            )
+
+    def _require_shared(self, facts: Mapping[str, Any]) -> None:
+        """Raise PrivacyError unless the processes can do this together, and mean the same."""
+        plan, first = self._plan, self._processes.same([dict(facts), self._plan.steps, self._plan.seed])
+
+        def require() -> None:
+            if first != [dict(facts), plan.steps, plan.seed]:
+                raise expected("PrivateGradient", "the plan", "to be the first process'", "another", "make one plan")
+            if plan.group_size > 1 or self._not_private:
+                remedy, what = "train in one process", "group_size > 1, or what is NOT private"
+                raise expected("PrivateGradient", "several processes", "to train privately", what, remedy)
+
+        self._processes.together(require)
 
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
         """Mean gradient of the batch, for research only. NOT private."""
@@ -301,6 +352,9 @@ class PrivateGradient:
         planned = (plan.sampling, plan.sample_rate, plan.expected_batch_size, plan.seed)
         if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed) != planned:
             raise refusal("to be drawn as the plan says", drawn, "take the batch from the same plan")
+        if (drawn.rank, drawn.processes) != (self._processes.rank, self._processes.count):
+            condition = f"to be drawn for process {self._processes.rank} of {self._processes.count}"
+            raise refusal(condition, f"{drawn.rank} of {drawn.processes}", "give plan.batches the same processes")
         if count_examples(batch.examples) != batch.size:
             raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
 

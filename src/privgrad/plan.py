@@ -19,6 +19,7 @@ from privgrad.errors import (
     require_positive,
     require_rate,
 )
+from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
 from privgrad.types import Batch, SamplingScheme
@@ -194,7 +195,12 @@ class PrivacyPlan:
         return accounting.epsilon([release], delta=delta, accountant=accountant)
 
     def batches(
-        self, dataset: Dataset[Any] | Sequence[Any], *, start: int = 0, collate: Collate | None = None
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        start: int = 0,
+        collate: Collate | None = None,
+        processes: Processes = ALONE,
     ) -> Iterator[Batch]:
         """The batches of steps start to steps - 1, drawn as the plan says; see sampling.batches."""
         return batches(
@@ -207,4 +213,5 @@ class PrivacyPlan:
             start=start,
             source=RandomSource(self.seed),
             collate=collate,
+            processes=processes,
         )

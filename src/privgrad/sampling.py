@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from privgrad.errors import SamplingError, expected
+from privgrad.processes import ALONE, Processes, require_told
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_examples
 
@@ -35,6 +36,7 @@ def batches(
     start: int = 0,
     source: RandomSource,
     collate: Collate | None = None,
+    processes: Processes = ALONE,
 ) -> Iterator[Batch]:
     """Yield the batches of steps start, start + 1, ..., steps - 1.
 
@@ -52,14 +54,18 @@ def batches(
         source: where the draws come from.
         collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row is to
             depend on its own example only: pad to a public length, not to the batch's longest.
+        processes: that train together: of several, each draws among its own examples, every so many-th of the data
+            set. Under a research seed their batches together are the one that a single process would draw.
     Returns:
         An iterator of Batch; examples have leading dimension `size`, 0 included. Batches that hold a whole
         TensorDataset may share memory.
     Raises:
         SamplingError: no length or no examples, or fewer examples than num_examples (raised by the call itself); a
-            collate whose rows are not one an example, or depend on their companions (raised by the iterator).
+            collate whose rows are not one an example, or depend on their companions (raised by the iterator); fixed
+        batches in several processes.
     Privacy:
-        Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream.
+        Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream: one
+        a process, of its own entropy; under a seed one for all, of which each takes the words of its own examples.
         "fixed" is covered by no accountant here.
     """
     function = "plan.batches"
@@ -73,16 +79,24 @@ def batches(
         remedy = "correct num_examples, the public count that rate and batch size rest on"
         got = f"only {len(data)}"
         raise expected(function, "dataset", f"to hold {num_examples} examples", got, remedy, SamplingError)
+    require_told(function, processes)
+    if scheme == "fixed" and processes.count > 1:
+        remedy = "draw Poisson batches, or train in one process"
+        raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
     take = _taker(dataset, collate)
     stream = source.stream("sampling")
+    rank, count = processes.rank, processes.count
 
     def draws() -> Iterator[Batch]:
         for step in range(start, steps):
             if scheme == "poisson":
                 chosen = _poisson(stream, step, sample_rate, len(data))
+                chosen = chosen[chosen % count == rank]
             else:
                 chosen = _fixed(stream, step, expected_batch_size, len(data))
-            sampling = Sampling(scheme, sample_rate, expected_batch_size, step, stream.public_id, source.seed)
+            sampling = Sampling(
+                scheme, sample_rate, expected_batch_size, step, stream.public_id, source.seed, rank, count
+            )
             yield Batch(take(chosen), len(chosen), sampling)
 
     return draws()

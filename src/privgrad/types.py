@@ -25,6 +25,7 @@ class Sampling:
         stream: public name of the random stream that drew the batch. Two batches with the same (stream, step)
             hold the same draw.
         seed: the research seed that the stream derives from, or None for the operating system's entropy.
+        rank, processes: which of how many processes the batch was drawn for; each example belongs to one of them.
     """
 
     scheme: SamplingScheme
@@ -33,6 +34,8 @@ class Sampling:
     step: int
     stream: str
     seed: int | None = None
+    rank: int = 0
+    processes: int = 1
 
     @property
     def draw(self) -> str:

@@ -1,0 +1,1 @@
+"""Bridges to frameworks, one file each."""
