@@ -1,8 +1,6 @@
 """The privacy boundary: what it takes, what it charges, what it gives."""
 
-import json
 import math
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,121 +202,6 @@ def test_noise_destroys_and_a_tiny_bound_freezes():
     loud = make_plan(noise_multiplier=1000.0)
     gradient = pg.PrivateGradient(model, loss_fn, loud)(first_batch(loud, make_data()))
     assert gradient.values["0.weight"].std().item() == pytest.approx(1000 / 8, rel=0.5)
-
-
-def test_ledger_file_tells_each_release_and_its_epsilon(tmp_path: Path):
-    plan, path = make_plan(), tmp_path / "ledger.jsonl"
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
-    lines: list[Any] = []
-    for count, batch in enumerate(plan.batches(make_data()), start=1):
-        oracle(batch)
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(lines) == count + 1
-        sigma_and_rate = {"noise_multiplier": 1.0, "sample_rate": 0.25, "scheme": "poisson"}
-        assert lines[-1] == {"draw": batch.sampling.draw, **sigma_and_rate}
-    assert lines[0]["plan"]["max_grad_norm"] == 1.0
-    assert lines[0]["plan"]["neighboring_relation"] == "add or remove one"
-    again = pg.Ledger(path, read_only=True)
-    assert again.epsilon(delta=1e-5) == oracle.ledger.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
-
-
-def test_a_ledger_has_one_writer(tmp_path: Path):
-    first = pg.Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(pg.PrivacyError, match="one writer"):
-        pg.Ledger(tmp_path / "ledger.jsonl")
-    first.close()
-    pg.Ledger(tmp_path / "ledger.jsonl").close()
-
-
-@pytest.mark.parametrize(
-    "other", [{"noise_multiplier": 2.0}, {"sample_rate": 0.24}, {"num_examples": 33}, {"max_grad_norm": 2.0}]
-)
-def test_a_ledger_of_other_numbers_is_refused(tmp_path: Path, other: dict[str, Any]):
-    path = tmp_path / "ledger.jsonl"
-    ledger = pg.Ledger(path)
-    pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=ledger)
-    ledger.close()
-    with pytest.raises(pg.PrivacyError, match=next(iter(other))):
-        pg.PrivateGradient(make_model(), loss_fn, make_plan(**other), ledger=path)
-
-
-def test_a_longer_run_on_an_old_ledger_composes(tmp_path: Path):
-    path, data = tmp_path / "ledger.jsonl", make_data()
-    for steps, start in ((3, 0), (5, 3)):
-        plan = make_plan(steps=steps)
-        ledger = pg.Ledger(path)
-        oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
-        for batch in plan.batches(data, start=start):
-            oracle(batch)
-        ledger.close()
-    assert pg.Ledger(path, read_only=True).epsilon(delta=1e-5) == make_plan(steps=5).epsilon(delta=1e-5)
-
-
-def test_a_line_cut_off_is_dropped_and_damage_is_refused(tmp_path: Path):
-    path, plan = tmp_path / "ledger.jsonl", make_plan()
-    ledger = pg.Ledger(path)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
-    for batch in list(plan.batches(make_data()))[:3]:
-        oracle(batch)
-    ledger.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])  # an editor that drops the last newline drops no charge
-    ledger = pg.Ledger(path)
-    assert ledger.releases == 3
-    ledger.close()
-    assert path.read_bytes() == whole
-    path.write_bytes(whole[:-7])
-    assert pg.Ledger(path, read_only=True).releases == 2
-    ledger = pg.Ledger(path)
-    assert ledger.releases == 2
-    ledger.close()
-    told = b'"noise_multiplier": 1.0, "sample_rate": 0.25, "scheme"'  # of a release, not of the plan
-    assert told in whole
-    louder = whole.replace(told, told.replace(b"1.0", b"9.0"))
-    for damage in (
-        b"",
-        b"not json\n",
-        whole.replace(b"noise_multiplier", b"noise"),
-        b'{"ledger_version": 9}\n',
-        louder,
-    ):
-        path.write_bytes(damage)
-        with pytest.raises(pg.PrivacyError, match="line"):
-            pg.Ledger(path, read_only=True)
-    with pytest.raises(pg.PrivacyError, match="readable"):
-        pg.Ledger(tmp_path / "absent", read_only=True)
-
-
-def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, plan = tmp_path / "ledger.jsonl", make_plan()
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
-    batches = plan.batches(make_data())
-    oracle(next(batches))
-    before, real = path.read_bytes(), os.write
-
-    def short_then_full(descriptor: int, data: bytes) -> int:
-        if len(data) > 10:
-            return real(descriptor, data[: len(data) - 5])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", short_then_full)
-    with pytest.raises(pg.PrivacyError, match="No space left"):
-        oracle(next(batches))
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    assert oracle.ledger.releases == 1
-    oracle(next(batches))
-    assert pg.Ledger(path, read_only=True).releases == 2
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_really_full_device_refuses_the_charge():
-    ledger = pg.Ledger()
-    ledger._descriptor = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(pg.PrivacyError, match="No space left"):
-        ledger.bind({"sample_rate": 1.0})
-    with pytest.raises(pg.PrivacyError, match="closed"):
-        ledger.bind({"sample_rate": 1.0})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the queue is emptied where there is a device")

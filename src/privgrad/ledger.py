@@ -3,19 +3,36 @@
 One JSON object a line: first the plan's public numbers, then one line for each release. A line is on disk before
 the gradient that it pays for leaves the oracle, so a process killed at any moment has charged at least what it
 released.
+
+Each line ends with a checksum of itself and of the checksum before it, so that a line changed, removed, added or moved
+is refused on opening. Two things the file alone cannot tell. Cut back at the end of a line, it is the ledger of a
+shorter run: keep a copy, or the checkpoint, which is refused beside a ledger that lacks what it has seen. And the
+checksum finds accidents and careless edits; it is no signature: whoever computes it anew for all that follows passes.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from privgrad.accounting import Accountant, Release, epsilon
-from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, expected
+from privgrad.errors import (
+    BudgetExceededError,
+    PrivacyError,
+    SamplingError,
+    expected,
+    require_integer,
+    require_nonnegative,
+    require_rate,
+)
+from privgrad.types import SamplingScheme
 
-_VERSION = 1
+_VERSION = 2
+_LONGEST_LINE = 1 << 20  # bytes: what is no ledger shall not fill the memory
+_FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 
 class Ledger:
@@ -25,7 +42,8 @@ class Ledger:
         path: file to append to, made if absent; None keeps the record in memory.
         read_only: only look: takes no lock, and refuses every charge.
     Raises:
-        PrivacyError: the file is not a ledger, is damaged, or another process is writing to it.
+        PrivacyError: the file is not a ledger, is damaged or of another version, cannot be written, or another process
+            is writing to it.
     Privacy:
         Holds public numbers and, under a research seed, hashes of released gradients: safe to publish.
     """
@@ -38,6 +56,8 @@ class Ledger:
         self._draws: dict[str, str | None] = {}
         self._descriptor: int | None = None
         self._size = 0
+        self._head = ""
+        self._heads: set[str] = set()
         if self.path is not None:
             self._open(self.path)
 
@@ -50,6 +70,15 @@ class Ledger:
     def releases(self) -> int:
         """How many releases have been charged."""
         return sum(self._counts.values())
+
+    @property
+    def head(self) -> str:
+        """Checksum of the last line, and with it of all before; "" without a file."""
+        return self._head
+
+    def went_through(self, head: str) -> bool:
+        """Whether `head` was once this ledger's: whether it begins with the very lines that had it."""
+        return head in self._heads
 
     def epsilon(self, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
         """Epsilon of everything charged so far; see accounting.epsilon."""
@@ -161,18 +190,25 @@ class Ledger:
             )
         if self._descriptor is None:
             return
-        data = (json.dumps(line) + "\n").encode()
+        sealed, head = _sealed(self._head, json.dumps(line).encode())
+        data = sealed + b"\n"
+        if len(data) > _LONGEST_LINE:
+            remedy = "shorten what describes the run"
+            raise expected("Ledger.charge", "a line", f"of at most {_LONGEST_LINE} bytes", len(data), remedy)
         try:
             written = 0
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
             os.fsync(self._descriptor)
-        except OSError as error:
+            self._end_at(self._size + len(data), head)
+        except BaseException as error:
             # What may have been written in part must not look like a charge, nor spoil the next line.
             try:
                 os.ftruncate(self._descriptor, self._size)
             except OSError:
                 self.close()
+            if not isinstance(error, OSError):
+                raise
             raise expected(
                 "Ledger.charge",
                 f"{self.path}",
@@ -180,34 +216,38 @@ class Ledger:
                 error.strerror,
                 "free space, then resume; nothing was charged and nothing released",
             ) from error
-        self._size += len(data)
+
+    def _end_at(self, size: int, head: str) -> None:
+        self._size, self._head = size, head
+        self._heads.add(head)
 
     def _open(self, path: Path) -> None:
-        if not self._read_only:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(self._descriptor)
-                self._descriptor = None
-                raise expected(
-                    "Ledger",
-                    "path",
-                    "to have one writer",
-                    f"{path}, in use",
-                    "close() it there first",
-                ) from error
+        condition = "to be a readable file" if self._read_only else "to be a file that takes more lines"
         try:
+            if not self._read_only:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                self._lock(self._descriptor, path)
             self._read(path)
-        except BaseException:
+            if self._descriptor is not None:
+                self._end_last_line(self._descriptor)
+                directory = os.open(path.parent, os.O_RDONLY)
+                os.fsync(directory)  # a new file's name is durable only with its folder
+                os.close(directory)
+        except BaseException as error:
             self.close()
-            raise
-        if self._descriptor is not None:
-            self._end_last_line(self._descriptor)
-            directory = os.open(path.parent, os.O_RDONLY)
-            os.fsync(directory)  # a new file's name is durable only with its folder
-            os.close(directory)
+            if not isinstance(error, OSError):
+                raise
+            got = f"{path} ({error.strerror})"
+            raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
+
+    def _lock(self, descriptor: int, path: Path) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise expected(
+                "Ledger", "path", "to have one writer", f"{path}, in use", "close() it there first"
+            ) from error
 
     def _end_last_line(self, descriptor: int) -> None:
         """Remove a last line that was cut off, end one that only lacks its end."""
@@ -216,37 +256,67 @@ class Ledger:
             self._size += os.write(descriptor, b"\n")
 
     def _read(self, path: Path) -> None:
-        def damaged(number: int, why: str) -> PrivacyError:
-            return expected(
-                "Ledger", f"line {number} of {path}", "to be a ledger's", why, "restore the file from a copy"
-            )
+        def damaged(number: int, raw: bytes, condition: str) -> PrivacyError:
+            got = repr(raw[:60].decode(errors="replace"))
+            return expected("Ledger", f"line {number} of {path}", condition, got, "restore the file from a copy")
 
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise expected("Ledger", "path", "to be a readable file", path, "give a ledger's path") from error
-        lines = data.splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n") and not _is_json(lines[-1]):
-            lines.pop()  # cut off while being written, so its gradient never left the oracle
-        self._size = sum(map(len, lines))
-        for number, raw in enumerate(lines, start=1):
-            try:
-                line = json.loads(raw)
-                if number == 1:
-                    if line["ledger_version"] != _VERSION:
-                        raise damaged(1, f"version {line['ledger_version']}, not {_VERSION}")
-                    self.plan_facts = dict(line["plan"])
-                else:
-                    self._count(self._checked(line), line)
-            except (ValueError, KeyError, TypeError) as error:
-                raise damaged(number, raw[:60].decode(errors="replace")) from error
+        with path.open("rb") as file:
+            for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+                if _is_cut_off(raw, _FIRST if number == 1 else _LATER):
+                    break  # so its gradient never left the oracle
+                line, body = _parsed(raw), raw.removesuffix(b"\n")
+                if number == 1 and "ledger_version" in line and line["ledger_version"] != _VERSION:
+                    name, got = f"line 1 of {path}", f"version {str(line['ledger_version'])[:20]}"
+                    remedy = "go on with the privgrad that wrote it, or start a new one and add the two epsilons up"
+                    raise expected("Ledger", name, f"to be of a ledger of version {_VERSION}", got, remedy)
+                sealed, head = _sealed(self._head, body.rpartition(_SEAL)[0] + b"}")
+                if sealed != body:
+                    raise damaged(number, raw, "to match its checksum and to follow the line before it")
+                try:
+                    if number == 1:
+                        self.plan_facts = _checked_plan(line["plan"])
+                    else:
+                        self._count(self._checked(line), line)
+                except (ValueError, KeyError, TypeError, OverflowError) as error:
+                    raise damaged(number, raw, "to be a ledger's") from error
+                self._end_at(self._size + len(raw), head)
         if not self.plan_facts and self._read_only:
-            raise damaged(1, "an empty file")
+            raise damaged(1, b"", "to be a ledger's")
 
 
-def _is_json(raw: bytes) -> bool:
-    try:
-        json.loads(raw)
-    except ValueError:
+def _sealed(head: str, body: bytes) -> tuple[bytes, str]:
+    """A line, of the JSON object `body`, with its checksum after one of checksum `head`; and that checksum."""
+    checksum = hashlib.blake2b(head.encode() + body, digest_size=8, person=b"privgrad-ledger").hexdigest()
+    return body[:-1] + _SEAL + checksum.encode() + b'"}', checksum
+
+
+def _is_cut_off(raw: bytes, begins: bytes) -> bool:
+    """Whether a line ends before its object does, as one that was being written when the process was killed."""
+    if raw.endswith(b"\n") or len(raw) == _LONGEST_LINE or raw[: len(begins)] != begins[: len(raw)]:
         return False
-    return True
+    try:
+        json.JSONDecoder().raw_decode(raw.decode("latin-1"))
+    except ValueError:
+        return True
+    except RecursionError:
+        return False
+    return False  # whole: all that may lack is the end of the line
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    """The object of a line; empty if it is none."""
+    try:
+        line: Any = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", line) if isinstance(line, dict) else {}
+
+
+def _checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's numbers, of which those that epsilon needs must be such."""
+    require_nonnegative("Ledger", "noise_multiplier", plan["noise_multiplier"], "restore the file")
+    require_rate("Ledger", plan["sample_rate"])
+    require_integer("Ledger", "num_examples", plan["num_examples"], 1)
+    if plan["sampling"] not in get_args(SamplingScheme):
+        raise expected("Ledger", "sampling", "to be 'poisson' or 'fixed'", plan["sampling"], "restore the file")
+    return dict(plan)
