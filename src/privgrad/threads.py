@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 T = TypeVar("T")
 
@@ -58,14 +59,15 @@ def one_thread() -> Generator[None]:
 
 
 def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """The tensors in aligned blocks, each with the numbers. Whole if short, not laid out alike, or not on the CPU.
+    """The tensors in aligned blocks, each with the numbers. Whole if short, sharded, laid out otherwise or on no CPU.
 
     For elementwise work of several operators: what one wrote, the next finds in cache.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]
     if first.numel() <= _BLOCK or any(
-        not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu" for t in tensors
+        not t.is_contiguous() or t.shape != first.shape or t.device.type != "cpu" or is_traceable_wrapper_subclass(t)
+        for t in tensors
     ):
         return [values]
     parts: list[Iterable[Any]] = [v.view(-1).split(_BLOCK) if isinstance(v, Tensor) else repeat(v) for v in values]

@@ -14,6 +14,7 @@ from torch.utils.data import (
 
 from privgrad.errors import PrivacyError, expected, require_integer
 from privgrad.gradient.engines import LossFunction, require_losses, seeded, trainable
+from privgrad.processes import ALONE, Processes
 from privgrad.types import Batch, count_examples, map_examples
 
 
@@ -28,6 +29,7 @@ class PublicGradient:
         source: what they are and why they are public, in a few words; recorded.
         batch_size: examples of a batch, from 1 to P; None is all.
         seed: >= 0, of the order in which batches are drawn.
+        processes: that train a sharded model together; all take the same gradients.
     Raises:
         PrivacyError: private batches, no examples, or a number out of range.
     Privacy:
@@ -43,6 +45,7 @@ class PublicGradient:
         source: str,
         batch_size: int | None = None,
         seed: int = 0,
+        processes: Processes = ALONE,
     ) -> None:
         if isinstance(examples, Batch):
             remedy = "give public examples, apart from the private ones"
@@ -66,6 +69,7 @@ class PublicGradient:
             raise expected("PublicGradient", "batch_size", f"of at most {count}", batch_size, remedy)
         self.model, self.source = model, source
         self._loss_fn, self._count, self._seed = loss_fn, count, seed
+        self._processes = processes
 
     def __call__(self, step: int) -> dict[str, Tensor]:
         """Mean gradient by parameter name on the batch of that step: passes in random order, remainders dropped."""
@@ -95,9 +99,14 @@ class PublicGradient:
         examples = self._examples
         if len(chosen) < self._count:
             examples = map_examples(itemgetter(chosen), examples)
+        with self._processes.gathered(self.model):
+            grads = self._whole_gradient(examples, len(chosen), step)
+        return dict(self._processes.placed(grads, trainable(self.model)))
+
+    def _whole_gradient(self, examples: Any, count: int, step: int) -> dict[str, Tensor]:
         parameters = trainable(self.model)
         with torch.enable_grad(), seeded(self._seed + step):
-            losses = require_losses(self._loss_fn(self.model, examples), len(chosen))
+            losses = require_losses(self._loss_fn(self.model, examples), count)
             grads = torch.autograd.grad(
                 losses.mean(), list(parameters.values()), allow_unused=True, materialize_grads=True
             )

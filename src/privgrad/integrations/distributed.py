@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +16,7 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.processes import Processes
 from privgrad.types import NoisyGradient
 
+_any = cast(Any, dist)  # whose collectives are typed in part
 T = TypeVar("T")
 
 
@@ -60,7 +60,7 @@ class Distributed(Processes):
 
     def sums(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         local = {name: value.contiguous() for name, value in values.items()}
-        _each(partial(dist.reduce, dst=self._first, group=self._group, async_op=True), local.values())
+        _each(lambda value: _any.reduce(value, self._first, group=self._group, async_op=True), local.values())
         return local
 
     def released(self, gradient: NoisyGradient) -> NoisyGradient:
@@ -129,7 +129,7 @@ class Distributed(Processes):
 
     def _spread(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors with the first process'."""
-        _each(partial(dist.broadcast, src=self._first, group=self._group, async_op=True), tensors)
+        _each(lambda tensor: _any.broadcast(tensor, self._first, group=self._group, async_op=True), tensors)
 
 
 @contextmanager

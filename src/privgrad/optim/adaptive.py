@@ -43,6 +43,8 @@ class Debiased(PrivateOptimizer):
     def fraction_floored(self) -> float:
         """Share of coordinates whose debiased second moment sits on its floor, in [0, 1]; nan before any step.
 
+        Of a sharded model: of the coordinates that lie in this process.
+
         Privacy:
             Post-processing.
         """
@@ -53,8 +55,10 @@ class Debiased(PrivateOptimizer):
                 if state:
                     floor = self._floor(group, state)
                     square, noise_std = state[self._square], state[self._noise] ** 0.5
-                    floored += int((debias(square, noise_std, floor=floor) <= floor).sum())
-                    total += square.numel()
+                    on_floor: Any = debias(square, noise_std, floor=floor) <= floor
+                    here = on_floor.to_local() if hasattr(on_floor, "to_local") else on_floor
+                    floored += int(here.sum())
+                    total += here.numel()
         return floored / total if total else math.nan
 
     @torch.no_grad()
