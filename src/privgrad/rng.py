@@ -51,6 +51,10 @@ class RandomSource:
         """The stream of that name: equal for equal (root, name), independent otherwise."""
         return Stream(hashlib.blake2b(name.encode(), key=self._root, digest_size=32).digest())
 
+    def __reduce__(self) -> str:
+        remedy = "make another: two holders of one root would draw the same noise"
+        raise expected("RandomSource", "a secret root", "to have one holder", "a request to copy it", remedy)
+
 
 class Stream:
     """Draws by step from one key. Stateless: the same step gives the same draws.
@@ -87,7 +91,7 @@ class Stream:
             part[:] = draw(start // BLOCK, part.size)
         return torch.from_numpy(out)
 
-    def normal_blocks(self, step: int, dtype: Any) -> Callable[[int, int], np.ndarray]:
+    def normal_blocks(self, step: int, dtype: Any, *, dense: bool = False) -> Callable[[int, int], np.ndarray]:
         """A function (block, count) -> the first `count` <= BLOCK standard normals of a block of that step.
 
         It keeps its buffers: the next call overwrites what the last one returned, and each thread takes its own.
@@ -97,21 +101,27 @@ class Stream:
 
         Args:
             step: index of the draw.
-            dtype: float32 or float64.
+            dtype: float32 or float64. A block serves one dtype: those of two share words.
+            dense: take 32 more bits for the radius, in float64, so that its values lie closer together in the tail,
+                which then reaches 11.5 standard deviations: for noise that is to reach every point of a grid.
         Privacy:
             A block's words are its own, whoever draws it and when. They are those of a cryptographic stream.
-            Floating-point numbers are a grid, and the grid can leak (Mironov 2012): this is not covered.
+            Floating-point numbers are a grid, and the grid can leak (Mironov 2012): see add_noise.
         """
         z, size = np.empty(BLOCK, dtype), np.dtype(dtype).itemsize
-        stream = np.empty(len(_ZEROS) + 15, np.uint8)  # 15: older `cryptography` asks for room to spare
+        stream, tails = _room(len(_ZEROS)), _room(len(_ZEROS) // 4 if dense else 0)
 
         def draw(block: int, count: int) -> np.ndarray:
-            pairs = (count + 1) // 2
+            pairs, tail = (count + 1) // 2, None
             zeros = memoryview(_ZEROS)[: (8 + size) * pairs]
             self._key_stream(step, block * len(_ZEROS) // 16).update_into(zeros, stream.data)
             words = stream[: 8 * pairs].view(np.int64)
             turns = stream[8 * pairs : (8 + size) * pairs].view(f"i{size}")
-            box_muller(words, turns, z[: 2 * pairs])
+            if dense:  # from a half of the step's counters that is theirs
+                counter = (1 << 63) + block * len(_ZEROS) // 64
+                self._key_stream(step, counter).update_into(zeros[: 4 * pairs], tails.data)
+                tail = tails[: 4 * pairs].view(np.uint32)
+            box_muller(words, turns, z[: 2 * pairs], tail)
             return z[:count]
 
         return draw
@@ -140,29 +150,50 @@ class Stream:
             raise expected("Stream", "a random stream", "to stay in its process", "use in a fork", remedy)
 
 
-def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray) -> None:
+def _room(size: int) -> np.ndarray:
+    return np.empty(size + 15, np.uint8)  # 15: older `cryptography` asks for room to spare
+
+
+def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.ndarray | None = None) -> None:
     """Turn uniform integers into standard normals, in the precision of z. Overwrites the words.
 
-    Computes: sqrt(-2 log u) * (cos a, sin a) with u = (|word| + 1/2) / 2^63 and a = pi * turn / 2^(bits - 1).
+    Computes: sqrt(-2 log u) * (cos a, sin a) with a = pi * turn / 2^(bits - 1) and u = (|word| + h) / 2^63, where
+    h = 1/2, or (tail + 1/2) / 2^32.
 
     Args:
         words: int64, shape (n,).
         turns: int32 or int64, as wide as z's numbers, shape (n,).
         z: float32 or float64, shape (2n,): receives the normals.
+        tail: uint32, shape (n,): further digits of u; None for one half.
     """
     pairs = len(words)
     radius, angle = z[:pairs], z[pairs:]
     np.copyto(radius, words, casting="unsafe")
     np.abs(radius, out=radius)
-    radius += 0.5  # off zero, where u has its full resolution: it lies in [2^-64, 1]
+    if tail is None:
+        radius += 0.5  # off zero, where u has its full resolution: it lies in [2^-64, 1]
+    else:
+        np.add(tail, 0.5, out=angle)  # whose memory is not yet in use
+        angle *= 2.0**-32
+        radius += angle
     radius *= 2.0**-63
     np.log(radius, out=radius)
     radius *= -2.0
     np.sqrt(radius, out=radius)
     np.copyto(angle, turns, casting="unsafe")
-    angle *= math.pi * 2.0 ** (1 - 8 * turns.itemsize)
-    cosine = words.view(z.dtype)[:pairs]  # the words are spent: their memory is scratch
-    np.cos(angle, out=cosine)
-    np.sin(angle, out=angle)
-    angle *= radius
-    radius *= cosine
+    scratch = words.view(z.dtype)[:pairs]  # the words are spent
+    if z.dtype == np.float32:
+        angle *= math.pi * 2.0 ** (1 - 8 * turns.itemsize)
+        np.cos(angle, out=scratch)
+        np.sin(angle, out=angle)
+        angle *= radius
+        radius *= scratch
+    else:  # both of t = tan(a / 2), for numpy's float64 sine and cosine take many times as long
+        angle *= math.pi * 2.0 ** (-8 * turns.itemsize)
+        np.tan(angle, out=angle)
+        np.multiply(angle, angle, out=scratch)
+        scratch += 1.0
+        np.divide(radius, scratch, out=scratch)
+        scratch *= 2.0
+        angle *= scratch  # r sin a = r 2t / (1 + t^2)
+        np.subtract(scratch, radius, out=radius)  # r cos a = r 2 / (1 + t^2) - r
