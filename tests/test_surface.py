@@ -15,9 +15,9 @@ NAMES = {
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
-    "target_epsilon sampling seed group_size",
+    "target_epsilon sampling seed group_size noise_on_grid",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
-    "sampling seed group_size",
+    "sampling seed group_size noise_on_grid",
     pg.PrivacyPlan.batches: "self dataset start collate",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger",

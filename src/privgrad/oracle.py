@@ -227,6 +227,7 @@ class PrivateGradient:
                 divisor=divisor,
                 stream=self._noise_stream,
                 step=index,
+                on_grid=self._plan.noise_on_grid,
             )
             self._charge(batch, gradient)
             return gradient
