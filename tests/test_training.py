@@ -7,6 +7,9 @@ import os
 import random
 import signal
 import time
+import warnings
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad import training
+from privgrad import ledger, training
 from privgrad.training import FitResult
 
 STEPS = 60
@@ -61,7 +64,7 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path):
     assert second.ledger.releases == STEPS
 
 
-def train_noting_releases(folder: Path, released: Path) -> None:
+def train_noting_releases(folder: Path, released: Path, begun: Event, options: dict[str, Any]) -> None:
     """In a child: train slowly, and write down every gradient that leaves the oracle, as it leaves."""
     descriptor = os.open(released, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     original = pg.PrivateGradient.__call__
@@ -69,50 +72,83 @@ def train_noting_releases(folder: Path, released: Path) -> None:
     def noted(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
         gradient = original(self, batch)
         os.write(descriptor, f"{batch.sampling.step}\n".encode())
-        time.sleep(0.01)
+        time.sleep(0.005)
         return gradient
 
     pg.PrivateGradient.__call__ = noted  # pyright: ignore[reportAttributeAccessIssue]
-    run(folder)
+    warnings.simplefilter("ignore")  # of steps that were lost: they are what this is about
+    begun.set()
+    run(folder, **options)
 
 
-def test_killed_twenty_times_at_random_and_resumed(tmp_path: Path):
-    """SIGKILL at random points: every release was charged, and the end equals an uninterrupted run's."""
-    whole, _ = run(tmp_path / "whole")
-    folder, released = tmp_path / "killed", tmp_path / "released"
-    ledger_file = folder / "ledger.jsonl"
+@dataclass
+class Tally:
+    """What was seen over many kills. `least` is the smallest charged - released after any of them."""
+
+    kills: int = 0
+    resumes: int = 0
+    released: int = 0
+    charged: int = 0
+    least: int = 1 << 30
+
+
+def kill_again_and_again(folder: Path, kills: int, **options: Any) -> Tally:
+    """Start the same training and SIGKILL it a random moment after it began, that often; compare after each.
+
+    What was charged is read from the ledger, what was released from a file that the child appends to by itself.
+    """
+    released, waits, tally = folder.with_name("released"), random.Random(0), Tally()
+    released.touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
-    waits, kills, attempts = random.Random(0), 0, 0
-    while kills < 20:
-        attempts += 1
-        assert attempts < 60
-        process = context.Process(target=train_noting_releases, args=(folder, released))
+    while tally.kills < kills:
+        begun = context.Event()
+        process = context.Process(target=train_noting_releases, args=(folder, released, begun, options))
         process.start()
-        noted = released.stat().st_size if released.exists() else 0
-        deadline = time.monotonic() + 60
-        # Once it has begun to release, kill it a random moment later.
-        while process.is_alive() and (released.stat().st_size if released.exists() else 0) <= noted:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        time.sleep(waits.uniform(0, 0.1))
-        if process.is_alive():
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
+        assert begun.wait(120)
+        noted, deadline = released.stat().st_size, time.monotonic() + 120
+        # Every other one amid opening, resuming and first steps, the rest amid training, however busy the machine is.
+        while tally.kills % 2 and released.stat().st_size <= noted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.join(waits.uniform(0, 0.1))
+        assert process.is_alive(), f"it ended after {tally.kills} kills: the run is too short"
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
         process.join()
+        tally.kills += 1
+        tally.resumes += tally.released > 0
         steps = [int(line) for line in released.read_text().split()]
-        ledger = pg.Ledger(ledger_file, read_only=True)
-        # A step recomputed from the same seed is the same release: distinct steps are what was paid for.
-        assert ledger.releases >= len(set(steps))
-        assert ledger.epsilon(delta=1e-5) >= make_plan().epsilon(delta=1e-5, steps=len(set(steps)))
-        if process.exitcode == 0:
-            break
-    resumed, result = run(folder)
-    assert kills == 20, f"only {kills} kills before the end: the run is too short"
-    assert equal(whole, resumed)
-    assert result.ledger.releases == STEPS
-    assert len({int(line) for line in released.read_text().split()}) <= STEPS
+        # Under a seed, a step that is computed again is the same release: distinct steps are what was paid for.
+        tally.released = len(steps) if options["seed"] is None else len(set(steps))
+        ledger = pg.Ledger(folder / "ledger.jsonl", read_only=True) if tally.charged or steps else pg.Ledger()
+        assert ledger.releases >= tally.charged, "a charge was lost"
+        tally.charged = ledger.releases
+        tally.least = min(tally.least, tally.charged - tally.released)
+        assert tally.least >= 0
+        paid = make_plan().epsilon(delta=1e-5, steps=tally.released)
+        assert ledger.epsilon(delta=1e-5) >= paid
+    return tally
+
+
+LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(5, 20), (None, 10), pytest.param(5, 200, marks=LONG), pytest.param(None, 200, marks=LONG)]
+)
+def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, kills: int, seed: int | None):
+    steps = 20 * kills
+    tally = kill_again_and_again(tmp_path / "killed", kills, seed=seed, steps=steps)
+    print(tally)  # noqa: T201
+    assert tally.resumes > kills // 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resumed, result = run(tmp_path / "killed", seed=seed, steps=steps)
+    assert result.ledger.releases == steps
+    if seed is not None:  # nothing was lost: the end equals an uninterrupted run's
+        whole, _ = run(None, seed=seed, steps=steps)
+        assert result.updates == steps
+        assert equal(whole, resumed)
 
 
 class Stop(BaseException):
@@ -281,7 +317,19 @@ def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
     run(tmp_path)
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert set(state) == {
-        *("version", "seed", "settings", "model", "averaged", "optimizer", "oracle", "curve", "updates", "seconds")
+        *(
+            "version",
+            "seed",
+            "settings",
+            "model",
+            "averaged",
+            "optimizer",
+            "oracle",
+            "ledger",
+            "curve",
+            "updates",
+            "seconds",
+        )
     }
     assert set(state["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_noise_var"}
     assert state["oracle"] == {"step": STEPS}
@@ -327,7 +375,11 @@ def damage_checkpoint(folder: Path, how: str) -> None:
             state["seed"] = 6
         elif how == "ahead of its ledger":
             state["oracle"]["step"] = STEPS + 1
-        torch.save(state, path)
+        elif how == "without its releases":
+            state["ledger"] = "0" * 16
+        elif how == "a curve of no rows":
+            state["curve"] = [1]
+        training._write(state, path)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +394,8 @@ def damage_checkpoint(folder: Path, how: str) -> None:
         "other version",
         "other seed",
         "ahead of its ledger",
+        "without its releases",
+        "a curve of no rows",
     ],
 )
 def test_damaged_checkpoints_are_refused_and_charge_nothing(tmp_path: Path, how: str):
@@ -352,14 +406,92 @@ def test_damaged_checkpoints_are_refused_and_charge_nothing(tmp_path: Path, how:
     assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == STEPS
 
 
+def test_no_byte_of_a_checkpoint_changes_unseen(tmp_path: Path):
+    """Torch itself loads a tensor with a bit turned over as if nothing had happened."""
+    run(tmp_path, steps=3)
+    path = tmp_path / "checkpoint.pt"
+    whole = path.read_bytes()
+    for place in [*range(0, len(whole), 11), *range(len(whole) - 40, len(whole))]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match="not those that were written"):
+            training._read(path)
+        if place % (11 * 150) == 0:
+            with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt"):
+                run(tmp_path, steps=4)
+    for length in range(0, len(whole), 101):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="not those that were written"):
+            training._read(path)
+    assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 3
+    path.write_bytes(whole)
+    run(tmp_path, steps=4)
+
+
+@pytest.mark.parametrize("moment", ["writing", "syncing", "before the rename"])
+def test_killed_while_a_checkpoint_is_written_the_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    run(tmp_path, steps=3)
+    path = tmp_path / "checkpoint.pt"
+    whole = path.read_bytes()
+
+    def killed(*_: Any) -> None:
+        raise Stop
+
+    def half(state: Any, file: Any) -> None:
+        file.write(whole[: len(whole) // 2])
+        raise Stop
+
+    with monkeypatch.context() as patched:
+        if moment == "writing":
+            patched.setattr(torch, "save", half)
+        elif moment == "syncing":
+            patched.setattr(training.os, "fsync", killed)
+        else:
+            patched.setattr(Path, "replace", killed)
+        with pytest.raises(Stop):
+            training._write({}, path)
+    assert path.read_bytes() == whole
+    assert path.with_suffix(".partial").exists()
+    _, result = run(tmp_path, steps=4)
+    assert result.updates == 4
+
+
+@pytest.mark.parametrize("how", ["cut back", "another run's", "sealed anew"])
+@pytest.mark.parametrize("seed", [5, None])
+def test_a_checkpoint_is_refused_beside_a_ledger_that_is_not_its_own(tmp_path: Path, how: str, seed: int | None):
+    """A ledger with fewer lines, or as many others, opens by itself: the checkpoint has seen more."""
+    run(tmp_path, seed=seed)
+    path = tmp_path / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    if how == "cut back":
+        lines.pop()
+    elif how == "another run's":
+        run(tmp_path / "other", seed=6 if seed == 5 else None, steps=STEPS + 1)
+        lines = (tmp_path / "other/ledger.jsonl").read_bytes().splitlines(keepends=True)
+    else:
+        # As many lines as before: only the checksums tell that one draw was exchanged for another.
+        lines[5] = lines[5].replace(b'"draw": "', b'"draw": "0')
+        head, sealed = "", b""
+        for number, line in enumerate(lines):
+            body = line.rpartition(ledger._SEAL)[0] + b"}"
+            sealed, head = ledger._sealed(head, body)
+            lines[number] = sealed + b"\n"
+    path.write_bytes(b"".join(lines))
+    assert pg.Ledger(path, read_only=True).releases >= STEPS - 1
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt.*ledger"):
+        run(tmp_path, seed=seed, steps=STEPS + 10)
+    assert path.read_bytes() == b"".join(lines)
+
+
 def test_a_checkpoint_cannot_run_code(tmp_path: Path):
     class Harm:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "harm",))
 
     run(tmp_path)
-    torch.save({"version": 1, "model": Harm()}, tmp_path / "checkpoint.pt")
-    with pytest.raises(pg.PrivacyError, match="checkpoint"):
+    training._write({"version": 1, "model": Harm()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint.*[wW]eights.only"):
         run(tmp_path)
     assert not (tmp_path / "harm").exists()
 

@@ -1,5 +1,6 @@
 """fit(): the training loop, with evaluation, progress, checkpoint and resume."""
 
+import hashlib
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -40,7 +42,8 @@ from privgrad.plan import PrivacyPlan
 from privgrad.sampling import Collate
 from privgrad.types import Batch
 
-_CHECKPOINT_VERSION = 2
+_CHECKPOINT_VERSION = 3
+_DIGEST = "sha256"  # which processors have instructions for
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
@@ -269,22 +272,17 @@ class _Run:
             "averaged": None if self.averaged is None else self.averaged.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "oracle": self.oracle.state_dict(),
+            "ledger": self.result.ledger.head,
             "curve": self.result.curve,
             "updates": self.result.updates,
             "seconds": self.result.seconds,
         }
-        unfinished = self.checkpoint.with_suffix(".partial")
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.checkpoint)
+        _write(state, self.checkpoint)
         self.saved_at = time.monotonic()
 
     def _load(self, path: Path) -> None:
         try:
-            # weights_only: a checkpoint from elsewhere must not run code.
-            state = torch.load(path, weights_only=True)
+            state = _read(path)
             if state["version"] != _CHECKPOINT_VERSION:
                 raise ValueError(f"version {state['version']}")
             if state["seed"] != self.oracle.plan.seed:
@@ -295,12 +293,14 @@ class _Run:
                 raise ValueError(f"another run's: {was}")
             if state["oracle"]["step"] > self.result.ledger.releases:
                 raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
+            if not self.result.ledger.went_through(state["ledger"]):
+                raise ValueError("made beside another ledger, or one that has lost lines since")
             self.model.load_state_dict(state["model"])
             if self.averaged is not None:
                 self.averaged.load_state_dict(state["averaged"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.oracle.load_state_dict(state["oracle"])
-            self.result.curve = list(state["curve"])
+            self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
             self.result.updates = int(state["updates"])
             self.result.seconds = float(state["seconds"])
             self._measure_speed()
@@ -312,6 +312,29 @@ class _Run:
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
             ) from error
+
+
+def _write(state: Mapping[str, Any], path: Path) -> None:
+    """Put a checkpoint in its place whole or not at all: torch's file, and behind it, unseen by torch.load, a digest.
+
+    torch does not notice changed bytes within a tensor.
+    """
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("w+b") as file:
+        torch.save(state, file)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, _DIGEST).digest())  # which has read to the end
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content, length = memoryview(path.read_bytes()), hashlib.new(_DIGEST).digest_size
+    if hashlib.new(_DIGEST, content[:-length]).digest() != content[-length:]:
+        raise ValueError("its bytes are not those that were written")
+    # weights_only: a checkpoint from elsewhere must not run code.
+    return torch.load(BytesIO(content), weights_only=True)
 
 
 def _averaged(decay: float, averaged: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
