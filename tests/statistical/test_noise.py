@@ -186,7 +186,10 @@ def test_no_two_blocks_or_steps_share_words_of_the_key_stream(monkeypatch: pytes
     stream = RandomSource(seed_of(0)).stream("noise")
     for step, dtype in enumerate([np.float64, np.float32, np.float64]):
         stream.normal(step, 3 * BLOCK + 11, dtype)
-    assert len(taken) == 12
+    dense = stream.normal_blocks(3, np.float64, dense=True)
+    for block in (0, 1, 2, 3, 1 << 32):
+        dense(block, BLOCK)
+    assert len(taken) == 22
     ends = [start + size for start, size in sorted(taken)]
     assert all(end <= start for end, (start, _) in zip(ends, sorted(taken)[1:], strict=False))
 
