@@ -68,9 +68,9 @@ def add_noise(
         which is not cryptographic (see Stream.generator). Off the grid, the values that can come out depend on the
         sum, and their low-order bits tell of it. On it, what leaves is a function of integers n + N, where n is the
         rounded sum and N has the same distribution whatever the data. Were z exact, this would be post-processing of
-        the Gaussian mechanism on n g, which one unit moves by at most C'. z is Box-Muller in float64: on the grid its
-        errors change the probability of a value of N by a factor of about 1 +- 1e-9, and it ends at 11.5 standard
-        deviations.
+        the Gaussian mechanism on n g, which one unit moves by at most C'. z is Box-Muller in float64, with errors of
+        about 1e-15: this changes the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1)
+        for d coordinates (an estimate, no proof), and N ends at 11.5 standard deviations.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realised, batch size. On the
         leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
