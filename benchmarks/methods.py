@@ -95,7 +95,9 @@ def ordinary(setup: Setup) -> Step:
     return step
 
 
-def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]], *, steps_a_pass: int = 1) -> Step:
+def private(
+    setup: Setup, variant: Callable[[nn.Module], dict[str, Any]], *, steps_a_pass: int = 1, **planned: Any
+) -> Step:
     """privgrad's PrivateGradient and AdamBC, through the public interface."""
     model = setup.model()
     arguments: dict[str, Any] = {"engine": setup.engine} | variant(model)
@@ -108,6 +110,7 @@ def private(setup: Setup, variant: Callable[[nn.Module], dict[str, Any]], *, ste
         noise_multiplier=NOISE_MULTIPLIER,
         max_grad_norm=MAX_GRAD_NORM,
         num_examples=setup.batch_size * steps_a_pass,
+        **planned,
     )
     private_grad = pg.PrivateGradient(model, setup.losses, plan, microbatch_size=setup.microbatch_size, **arguments)
     optimizer = pg.optim.AdamBC(model.named_parameters())
@@ -160,6 +163,7 @@ def _room(name: str) -> Any:
 
 OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
+    "on-grid": partial(private, variant=lambda model: {}, noise_on_grid=True),
     "preconditioned": partial(private, variant=_preconditioned),
     "public-by-step": lambda setup: private(setup, _public(setup, "step")),
     "public-by-pass": lambda setup: private(setup, _public(setup, "epoch"), steps_a_pass=10),
