@@ -9,7 +9,8 @@ from privgrad.cli import app
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales UnsupportedModuleError clip fit optim perturb precondition side_information",
+    "PublicGradient SamplingError Scales UnsupportedModuleError audit clip fit optim perturb precondition "
+    "side_information",
     "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
     "PrivateOptimizer RMSprop RMSpropBC RMSpropPub debias default_floor",
 }
@@ -44,6 +45,13 @@ SIGNATURES = {
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
+    pg.audit.Game: "name release data directions claim delta steps",
+    pg.audit.distinguish: "game trials confidence tick",
+    pg.audit.one_run: "game guessed confidence",
+    pg.audit.directions: "noiseless data canaries",
+    pg.audit.one_step: "oracle",
+    pg.audit.method_game: "name mechanism epsilon delta canaries",
+    pg.audit.rows: "methods epsilons delta trials confidence",
     pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "
     "average evaluate evaluations folder checkpoint_seconds progress",
 }
@@ -53,6 +61,7 @@ OPTIONS = {
     "reproduce": "item --out --data --smoke --so-far --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
+    "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --json",
 }
 

@@ -1,6 +1,6 @@
 """Differentially private training for PyTorch that takes the bias out of private gradients."""
 
-from privgrad import optim, side_information
+from privgrad import audit, optim, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
 from privgrad.gradient import perturb, precondition
@@ -24,6 +24,7 @@ __all__ = [
     "SamplingError",
     "Scales",
     "UnsupportedModuleError",
+    "audit",
     "clip",
     "fit",
     "optim",

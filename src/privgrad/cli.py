@@ -7,25 +7,34 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from privgrad import accounting
+from privgrad import audit as auditing
 from privgrad.accounting import Accountant, Release
+from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments import runs
-from privgrad.experiments.spec import Spec, load_spec
+from privgrad.experiments.spec import MethodTable, Spec, load_spec, make_data
+from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient
 from privgrad.gradient.checks import find_problems
 from privgrad.ledger import Ledger
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
 
 app = typer.Typer(
     help="Differentially private training for PyTorch that takes the bias out of private gradients.",
@@ -170,6 +179,41 @@ def calibrate(
 
 
 @app.command()
+def audit(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC.toml", help="Audit one step of its methods, on its data.")
+    ] = None,
+    epsilon: Annotated[
+        list[float] | None,
+        typer.Option(help="Epsilon that is claimed; may be repeated. Default: 1, 3, 8; of a SPEC its noise."),
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated.")] = None,
+    trials: Annotated[int, typer.Option(help="Guesses about one step.")] = 32_000,
+    confidence: Annotated[float, typer.Option(help="That all bounds hold together.")] = 0.95,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attack the library's methods, and bound epsilon from below. Exit code 1 if a bound passes its claim.
+
+    NOT private with a SPEC: what is printed was made of its data.
+    """
+    if spec is None:
+        count, found = auditing.rows(method, epsilon or (1.0, 3.0, 8.0), trials=trials, confidence=confidence)
+    else:
+        games = _games(load_spec(spec), method, epsilon)
+        count, each = len(games), 1 - (1 - confidence) / len(games)
+        found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
+    done = _audited(count, found, out)
+    passed = all(one.passed for one in done)
+    if as_json:
+        rows = [one.as_record() for one in done]
+        print(json.dumps(_finite({"passed": passed, "confidence": confidence, "audits": rows})))  # noqa: T201
+    else:
+        _out.print(_audit_table(done, confidence))
+    raise typer.Exit(0 if passed else 1)
+
+
+@app.command()
 def doctor(
     factory: Annotated[
         str, typer.Argument(metavar="MODULE:FACTORY", help="A function (or class) that makes the model.")
@@ -212,7 +256,9 @@ def _tell(kind: str, color: str, message: object) -> None:
 
 
 @contextmanager
-def _stoppable() -> Generator[None]:
+def _stoppable(
+    go_on: str = "run the same command again, without --restart, to go on",
+) -> Generator[None]:
     """SIGINT and SIGTERM end a training in order: fit saves what it has, and the user learns how to go on."""
 
     def stop(*_: object) -> None:
@@ -222,7 +268,7 @@ def _stoppable() -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _tell("stopped", "yellow", "run the same command again, without --restart, to go on")
+        _tell("stopped", "yellow", go_on)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -247,6 +293,127 @@ def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bo
         return
     _out.print(summary_table(records))
     _out.print(f"Report: {index}")
+
+
+def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None) -> list[auditing.Audit]:
+    """All audits, each on disk once it is done."""
+    about = {"command": _command(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
+    done: list[auditing.Audit] = []
+    with _stoppable("what is done is in --out"), Progress(console=_err) as bar:
+        task = bar.add_task("", total=count)
+        for one in found:
+            done.append(one)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                with (out / "audits.jsonl").open("w" if len(done) == 1 else "a") as file:
+                    file.write(json.dumps(_finite(one.as_record() | about)) + "\n")
+                (out / "audits.md").write_text(_markdown(done))
+            bar.update(task, advance=1, description=one.name)
+    return done
+
+
+_AUDIT_COLUMNS = ("audited", "claim", "bound", "of", "assuming", "assuming nothing", "trials", "confidence", "passed")
+
+
+def _audit_cells(one: auditing.Audit) -> list[str]:
+    numbers = [f"{one.claim:.3f}", f"{one.bound:.2f}", f"{one.bound / one.claim:.0%}" if one.claim else "–"]
+    assumed = next((kind for kind in one.bounds if kind not in ("any", "one run")), "nothing")
+    without = f"{one.bounds.get('any', one.bound):.2f}"
+    return [
+        one.name,
+        *numbers,
+        assumed,
+        without,
+        f"{one.trials:,}",
+        f"{one.confidence:.4%}",
+        "yes" if one.passed else "NO",
+    ]
+
+
+def _audit_table(done: list[auditing.Audit], confidence: float) -> Table:
+    table = Table(title=f"Lower bounds on epsilon that hold together with {confidence:g}")
+    for name in _AUDIT_COLUMNS:
+        table.add_column(name)
+    for one in done:
+        table.add_row(*map(Text, _audit_cells(one)))
+    return table
+
+
+def _markdown(done: list[auditing.Audit]) -> str:
+    head, rule = "| " + " | ".join(_AUDIT_COLUMNS) + " |", "|---" * len(_AUDIT_COLUMNS) + "|"
+    return "\n".join([head, rule, *("| " + " | ".join(_audit_cells(one)) + " |" for one in done)]) + "\n"
+
+
+def _games(spec: Spec, methods: list[str] | None, epsilons: list[float] | None) -> list[auditing.Game]:
+    """One step of each of a spec's private methods: some of its examples, all drawn, and a canary like them."""
+    known = {method.name: method for method in spec.methods}
+    for name in methods or []:
+        if name not in known:
+            raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
+    data = make_data(spec)
+    inputs, labels = data.train.tensors
+    if not inputs.is_floating_point() or labels.is_floating_point() or labels.ndim > 1:
+        got, remedy = data.name, "audit its methods without a specification, or write a game: privgrad.audit.Game"
+        raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
+    games = [
+        _game(spec, known[name], data, epsilon)
+        for name in methods or known
+        if not known[name].non_private
+        for epsilon in epsilons or [None]
+    ]
+    if not games:
+        raise expected("privgrad audit", "methods", "to be private", "none that is", "audit another specification")
+    return games
+
+
+def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> auditing.Game:
+    candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
+    sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
+    if epsilon is not None:
+        sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)
+    model = make_model(spec, data)
+    public = public_gradient(method, model, data)
+
+    def step(noise_multiplier: float) -> Callable[[Any], Tensor]:
+        plan = PrivacyPlan(
+            sample_rate=1.0,
+            steps=10**9,
+            expected_batch_size=count,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=candidate.max_grad_norm,
+            num_examples=count,
+            group_size=method.group_size,
+        )
+        oracle = PrivateGradient(
+            model,
+            losses_for(data, views=spec.run.views),
+            plan,
+            perturb=method.perturbation(candidate.radius),
+            precondition=preconditioner(method.precondition, public, model, data),
+            engine=spec.run.engine,
+            microbatch_size=spec.run.microbatch_size,
+            memory_mb=spec.run.memory_mb,
+        )
+        if oracle.epsilon(steps=1, delta=delta) == math.inf and noise_multiplier > 0:
+            remedy = "leave the method out, by --method"
+            raise expected("privgrad audit", method.name, "to be private", "a method that is not", remedy)
+        return auditing.one_step(oracle)
+
+    inputs, labels = (tensor[:count] for tensor in data.train.tensors)
+    # Far out, and of another class: whichever moves the gradient most.
+    strange = (labels[:1] + 1) % data.num_classes
+
+    def with_canary(scale: float) -> Callable[[Tensor], TensorDataset]:
+        canary = TensorDataset(torch.cat([inputs, -scale * inputs[:1]]), torch.cat([labels, strange]))
+        return lambda included: canary if bool(included[0]) else TensorDataset(inputs, labels)
+
+    noiseless, absent = step(0.0), torch.zeros(1, dtype=torch.bool)
+    makers = [with_canary(scale) for scale in (1.0, 10.0, 100.0)]
+    made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).norm()))
+    release = Release(sigma, 1.0)
+    claim = accounting.epsilon([release], delta=delta)
+    found = auditing.directions(noiseless, made, 1)
+    return auditing.Game(f"{method.name}, step", step(sigma), made, found, claim, delta, release)
 
 
 def _command() -> str:

@@ -1,0 +1,28 @@
+"""Empirical lower bounds on epsilon: attack a mechanism with everything an auditor may know, and count."""
+
+from privgrad.audit.bounds import (
+    clopper_pearson,
+    epsilon_of_accountant,
+    epsilon_of_gaussian,
+    epsilon_of_one_run,
+    epsilon_of_rates,
+)
+from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
+from privgrad.audit.methods import METHODS, method_game, one_step, rows
+
+__all__ = [
+    "METHODS",
+    "Audit",
+    "Game",
+    "clopper_pearson",
+    "directions",
+    "distinguish",
+    "epsilon_of_accountant",
+    "epsilon_of_gaussian",
+    "epsilon_of_one_run",
+    "epsilon_of_rates",
+    "method_game",
+    "one_run",
+    "one_step",
+    "rows",
+]

@@ -1,0 +1,303 @@
+"""Every method of the library as a game: a tiny model, and canaries and company that are the worst case."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad import accounting, optim
+from privgrad.accounting import Release
+from privgrad.audit.bounds import require_confidence
+from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
+from privgrad.errors import expected
+from privgrad.gradient import clipping, perturb, precondition
+from privgrad.gradient.public import PublicGradient
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
+
+Mechanism = Literal["step", "training"]
+
+_CANARIES = 128
+_RATE, _STEPS = 0.5, 4  # of a training
+_ONE_RUN = ("hooks", "AdamBC")  # whose trainings are also audited by one run each
+_ONE_RUN_CANARIES = 1000
+_PAID_STEPS = 10**9  # the oracle serves many trainings, each of which is claimed to cost what it costs alone
+_LR = 1e-3  # weights stay near 0, so that nobody's gradient turns around
+
+
+@dataclass(frozen=True)
+class Method:
+    """What of the library is audited.
+
+    Attributes:
+        optimizer: its name in privgrad.optim; with "SGD" the released gradients are looked at, with others what they
+            make of the parameters.
+        oracle: model -> arguments of PrivateGradient.
+        layers: linear layers side by side, that share each example's gradient.
+        group_size, noise_on_grid: of the plan.
+        canaries: in one run.
+    """
+
+    optimizer: str = "SGD"
+    oracle: Callable[[nn.Module], dict[str, Any]] = field(default=lambda model: {})
+    layers: int = 1
+    group_size: int = 1
+    noise_on_grid: bool = False
+    canaries: int = _CANARIES
+
+
+class _Sum(nn.ModuleList):
+    """Linear layers, all zero, whose outputs are added up."""
+
+    def __init__(self, layers: int, features: int) -> None:
+        super().__init__(nn.Linear(features, 1, bias=False) for _ in range(layers))
+        self.begin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x)[:, 0] for layer in self]).sum(0)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        for parameter in self.parameters():
+            parameter.zero_()
+
+
+def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(batch[0]) - batch[1]).square()
+
+
+def _public(model: nn.Module) -> PublicGradient:
+    inputs = torch.ones(2, cast("nn.Linear", next(iter(model.children()))).in_features)
+    return PublicGradient(model, _losses, (inputs, torch.ones(2)), source="public: made up")
+
+
+def _scaled(model: nn.Module) -> dict[str, Any]:
+    scales = {name: torch.linspace(0.5, 2.0, p.numel()).view_as(p) for name, p in model.named_parameters()}
+    return {"precondition": precondition.fixed(scales)}
+
+
+def _by(rule: Callable[..., precondition.Preconditioner], **options: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    return lambda model: {"precondition": rule(_public(model), **options)}
+
+
+def _with(**arguments: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    return lambda model: dict(arguments)
+
+
+METHODS: Mapping[str, Method] = {
+    "hooks": Method(),
+    "vmap": Method(oracle=_with(engine="vmap")),
+    "microbatches of 50": Method(oracle=_with(microbatch_size=50)),
+    "Automatic": Method(oracle=_with(clip=clipping.Automatic())),
+    "PerLayer": Method(oracle=_with(clip=clipping.PerLayer({"0": 1.0, "1": 2.0})), layers=2),
+    "BAM sam": Method(oracle=_with(perturb=perturb.BAM(0.05))),
+    "BAM exact": Method(oracle=_with(perturb=perturb.BAM(0.05, "exact"))),
+    "BAM sam, vmap": Method(oracle=_with(perturb=perturb.BAM(0.05), engine="vmap")),
+    "BAM exact, vmap": Method(oracle=_with(perturb=perturb.BAM(0.05, "exact"), engine="vmap")),
+    "SAT": Method(oracle=_with(perturb=perturb.SAT(0.05))),
+    "fixed scales": Method(oracle=_scaled),
+    "public_rmsprop": Method(oracle=_by(precondition.public_rmsprop)),
+    "public_adam": Method(oracle=_by(precondition.public_adam, keep=0.9)),
+    "public_adagrad": Method(oracle=_by(precondition.public_adagrad)),
+    "noise on a grid": Method(noise_on_grid=True),
+    "groups of 2": Method(group_size=2, canaries=1),
+    "AdaDPS, BAM, PerLayer, microbatches": Method(
+        "AdamBC",
+        lambda model: {
+            "precondition": precondition.public_adam(_public(model)),
+            "perturb": perturb.BAM(0.05),
+            "clip": clipping.PerLayer({"0": 1.0, "1": 2.0}),
+            "microbatch_size": 50,
+        },
+        layers=2,
+    ),
+} | {
+    name: Method(name)  # a new optimizer is audited without being named here
+    for name in optim.__all__
+    if name[0].isupper() and name not in ("SGD", "PrivateOptimizer")
+}
+
+
+def method_game(
+    name: str, mechanism: Mechanism, *, epsilon: float, delta: float = 1e-5, canaries: int | None = None
+) -> Game:
+    """The game of one of METHODS, under a plan whose noise is calibrated for epsilon.
+
+    The model is linear and starts at 0, and a canary is alone on a coordinate of it, but for one example that pulls the
+    other way by half of C: so the two cases lie around zero, where optimizers that take little more than the sign look.
+    A canary's gradient is thousands of times C. With groups the only canary turns the group around, from -C to C.
+
+    Args:
+        name: of METHODS.
+        mechanism: "step" is one step of rate 1; "training" is 4 steps of rate 1/2, from the same weights each time.
+        epsilon: > 0, that the plan claims.
+        delta: in (0, 1).
+        canaries: how many; None is the method's number. Of a method with groups always 1.
+    Returns:
+        A Game. Every release draws its noise, and its batches, anew from the system's entropy.
+    Raises:
+        PrivacyError: no such method, or a number out of its range.
+    """
+    method = _method(name)
+    if method.group_size == 1 and canaries is not None:
+        method = replace(method, canaries=canaries)
+    rate, steps = (1.0, 1) if mechanism == "step" else (_RATE, _STEPS)
+    sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps)
+    claimed = Release(sigma, rate, count=steps)
+    data = _data(method, rate)
+    noiseless = _mechanism(replace(method, optimizer="SGD"), replace(claimed, noise_multiplier=0.0, sample_rate=1.0))
+    return Game(
+        f"{name}, {mechanism}",
+        _mechanism(method, claimed),
+        data,
+        directions(noiseless, _data(method, 1.0), method.canaries),
+        accounting.epsilon([claimed], delta=delta),
+        delta,
+        claimed,
+    )
+
+
+def rows(
+    methods: Sequence[str] | None = None,
+    epsilons: Sequence[float] = (1.0, 3.0, 8.0),
+    *,
+    delta: float = 1e-5,
+    trials: int = 32_000,
+    confidence: float = 0.95,
+) -> tuple[int, Iterator[Audit]]:
+    """Audit methods at several epsilons: one step, a training, and of some a training by one run.
+
+    Args:
+        methods: names of METHODS; None is all.
+        epsilons: > 0, that the plans claim.
+        delta: in (0, 1).
+        trials: of one step at epsilon 1. The fewer, the further the cases lie apart: divided by the root of epsilon. A
+            training has a quarter. Where a run has one canary, and trials are dear, divided by epsilon, and in
+            trainings by 4, once more.
+        confidence: that all bounds of all rows hold together, in (0, 1): half of what is left is shared evenly by the
+            single runs, the other half by the other rows.
+    Returns:
+        How many rows there are; and the rows, which are audited as they are asked for.
+    Raises:
+        PrivacyError: an unknown method or a number out of its range.
+    """
+    require_confidence("audit.rows", confidence)
+    chosen = list(METHODS) if methods is None else list(methods)
+    single = [name for name in chosen if name in _ONE_RUN]
+    left = (1 - confidence) / 2
+    each, each_single = left / (2 * len(chosen) * len(epsilons)), left / max(1, len(single) * len(epsilons))
+
+    def audits() -> Iterator[Audit]:
+        for epsilon in epsilons:
+            for name in chosen:
+                for mechanism, share in (("step", epsilon**-0.5), ("training", 0.25)):
+                    game = method_game(name, mechanism, epsilon=epsilon, delta=delta)
+                    if len(game.directions) == 1:
+                        share /= epsilon * (1 if mechanism == "step" else 4)
+                    yield distinguish(game, trials=max(80, round(trials * share)), confidence=1 - each)
+                if name in single:
+                    game = method_game(name, "training", epsilon=epsilon, delta=delta, canaries=_ONE_RUN_CANARIES)
+                    yield one_run(replace(game, name=f"{name}, one training"), confidence=1 - each_single)
+
+    for name in chosen:
+        _method(name)
+    return (2 * len(chosen) + len(single)) * len(epsilons), audits()
+
+
+def one_step(oracle: PrivateGradient) -> Callable[[Any], Tensor]:
+    """What a PrivateGradient releases of a data set in its first step, as one vector, with new noise at every call.
+
+    Args:
+        oracle: without a research seed; its plan has to pay for as many steps as there will be calls, and what is
+            claimed of one step is audited. The model is left where it is.
+    Raises:
+        PrivacyError: a research seed, whose noise would return.
+    Privacy:
+        Each release is charged to the oracle's ledger.
+    """
+    if oracle.plan.seed is not None:
+        raise expected("one_step", "plan.seed", "to be None", oracle.plan.seed, "audit with the system's entropy")
+    beginning = oracle.state_dict()
+
+    def release(data: Any) -> Tensor:
+        oracle.load_state_dict(beginning)
+        return flat(oracle(next(oracle.plan.batches(data))).values)
+
+    return release
+
+
+def flat(values: Mapping[str, Tensor]) -> Tensor:
+    """All tensors as one vector of float64."""
+    return torch.cat([value.detach().flatten().double() for value in values.values()])
+
+
+def _method(name: str) -> Method:
+    if name not in METHODS:
+        remedy = f"choose among {', '.join(METHODS)}"
+        raise expected("audit", "method", "to be known", repr(name), remedy)
+    return METHODS[name]
+
+
+def _company(method: Method, rate: float) -> int:
+    """How many examples are always there."""
+    return method.canaries if method.group_size == 1 else round(method.group_size / rate)
+
+
+def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
+    coordinates, grouped = torch.eye(method.canaries), method.group_size > 1
+    others = coordinates if not grouped else torch.ones(_company(method, rate), 1)
+    pull = 1e4 if grouped else 0.25 / method.layers**0.5
+    push = 1e8 if grouped else 1e3
+
+    def data(included: Tensor) -> TensorDataset:
+        canaries = coordinates[included]
+        targets = torch.cat([torch.full((len(others),), pull), torch.full((len(canaries),), -push)])
+        return TensorDataset(torch.cat([others, canaries]), targets)
+
+    return data
+
+
+def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Tensor]:
+    """Data set -> released vector, by one PrivateGradient that begins anew each time, with noise of its own."""
+    model, count = _Sum(method.layers, method.canaries), _company(method, claimed.sample_rate)
+    plan = PrivacyPlan(
+        sample_rate=claimed.sample_rate,
+        steps=_PAID_STEPS,
+        expected_batch_size=round(count * claimed.sample_rate),
+        noise_multiplier=claimed.noise_multiplier,
+        max_grad_norm=1.0,
+        num_examples=count,
+        group_size=method.group_size,
+        noise_on_grid=method.noise_on_grid,
+    )
+    oracle = PrivateGradient(model, _losses, plan, **method.oracle(model))
+    beginning = oracle.state_dict()
+    if "perturb" in beginning and "direction" in beginning["perturb"]:
+        # One step of SAT is only then another than one of SGD when something has been released before.
+        beginning["perturb"]["direction"] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+    def release(data: TensorDataset) -> Tensor:
+        model.begin()
+        oracle.load_state_dict(beginning)
+        optimizer, released = _optimizer(method.optimizer, model, claimed.count), list[Tensor]()
+        for batch in islice(plan.batches(data), claimed.count):
+            gradient = oracle(batch)
+            released.append(flat(gradient.values))
+            optimizer.step(grad=gradient)
+        if method.optimizer == "SGD":
+            return torch.stack(released).sum(0)
+        return -flat(dict(model.named_parameters()))
+
+    return release
+
+
+def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:
+    kind: Callable[..., optim.PrivateOptimizer] = getattr(optim, name)
+    extra: dict[str, Any] = {"horizon": steps} if kind is optim.MirrorDescent else {}
+    if kind in (optim.RMSpropPub, optim.AdamPub, optim.MirrorDescent):
+        extra["public"] = _public(model)
+    return kind(model.named_parameters(), lr=_LR, **extra)
