@@ -115,6 +115,25 @@ def test_divides_by_the_public_batch_size_whatever_was_drawn():
         assert oracle(batch).values["weight"].item() == pytest.approx(batch.size / 8)
 
 
+def test_an_empty_batch_costs_and_hides_as_much_as_any_other():
+    plan = make_plan(sample_rate=1e-9, expected_batch_size=1, steps=3)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    for batch in plan.batches(make_data()):
+        assert batch.size == 0
+        assert all(value.abs().sum() > 0 for value in oracle(batch).values.values())
+    assert oracle.ledger.releases == 3
+
+
+@pytest.mark.parametrize("perturb", [None, pg.perturb.BAM(0.1), pg.perturb.SAT(0.1)], ids=repr)
+@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+def test_nothing_is_left_in_grad(engine: Any, perturb: pg.perturb.Perturbation | None):
+    plan, model = make_plan(steps=3), make_model()
+    oracle = pg.PrivateGradient(model, loss_fn, plan, engine=engine, perturb=perturb)
+    for batch in plan.batches(make_data()):
+        oracle(batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_gradient_carries_its_noise_and_assigns_to_any_optimizer():
     plan = make_plan(noise_multiplier=1.5, max_grad_norm=0.4)
     model = make_model()

@@ -310,6 +310,15 @@ def test_sat_goes_along_what_was_released_whatever_became_of_it():
     assert largest_difference(*ends) == 0
 
 
+def test_sat_keeps_what_was_released_noise_and_all():
+    plan = dataclasses.replace(sat_plan(2), noise_multiplier=1.0)
+    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+    for batch in plan.batches(TensorDataset(*EXAMPLES)):
+        released = oracle(batch).values
+        kept = oracle.state_dict()["perturb"]["direction"]
+        assert all(torch.equal(kept[name], value) for name, value in released.items())
+
+
 def test_sat_refuses_the_state_of_another_model():
     plan = sat_plan(2)
     oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))

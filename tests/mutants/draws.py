@@ -1,0 +1,326 @@
+"""Faults of noise, random streams and sampling."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import privgrad as pg
+from mutants.mutant import Mutant, Patch, everywhere
+from privgrad import noise, oracle, rng, sampling
+from privgrad.rng import RandomSource, Stream
+from privgrad.types import ClippedSum, NoisyGradient
+
+AddNoise = Callable[..., NoisyGradient]
+
+
+def told_truly(planted: Callable[..., NoisyGradient]) -> Callable[[Patch], None]:
+    """Plants another add_noise, whose result says the noise that it should have had.
+
+    Args:
+        planted: (the real one, the sum, its options) -> the gradient.
+    """
+
+    def plant(patch: Patch) -> None:
+        real = noise.add_noise
+
+        def wrong(clipped: ClippedSum, **options: Any) -> NoisyGradient:
+            stated = options["noise_multiplier"] * clipped.sensitivity / options["divisor"]
+            return replace(planted(real, clipped, **options), noise_std=stated)
+
+        everywhere(patch, real, wrong)
+
+    return plant
+
+
+def scaled(factor: float) -> Callable[[Patch], None]:
+    def planted(real: AddNoise, clipped: ClippedSum, *, noise_multiplier: float, **options: Any) -> NoisyGradient:
+        return real(clipped, noise_multiplier=factor * noise_multiplier, **options)
+
+    return told_truly(planted)
+
+
+def not_of_the_mean(power: int) -> Callable[[Patch], None]:
+    """Noise that is divided by B once more than the sum is, or not at all."""
+
+    def planted(real: AddNoise, clipped: ClippedSum, *, noise_multiplier: float, **options: Any) -> NoisyGradient:
+        return real(clipped, noise_multiplier=noise_multiplier * options["divisor"] ** power, **options)
+
+    return told_truly(planted)
+
+
+def by_batch(planted: Callable[[int, int, dict[str, Any]], None]) -> Callable[[Patch], None]:
+    """Plants options of add_noise that depend on (examples, microbatches) of the batch."""
+
+    def plant(patch: Patch) -> None:
+        clipped_sum, seen = oracle.clipped_sum, [0, 0]
+
+        def counted(chunks: Any, **options: Any) -> Any:
+            parts = list(chunks)
+            clipped, raw = clipped_sum(parts, **options)
+            seen[:] = len(raw.raw_norms), len(parts)
+            return clipped, raw
+
+        def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
+            planted(seen[0], seen[1], options)
+            return real(clipped, **options)
+
+        everywhere(patch, clipped_sum, counted)
+        told_truly(wrong)(patch)
+
+    return plant
+
+
+def for_each_microbatch(_: int, microbatches: int, options: dict[str, Any]) -> None:
+    """k draws of sigma C / k each."""
+    options["noise_multiplier"] /= max(microbatches, 1) ** 0.5
+
+
+def realised_divisor(examples: int, _: int, options: dict[str, Any]) -> None:
+    options["divisor"] = max(examples, 1)
+
+
+def none_for_no_examples(examples: int, _: int, options: dict[str, Any]) -> None:
+    if examples == 0:
+        options["noise_multiplier"] = 0.0
+
+
+def one_step_for_ever(_: int, __: int, options: dict[str, Any]) -> None:
+    options["step"] = 0
+
+
+def each_tensor_anew(patch: Patch) -> None:
+    def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
+        parts = [real(ClippedSum({n: v}, clipped.sensitivity), **options) for n, v in clipped.values.items()]
+        return NoisyGradient({name: value for part in parts for name, value in part.values.items()}, 0.0)
+
+    told_truly(wrong)(patch)
+
+
+def of_torchs_global_stream(patch: Patch) -> None:
+    def wrong(_: AddNoise, clipped: ClippedSum, *, noise_multiplier: float, divisor: int, **__: Any) -> NoisyGradient:
+        std = noise_multiplier * clipped.sensitivity
+        return NoisyGradient({n: (v + std * torch.randn_like(v)) / divisor for n, v in clipped.values.items()}, 0.0)
+
+    told_truly(wrong)(patch)
+
+
+def half_of_the_accumulated(patch: Patch) -> None:
+    """In bfloat16 the noise is rounded to three digits."""
+
+    def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
+        released = real(clipped, **options)
+        return replace(released, values={name: value.bfloat16().float() for name, value in released.values.items()})
+
+    told_truly(wrong)(patch)
+
+
+def shape_of_noise(planted: Callable[[np.ndarray], np.ndarray]) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        real = rng.box_muller
+
+        def wrong(words: np.ndarray, turns: np.ndarray, z: np.ndarray, *rest: Any) -> None:
+            real(words, turns, z, *rest)
+            z[:] = planted(z)
+
+        everywhere(patch, real, wrong)
+
+    return plant
+
+
+def uniform(z: np.ndarray) -> np.ndarray:
+    """Of variance one: Gaussian noise's size, and no Gaussian's protection."""
+    ranks = np.empty(len(z))
+    ranks[np.argsort(z)] = (np.arange(len(z)) + 0.5) / len(z)
+    return (12**0.5 * (ranks - 0.5)).astype(z.dtype)
+
+
+def default_seed(patch: Patch) -> None:
+    real = RandomSource.__init__
+
+    def wrong(self: RandomSource, seed: int | None = None) -> None:
+        real(self, 42 if seed is None else seed)
+        self.seed = seed
+
+    patch.setattr(RandomSource, "__init__", wrong)
+
+
+def silent_seed(patch: Patch) -> None:
+    real = RandomSource.__init__
+
+    def wrong(self: RandomSource, seed: int | None = None) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            real(self, seed)
+
+    patch.setattr(RandomSource, "__init__", wrong)
+
+
+def one_key(patch: Patch) -> None:
+    real = RandomSource.stream
+    patch.setattr(RandomSource, "stream", lambda self, name: real(self, "the one"))
+
+
+def streams_that_stay(patch: Patch) -> None:
+    """A state that is loaded, or a step that failed, goes back to a step whose noise is used."""
+    real = pg.PrivateGradient._make_streams
+
+    def wrong(self: pg.PrivateGradient) -> None:
+        if not hasattr(self, "_noise_stream"):
+            real(self)
+
+    patch.setattr(pg.PrivateGradient, "_make_streams", wrong)
+
+
+def copied_streams(patch: Patch) -> None:
+    patch.setattr(Stream, "__reduce__", object.__reduce__)
+
+
+def forked_streams(patch: Patch) -> None:
+    patch.setattr(Stream, "_require_own_process", lambda self: None)
+
+
+def poisson(planted: Callable[..., torch.Tensor]) -> Callable[[Patch], None]:
+    def plant(patch: Patch) -> None:
+        real = sampling._poisson
+        everywhere(patch, real, lambda *drawn: planted(real, *drawn))
+
+    return plant
+
+
+def shuffled(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
+    return sampling._fixed(stream, step, round(sample_rate * count), count)
+
+
+def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
+    return torch.from_numpy(np.argsort(stream.uint64(step, count))[: round(sample_rate * count)].copy())
+
+
+def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
+    """Neighbours are drawn together: the rate is right, independence is not."""
+    firsts = real(stream, step, sample_rate, count // 2)
+    return torch.cat([2 * firsts, 2 * firsts + 1])
+
+
+def count_believed(patch: Patch) -> None:
+    real: Any = sampling.batches
+    everywhere(patch, real, lambda data, **options: real(data, **(options | {"num_examples": 1})))
+
+
+NOISE = [
+    Mutant("noise at half scale", scaled(0.5), "test_noise.test_noise_has_the_stated_scale"),
+    Mutant("noise at 0.9 of its scale", scaled(0.9), "test_noise.test_noise_has_the_stated_scale"),
+    Mutant("noise divided by B twice", not_of_the_mean(-1), "test_noise.test_noise_has_the_stated_scale"),
+    Mutant("noise of the sum added to the mean", not_of_the_mean(1), "test_noise.test_noise_has_the_stated_scale"),
+    Mutant(
+        "noise drawn for each microbatch, sigma C / k each",
+        by_batch(for_each_microbatch),
+        "test_debias_configurations.test_debias_subtracts_the_noise_that_was_added",
+        {"configuration": "microbatches", "optimizer": "AdamBC"},
+    ),
+    Mutant(
+        "realised batch size as divisor",
+        by_batch(realised_divisor),
+        "test_oracle.test_divides_by_the_public_batch_size_whatever_was_drawn",
+    ),
+    Mutant(
+        "an empty batch gets no noise",
+        by_batch(none_for_no_examples),
+        "test_oracle.test_an_empty_batch_costs_and_hides_as_much_as_any_other",
+    ),
+    Mutant(
+        "the same noise at each step",
+        by_batch(one_step_for_ever),
+        "test_oracle.test_threads_get_noise_of_their_own",
+    ),
+    Mutant(
+        "the same noise for each tensor",
+        each_tensor_anew,
+        "test_noise.test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut",
+        {"threads": 1},
+    ),
+    Mutant("uniform noise", shape_of_noise(uniform), "test_noise.test_noise_is_gaussian_and_uncorrelated"),
+    Mutant(
+        "noise without its tail",
+        shape_of_noise(lambda z: np.clip(z, -5, 5)),
+        "test_noise.test_extreme_words_give_the_right_normals",
+        {"dtype": np.float64},
+    ),
+    Mutant(
+        "released values rounded to bfloat16",
+        half_of_the_accumulated,
+        "test_noise.test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut",
+        {"threads": 1},
+    ),
+    Mutant(
+        "noise from torch's global stream",
+        of_torchs_global_stream,
+        "test_oracle.test_without_a_seed_the_noise_cannot_be_repeated",
+    ),
+    Mutant("a fixed seed by default", default_seed, "test_oracle.test_without_a_seed_the_noise_cannot_be_repeated"),
+    Mutant("a research seed that does not warn", silent_seed, "test_oracle.test_a_seed_warns_once"),
+    Mutant(
+        "one key for sampling and noise",
+        one_key,
+        "test_noise.test_steps_streams_and_sources_are_independent",
+    ),
+    Mutant(
+        "noise repeated by a state that goes back",
+        streams_that_stay,
+        "test_oracle.test_rolling_an_oracle_back_does_not_repeat_its_noise",
+    ),
+    Mutant(
+        "noise of a failed step drawn again",
+        streams_that_stay,
+        "test_oracle.test_noise_of_a_release_that_was_not_charged_is_not_drawn_again",
+    ),
+    Mutant("a random stream that can be copied", copied_streams, "test_noise.test_a_stream_has_one_holder"),
+    Mutant("a random stream shared with a fork", forked_streams, "test_noise.test_a_stream_has_one_holder"),
+]
+
+SAMPLING = [
+    Mutant(
+        "shuffled batches that are called Poisson",
+        poisson(shuffled),
+        "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+    ),
+    Mutant(
+        "fixed-size draws that are called Poisson",
+        poisson(of_fixed_size),
+        "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+    ),
+    Mutant(
+        "examples drawn at twice the rate",
+        poisson(lambda real, stream, step, rate, count: real(stream, step, 2 * rate, count)),
+        "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+    ),
+    Mutant(
+        "neighbours drawn together",
+        poisson(in_runs),
+        "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+    ),
+    Mutant(
+        "the same batch at each step",
+        poisson(lambda real, stream, step, rate, count: real(stream, 0, rate, count)),
+        "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+    ),
+    Mutant(
+        "fewer examples than the public count",
+        count_believed,
+        "test_plan_and_sampling.test_data_sets_that_cannot_be_sampled_are_refused",
+    ),
+    Mutant(
+        "rows that change with their companions",
+        lambda patch: everywhere(patch, sampling._require_rows, lambda *_: None),
+        "test_plan_and_sampling.test_collating_an_example_may_not_depend_on_its_companions",
+    ),
+    Mutant(
+        "batches of another plan",
+        lambda patch: patch.setattr(pg.PrivateGradient, "_require_drawn_as_planned", lambda *_: None),
+        "test_oracle.test_a_batch_of_another_plan_is_refused",
+        {"other": {"sample_rate": 0.26}},
+    ),
+]

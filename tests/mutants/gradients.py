@@ -1,0 +1,409 @@
+"""Faults of clipping, of per-example gradients and of what the model is checked for."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import privgrad as pg
+from mutants.mutant import Mutant, Patch, everywhere
+from privgrad.gradient import audit, checks, clipping, engines, factors, groups, hooks, rules, tables
+from privgrad.gradient.factors import Dense, Outer
+from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.tables import Rows
+from privgrad.types import ClippedSum
+
+
+def another_sum(planted: Callable[..., tuple[ClippedSum, Any]]) -> Callable[[Patch], None]:
+    """Plants another clipped_sum: (the real one, chunks, its options) -> what it returns."""
+
+    def plant(patch: Patch) -> None:
+        real = clipping.clipped_sum
+        everywhere(patch, real, lambda chunks, **options: planted(real, chunks, **options))
+
+    return plant
+
+
+def clipped_as_a_whole(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> tuple[ClippedSum, Any]:
+    """The sum of the batch is clipped, not each example."""
+    total, raw = real(chunks, max_grad_norm=1e30, **options)
+    norm = float(torch.stack([value.norm() for value in total.values.values()]).norm())
+    factor = min(1.0, max_grad_norm / max(norm, 1e-30))
+    return ClippedSum({name: value * factor for name, value in total.values.items()}, max_grad_norm), raw
+
+
+def scaled_once_clipped(real: Any, chunks: Any, **options: Any) -> tuple[ClippedSum, Any]:
+    """Divided by the scales after the clipping: the bound holds in a space that nothing is released in."""
+    inverse_scales = options.pop("inverse_scales", None) or {}
+    total, raw = real(chunks, **options)
+    values = {name: value * inverse_scales.get(name, 1.0) for name, value in total.values.items()}
+    return replace(total, values=values), raw
+
+
+def multiplied_back(real: Any, chunks: Any, **options: Any) -> tuple[ClippedSum, Any]:
+    total, raw = real(chunks, **options)
+    inverse_scales = options.get("inverse_scales") or {}
+    return replace(total, values={n: v / inverse_scales.get(n, 1.0) for n, v in total.values.items()}), raw
+
+
+def sensitivity_of_one_layer(real: Any, chunks: Any, *, clip: Any, **options: Any) -> tuple[ClippedSum, Any]:
+    total, raw = real(chunks, clip=clip, **options)
+    if isinstance(clip, pg.clip.PerLayer):
+        whole = sum(share**2 for share in clip.shares.values()) ** 0.5
+        total = replace(total, sensitivity=total.sensitivity * max(clip.shares.values()) / whole)
+    return total, raw
+
+
+def sensitivity_c_for_groups(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> tuple[ClippedSum, Any]:
+    total, raw = real(chunks, max_grad_norm=max_grad_norm, **options)
+    return replace(total, sensitivity=max_grad_norm), raw
+
+
+def without_the_last_part(real: Any, chunks: Any, **options: Any) -> tuple[ClippedSum, Any]:
+    """Whole microbatches only, as a loader with drop_last has them."""
+    parts = list(chunks)
+    sizes = [next(iter(part.values())).examples for part in parts]
+    return real([part for part, size in zip(parts, sizes, strict=True) if size == sizes[0]], **options)
+
+
+def left_on_the_parameters(real: Any, chunks: Any, *, like: Mapping[str, Tensor], **options: Any) -> Any:
+    total, raw = real(chunks, like=like, **options)
+    for name, parameter in like.items():
+        if isinstance(parameter, nn.Parameter):
+            parameter.grad = total.values[name].to(parameter.dtype)
+    return total, raw
+
+
+def each_parameter_to_c(patch: Patch) -> None:
+    def wrong(self: Any, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+        return {name: (max_grad_norm / norm_B).clamp(max=1.0) for name, norm_B in norms.items()}
+
+    patch.setattr(pg.clip.Flat, "factors", wrong)
+
+
+def without_the_biases(patch: Patch) -> None:
+    real = pg.clip.Flat.factors
+
+    def wrong(self: Any, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+        weights = {name: norm_B for name, norm_B in norms.items() if "bias" not in name}
+        return dict.fromkeys(norms, next(iter(real(self, weights, max_grad_norm).values())))
+
+    patch.setattr(pg.clip.Flat, "factors", wrong)
+
+
+def rules_believed(patch: Patch) -> None:
+    real = clipping._joint_norm
+
+    def wrong(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], *_: Any) -> Tensor:
+        return real(factors[name] * norm_B for name, norm_B in norms.items())
+
+    everywhere(patch, clipping._require_bound, wrong)
+
+
+def kept_as_they_are(patch: Patch) -> None:
+    """An example that is not finite gets the factor 0, and 0 times NaN is NaN."""
+    for kind in (Dense, Outer, Rows):
+        patch.setattr(kind, "keep", lambda self, _: self)
+
+
+def cancelling_believed(patch: Patch) -> None:
+    real = clipping._cancelling
+    everywhere(patch, real, lambda *args: torch.zeros_like(real(*args)))
+
+
+def squares_in_float32(patch: Patch) -> None:
+    """Of one place: |g|^2 = b^2 . W a^2 as it stands."""
+    real = Outer.norms
+
+    def wrong(self: Outer, inverse_scales: Tensor | None = None) -> Tensor:
+        if inverse_scales is None:
+            return real(self)
+        a_BI, b_BO = self.a_BTI[:, 0], self.b_BTO[:, 0]
+        return ((b_BO.square() @ inverse_scales.square()) * a_BI.square()).sum(1).sqrt().double()
+
+    patch.setattr(Outer, "norms", wrong)
+
+
+def autocast_left_on(patch: Patch) -> None:
+    class Nothing(clipping.ExitStack):
+        def enter_context(self, cm: Any) -> Any:
+            return None
+
+    patch.setattr(clipping, "ExitStack", Nothing)
+
+
+def sums_in_bfloat16(patch: Patch) -> None:
+    def wrong(self: Dense, weights: Tensor) -> Tensor:
+        return (weights.bfloat16() @ self.grads_BP.flatten(1).bfloat16()).view(self.shape).to(self.grads_BP.dtype)
+
+    patch.setattr(Dense, "weighted_sum", wrong)
+
+
+def without_cross_terms(patch: Patch) -> None:
+    def wrong(self: Outer) -> Tensor:
+        square_BT = self.a_BTI.square().sum(2) * self.b_BTO.square().sum(2)
+        return square_BT.double().sum(1).sqrt()
+
+    patch.setattr(Outer, "norms_by_inner_products", wrong)
+
+
+def repeated_ids_apart(patch: Patch) -> None:
+    def wrong(self: Rows, inverse_scales: Tensor | None = None) -> Tensor:
+        r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
+        return r_BTD.flatten(1).double().norm(dim=1)
+
+    patch.setattr(Rows, "norms", wrong)
+
+
+def padding_counted(patch: Patch) -> None:
+    everywhere(patch, rules._without_padding, lambda layer, ids, grad: grad)
+
+
+def second_use_forgotten(patch: Patch) -> None:
+    patch.setattr(Outer, "__add__", lambda self, other: self)
+
+
+def tied_cross_term_forgotten(patch: Patch) -> None:
+    def wrong(self: Any, inverse_scales: Tensor | None) -> Tensor:
+        return torch.zeros(self.examples, dtype=torch.float64)
+
+    patch.setattr(tables.TiedTable, "_inner_products", wrong)
+
+
+def stale_squares(patch: Patch) -> None:
+    real, known = factors._unit_squares, dict[int, Any]()
+
+    def wrong(scales: Tensor) -> tuple[float, Tensor]:
+        if id(scales) not in known:
+            largest, square = real(scales)
+            known[id(scales)] = largest, square.clone()
+        return known[id(scales)]
+
+    everywhere(patch, real, wrong)
+
+
+def shared_draws(patch: Patch) -> None:
+    real: Any = engines.vmap
+    patch.setattr(engines, "vmap", lambda of_one, **options: real(of_one, **(options | {"randomness": "same"})))
+
+
+def two_draws(patch: Patch) -> None:
+    @contextmanager
+    def nothing(*_: Any) -> Generator[None]:
+        yield
+
+    patch.setattr(torch.random, "fork_rng", nothing)
+
+
+def neighbours_grouped(patch: Patch) -> None:
+    def wrong(words: Any, groups: int) -> Tensor:
+        return torch.arange(len(words)) * groups // max(len(words), 1)
+
+    everywhere(patch, groups.group_of, wrong)
+
+
+def unchecked(*functions: Any, in_training: bool = True) -> Callable[[Patch], None]:
+    """Without some checks; in_training is that of what mixes in training mode only."""
+
+    def plant(patch: Patch) -> None:
+        for function in functions:
+            everywhere(patch, function, lambda *_, **__: None)
+        if not in_training:
+            patch.setattr(Hooks, "_require_apart_in_training", lambda *_: None)
+
+    return plant
+
+
+def mixing_modules_let_through(patch: Patch) -> None:
+    everywhere(patch, checks.find_problems, lambda model: [])
+
+
+def mean_losses_let_through(patch: Patch) -> None:
+    def wrong(losses: Any, size: int) -> Tensor:
+        return losses.expand(size) if isinstance(losses, Tensor) and losses.dim() == 0 else losses
+
+    everywhere(patch, engines.require_losses, wrong)
+    everywhere(patch, checks._require_apart, lambda *_: None)
+
+
+def nothing_undone(patch: Patch) -> None:
+    @contextmanager
+    def wrong(model: nn.Module) -> Generator[None]:
+        yield
+
+    everywhere(patch, engines.preserved, wrong)
+
+
+NOT_ALONE = "to be that of single examples, got another"
+CLIPPING = [
+    Mutant(
+        "the sum clipped, not each example",
+        another_sum(clipped_as_a_whole),
+        "test_oracle.test_divides_by_the_public_batch_size_whatever_was_drawn",
+    ),
+    Mutant(
+        "each parameter clipped to C",
+        each_parameter_to_c,
+        "test_clipping.test_neighbouring_data_sets_stay_within_the_sensitivity_through_the_oracle",
+        {"clip": pg.clip.Flat()},
+        guard="factors to bound contributions by",
+    ),
+    Mutant(
+        "biases left out of the norm",
+        without_the_biases,
+        "test_clipping.test_neighbouring_data_sets_stay_within_the_sensitivity_through_the_oracle",
+        {"clip": pg.clip.Flat()},
+        guard="factors to bound contributions by",
+    ),
+    Mutant(
+        "a clipping rule that is believed",
+        rules_believed,
+        "test_clipping.test_a_rule_that_breaks_the_bound_is_refused_and_not_believed",
+    ),
+    Mutant(
+        "per-layer clipping with the noise of one layer",
+        another_sum(sensitivity_of_one_layer),
+        "test_clipping.test_per_layer_bounds_each_group_and_reaches_the_whole",
+    ),
+    Mutant(
+        "groups averaged before clipping at sensitivity C",
+        another_sum(sensitivity_c_for_groups),
+        "test_groups.test_one_example_can_move_the_sum_by_2c_and_the_noise_knows",
+    ),
+    Mutant(
+        "groups of neighbours in the batch",
+        neighbours_grouped,
+        "test_groups.test_a_group_is_drawn_for_each_example_by_itself",
+    ),
+    Mutant(
+        "the last microbatch dropped",
+        another_sum(without_the_last_part),
+        "test_clipping.test_microbatches_change_nothing",
+        {"clip": pg.clip.Flat(), "microbatch_size": 3},
+    ),
+    Mutant(
+        "the raw sum left in .grad",
+        another_sum(left_on_the_parameters),
+        "test_oracle.test_nothing_is_left_in_grad",
+        {"engine": "hooks", "perturb": None},
+    ),
+    Mutant(
+        "an example kept that is not finite",
+        kept_as_they_are,
+        "test_clipping.test_a_non_finite_example_contributes_zero_and_is_counted",
+        {"name": "flat", "bad": float("nan"), "chunk": 100},
+    ),
+    Mutant(
+        "terms that cancel within an example",
+        cancelling_believed,
+        "test_attacks.test_terms_that_cancel_within_an_example_do_not_pass_the_bound",
+        {"kind": "linear", "big": 1e8, "clip": pg.clip.Flat()},
+    ),
+    Mutant(
+        "squares that underflow in float32",
+        squares_in_float32,
+        "test_attacks.test_squares_that_underflow_do_not_hide_a_gradient",
+        {"scale": 1e-12, "a": 1e8, "b": 1e-23, "clip": pg.clip.Flat()},
+    ),
+    Mutant("sums under an ambient autocast", autocast_left_on, "test_clipping.test_autocast_does_not_reach_the_sum"),
+    Mutant(
+        "sums in bfloat16",
+        sums_in_bfloat16,
+        "test_rules.test_rule_equals_a_loop_over_single_examples",
+        {"name": "LayerNorm", "dtype": torch.float32, "tolerance": 1e-5, "size": 7},
+    ),
+    Mutant(
+        "scales of AdaDPS after the clipping",
+        another_sum(scaled_once_clipped),
+        "test_precondition.test_agrees_with_a_loop_over_examples",
+        {"rule": "rmsprop", "schedule": "step", "inside": False},
+    ),
+    Mutant(
+        "multiplied back by the scales, the noise's size unchanged",
+        another_sum(multiplied_back),
+        "test_precondition.test_agrees_with_a_loop_over_examples",
+        {"rule": "rmsprop", "schedule": "step", "inside": False},
+    ),
+]
+
+
+def by_rule(fault: str, plant: Callable[[Patch], None], name: str, guard: str | None = None) -> Mutant:
+    given = {"name": name, "dtype": torch.float64, "tolerance": 1e-10, "size": 7}
+    return Mutant(fault, plant, "test_rules.test_rule_equals_a_loop_over_single_examples", given, guard)
+
+
+GRADIENTS = [
+    by_rule(
+        "norms of a Linear on sequences without cross terms", without_cross_terms, "Linear, sequence, inner products"
+    ),
+    by_rule("an embedding's repeated ids counted apart", repeated_ids_apart, "Embedding"),
+    by_rule("gradients of padding", padding_counted, "Embedding, padding", NOT_ALONE),
+    by_rule("the second use of a module forgotten", second_use_forgotten, "Linear, twice", NOT_ALONE),
+    Mutant(
+        "a tied table's cross term forgotten",
+        tied_cross_term_forgotten,
+        "test_hooks.test_engines_agree_on_whole_models",
+        {"name": "tied"},
+    ),
+    Mutant(
+        "squares kept of scales that were written over",
+        stale_squares,
+        "test_precondition.test_norms_follow_scales_that_are_written_over",
+    ),
+    Mutant(
+        "one dropout mask for all examples",
+        shared_draws,
+        "test_engines.test_dropout_draws_anew_for_every_example",
+    ),
+    Mutant("other masks in BAM's second pass", two_draws, "test_perturb.test_both_passes_draw_the_same_dropout"),
+    Mutant(
+        "BatchNorm in training mode",
+        mixing_modules_let_through,
+        "test_engines.test_modules_that_mix_are_refused_by_path",
+        {"name": "batch norm"},
+    ),
+    Mutant(
+        "a loss averaged over the batch",
+        mean_losses_let_through,
+        "test_engines.test_bad_losses_are_refused_before_anything_is_charged",
+        {"name": "a scalar"},
+    ),
+    Mutant(
+        "a loss that looks at other examples",
+        unchecked(checks._require_apart, audit.require_single, in_training=False),
+        "test_engines.test_bad_losses_are_refused_before_anything_is_charged",
+        {"name": "divided by the batch size"},
+    ),
+    Mutant(
+        "a parameter without gradient dropped",
+        unchecked(checks.check_loss),
+        "test_engines.test_a_parameter_without_gradient_is_refused_by_name",
+    ),
+    Mutant(
+        "a parameter's use outside of its module dropped",
+        unchecked(hooks._require_inside_units, audit.require_single),
+        "test_hooks.test_a_parameter_used_outside_its_module_is_refused_by_name",
+    ),
+    Mutant(
+        "a layer that mixes examples",
+        unchecked(audit.require_single, in_training=False),
+        "test_hooks.test_subtracting_the_batch_mean_is_caught",
+    ),
+    Mutant(
+        "a wrong rule", unchecked(audit.require_single), "test_hooks.test_a_wrong_rule_is_caught_by_the_first_batch"
+    ),
+    Mutant(
+        "mixing in training mode only",
+        unchecked(in_training=False),
+        "test_attacks.test_what_mixes_in_training_mode_only_is_caught",
+        lambda module: {"make": module.ShufflesInTraining},
+    ),
+    Mutant(
+        "private tensors left on modules",
+        nothing_undone,
+        "test_attacks.test_nothing_private_stays_in_attributes_however_deep",
+    ),
+]

@@ -1,0 +1,48 @@
+"""Every planted fault must be caught by the test that says so; and that test passes without it.
+
+Adding one is a row in a list; a new part, such as that of several processes, is a list and a line of MUTANTS.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import privgrad as pg
+from mutants.draws import NOISE, SAMPLING
+from mutants.gradients import CLIPPING, GRADIENTS
+from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
+from mutants.mutant import Mutant, ending
+from mutants.records import ACCOUNTING, CHECKPOINTS, LEDGER
+
+MUTANTS: dict[str, list[Mutant]] = {
+    "Noise": NOISE,
+    "Sampling": SAMPLING,
+    "Clipping": CLIPPING,
+    "Per-example gradients, model and loss": GRADIENTS,
+    "BAM and SAT": PERTURBING,
+    "AdaDPS": PRECONDITIONING,
+    "Optimizers": OPTIMIZERS,
+    "Accounting and plan": ACCOUNTING,
+    "Ledger": LEDGER,
+    "Checkpoints": CHECKPOINTS,
+}
+ALL = [mutant for part in MUTANTS.values() for mutant in part]
+
+
+def table() -> str:
+    """What docs/trust.md holds."""
+    parts = []
+    for title, part in MUTANTS.items():
+        rows = [f"| {m.fault} | `{m.caught_by.split('.')[1]}`{' (refused)' if m.guard else ''} |" for m in part]
+        parts.append("\n".join([f"| {title} | caught by |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=[mutant.fault for mutant in ALL])
+def test_the_fault_is_caught(mutant: Mutant, tmp_path: Path):
+    sound = ending(mutant, tmp_path / "sound", planted=False)
+    assert sound is None, f"without the fault: {sound}"
+    error = ending(mutant, tmp_path / "planted", planted=True)
+    assert error is not None, "it survived"
+    assert isinstance(error, pg.PrivacyError) == (mutant.guard is not None), error
+    assert mutant.guard is None or mutant.guard in str(error)
