@@ -149,7 +149,8 @@ def method_game(
     sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps)
     claimed = Release(sigma, rate, count=steps)
     data = _data(method, rate)
-    noiseless = _mechanism(replace(method, optimizer="SGD"), replace(claimed, noise_multiplier=0.0, sample_rate=1.0))
+    exact = replace(method, optimizer="SGD", noise_on_grid=False)
+    noiseless = _mechanism(exact, replace(claimed, noise_multiplier=0.0, sample_rate=1.0))
     return Game(
         f"{name}, {mechanism}",
         _mechanism(method, claimed),
