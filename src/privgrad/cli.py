@@ -188,7 +188,7 @@ def audit(
         typer.Option(help="Epsilon that is claimed; may be repeated. Default: 1, 3, 8; of a SPEC its noise."),
     ] = None,
     method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated.")] = None,
-    trials: Annotated[int, typer.Option(help="Guesses about one step.")] = 32_000,
+    trials: Annotated[int, typer.Option(help="Guesses about one step.")] = 40_000,
     confidence: Annotated[float, typer.Option(help="That all bounds hold together.")] = 0.95,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,
     as_json: AsJson = False,

@@ -114,7 +114,7 @@ def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any]
     return torch.stack(rows)
 
 
-def distinguish(game: Game, *, trials: int = 32_000, confidence: float = 0.95, tick: Tick | None = None) -> Audit:
+def distinguish(game: Game, *, trials: int = 40_000, confidence: float = 0.95, tick: Tick | None = None) -> Audit:
     """Guess from each of many runs which canaries were in, and bound epsilon by how often that is wrong.
 
     In every run each canary is in by a fair coin of its own; with one canary this is D against D and one more. Its

@@ -106,8 +106,7 @@ METHODS: Mapping[str, Method] = {
     "noise on a grid": Method(noise_on_grid=True),
     "groups of 2": Method(group_size=2, canaries=1),
     "AdaDPS, BAM, PerLayer, microbatches": Method(
-        "AdamBC",
-        lambda model: {
+        oracle=lambda model: {
             "precondition": precondition.public_adam(_public(model)),
             "perturb": perturb.BAM(0.05),
             "clip": clipping.PerLayer({"0": 1.0, "1": 2.0}),
@@ -167,7 +166,7 @@ def rows(
     epsilons: Sequence[float] = (1.0, 3.0, 8.0),
     *,
     delta: float = 1e-5,
-    trials: int = 32_000,
+    trials: int = 40_000,
     confidence: float = 0.95,
 ) -> tuple[int, Iterator[Audit]]:
     """Audit methods at several epsilons: one step, a training, and of some a training by one run.
