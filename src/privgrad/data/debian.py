@@ -1,6 +1,5 @@
 """The Debian package index as text: what every machine with apt has, and a stand-in for several sets it has not."""
 
-import gzip
 import hashlib
 import random
 import re
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, find_folder
+from privgrad.data.sources import PathLike, find_folder, unpacked
 from privgrad.data.text import PairEncoder
 from privgrad.errors import expected, require_integer
 
@@ -31,7 +30,7 @@ _COMMON_FACETS = ("role", "implemented-in")
 _FIELD = re.compile(r"^(Package|Source|Section|Description-md5): (\S+)", re.MULTILINE)
 _MAINTAINER = re.compile(r"^Maintainer: (.*)$", re.MULTILINE)
 _TAGS = re.compile(r"^Tag: (.*\n(?: .*\n)*)", re.MULTILINE)
-_TAG = re.compile(r"([\w+-]+)::[^\s,]+")
+_TAG = re.compile(r"(?<![\w+-])([\w+-]+)::[^\s,]+")
 _DESCRIPTION = re.compile(r"^Description-md5: (\w+)\nDescription-en: (.*)\n((?: .*\n)*)", re.MULTILINE)
 _WORD = re.compile(r"[a-z][a-z0-9+.-]*[a-z0-9+]|[a-z]")
 _PARAGRAPH = re.compile(r"^ \.$", re.MULTILINE)
@@ -307,7 +306,7 @@ def _read_list(function: str, path: Path) -> str:
         if path.name.endswith(("Packages", "Translation-en")):
             return path.read_text(encoding="utf-8")
         if path.suffix == ".gz":  # of which apt-helper does not see that an end is missing
-            return gzip.decompress(path.read_bytes()).decode()
+            return unpacked(path).decode()
         command = [_APT_HELPER, "cat-file", str(path)]
         return subprocess.run(command, capture_output=True, check=True).stdout.decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, subprocess.CalledProcessError) as error:

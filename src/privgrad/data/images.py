@@ -2,7 +2,9 @@
 
 import gzip
 import hashlib
+import math
 import pickle
+import pickletools
 import struct
 import tarfile
 import zlib
@@ -32,6 +34,10 @@ _FASHION_SHA256 = {
 _CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
 _CIFAR_SOURCE = "https://www.cs.toronto.edu/~kriz"
 _CIFAR_MD5 = "c58f30108f718f92721af3b95e74349a"
+
+_LARGEST_IDX = 1 << 30  # numbers in a file
+_LARGEST_BATCH = 1 << 26  # bytes, twice those of CIFAR-10's
+_CIFAR_CLASSES = 10
 
 _BITS = 10  # of a barcode
 _BARCODES = 2**_BITS - 1  # of each digit
@@ -199,6 +205,9 @@ def _moments(mean: float, std: float, *, standardise: bool) -> tuple[float, floa
 def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     """Raw images, uint8 (n, 28, 28), and labels, int64 (n,), of "train" or "t10k"."""
     images, labels = (_read_idx(folder / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
+    if images.shape[1:] != (28, 28) or labels.dim() != 1:
+        got, condition = f"shapes {tuple(images.shape)} and {tuple(labels.shape)}", "to be 28x28, with one label each"
+        raise expected("data", f"{part} images and labels in {folder}", condition, got, "fetch them again")
     if len(images) != len(labels):
         got = f"{len(images)} and {len(labels)}"
         raise expected("data", f"{part} images and labels in {folder}", "to be as many", got, "fetch them again")
@@ -212,18 +221,22 @@ def _read_idx(path: Path) -> Tensor:
         return expected("data", f"{path}", "to be a gzipped idx file of bytes", why, "fetch it again")
 
     try:
-        raw = gzip.decompress(path.read_bytes())
+        with gzip.open(path) as file:
+            head = file.read(4)
+            if head[:3] != b"\x00\x00\x08":
+                raise damaged("another format")
+            shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
+            size = math.prod(shape)
+            if size > _LARGEST_IDX:
+                raise damaged(f"{shape}, more than {_LARGEST_IDX} values")
+            raw = file.read(size + 1)  # not all that it may unpack to
     except FileNotFoundError as error:
         raise damaged("no such file") from error
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, IndexError, struct.error, zlib.error) as error:
         raise damaged(error) from error
-    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08" or len(raw) < 4 + 4 * raw[3]:
-        raise damaged("another format")
-    shape = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
-    content = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * raw[3])
-    if content.size != int(np.prod(shape)):
-        raise damaged(f"{content.size} values where its header says {shape}")
-    return torch.from_numpy(content.reshape(shape).copy())
+    if len(raw) != size:
+        raise damaged(f"{'fewer' if len(raw) < size else 'more'} values than its header says, {shape}")
+    return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
 
 
 def _mnist_folder(function: str, path: PathLike | None) -> Path:
@@ -279,12 +292,17 @@ def _cifar_source(path: PathLike | None) -> Path:
 
 def _cifar_files(source: Path) -> dict[str, bytes]:
     if source.is_dir():
-        return {file.name: file.read_bytes() for file in source.glob("*_batch*")}
+        return {file.name: file.read_bytes() for file in source.glob("*_batch*") if file.is_file()}
+    files: dict[str, bytes] = {}
     try:
-        with tarfile.open(source) as archive:
-            members = ((Path(member.name).name, archive.extractfile(member)) for member in archive)
-            return {name: file.read() for name, file in members if file is not None}
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        # As a stream: an archive that points back into itself is refused.
+        with gzip.open(source) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
+            for member in archive:
+                name, file = Path(member.name).name, archive.extractfile(member)
+                if file is not None and "_batch" in name:
+                    files[name] = file.read(_LARGEST_BATCH)
+        return files
+    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
         condition = "to be the archive of CIFAR-10's python version"
         raise expected("cifar10", f"{source}", condition, error, "fetch it again") from error
 
@@ -313,6 +331,9 @@ def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Te
     try:
         if raw is None:
             raise FileNotFoundError("no such file")
+        for code, argument, _ in pickletools.genops(raw):  # which refuses lengths that are not there
+            if code.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(raw):
+                raise pickle.UnpicklingError(f"it wants room for {argument} objects")
         content = _InertUnpickler(BytesIO(raw), encoding="bytes").load()
         _, shape, dtype, fortran, values = content[b"data"].state
         if dtype.args[0] not in (b"u1", "u1"):
@@ -322,6 +343,8 @@ def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Te
         labels = torch.tensor(content[b"labels"], dtype=torch.int64)
         if labels.shape != (len(images),):
             raise TypeError(f"{tuple(labels.shape)} labels of {len(images)} images")
+        if not ((labels >= 0) & (labels < _CIFAR_CLASSES)).all():
+            raise ValueError(f"labels that are not from 0 to {_CIFAR_CLASSES - 1}")
     except Exception as error:  # a damaged pickle can raise anything
         got = f"{type(error).__name__}: {error}"
         remedy = "fetch the python version again"

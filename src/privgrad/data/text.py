@@ -202,8 +202,11 @@ def _snli_pairs(path: Path) -> list[tuple[str, str, int]]:
             for number, line in enumerate(lines, start=1):  # noqa: B007, told in the error
                 pair = json.loads(line)
                 if pair["gold_label"] != "-":
-                    pairs.append((pair["sentence1"], pair["sentence2"], _SNLI_LABELS.index(pair["gold_label"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+                    sentences = pair["sentence1"], pair["sentence2"]
+                    if not all(isinstance(sentence, str) for sentence in sentences):
+                        raise TypeError("a sentence that is no text")
+                    pairs.append((*sentences, _SNLI_LABELS.index(pair["gold_label"])))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"{type(error).__name__} in line {number}"
         raise expected("snli", f"{path}", "to hold a JSON pair a line", got, "fetch it again") from error
     return pairs

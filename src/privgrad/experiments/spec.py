@@ -329,7 +329,7 @@ def load_spec(path: str | Path) -> Spec:
             raw = tomllib.load(file)
     except OSError as error:
         raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits; too deep
         raise expected("load_spec", f"{path}", "to be TOML", error, "correct that place") from error
     return check_spec(raw, path)
 
@@ -396,7 +396,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
         _require_option(name, valid, f"methods.{method.name}.options.{name}")
     try:
         method.make([("p", nn.Parameter(torch.zeros(1)))], 0.1)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         place = f"methods.{method.name}.options"
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
     if method.precondition is not None:
@@ -430,7 +430,7 @@ def _require_precondition(table: PreconditionTable, place: str) -> None:
         _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
     try:
         function(**{name: value for name, value in given.items() if name in parameters}, **table.options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise expected("load_spec", place, f"to suit {table.rule}", error, "correct them") from error
 
 
