@@ -130,12 +130,11 @@ def kill_again_and_again(folder: Path, kills: int, **options: Any) -> Tally:
     return tally
 
 
-LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+KILLS = int(os.environ.get("PRIVGRAD_TEST_KILLS", "0"))
 
 
-@pytest.mark.parametrize(
-    ("seed", "kills"), [(5, 20), (None, 10), pytest.param(5, 200, marks=LONG), pytest.param(None, 200, marks=LONG)]
-)
+@pytest.mark.timeout(300 + 15 * KILLS)
+@pytest.mark.parametrize(("seed", "kills"), [(5, KILLS or 20), (None, KILLS or 10)])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, kills: int, seed: int | None):
     steps = 20 * kills
     tally = kill_again_and_again(tmp_path / "killed", kills, seed=seed, steps=steps)
