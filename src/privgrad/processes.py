@@ -62,7 +62,7 @@ class Processes:
         return nullcontext()
 
     def placed(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole values, sharded as the tensors of those names are."""
+        """Whole values, sharded as the tensors of those names are; what is not shaped like them stays as it is."""
         del like
         return values
 

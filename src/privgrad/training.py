@@ -39,6 +39,7 @@ from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.processes import ALONE, Processes
 from privgrad.sampling import Collate
 from privgrad.types import Batch
 
@@ -92,6 +93,7 @@ def fit(
     folder: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 60.0,
     progress: bool = True,
+    processes: Processes | None = None,
 ) -> FitResult:
     """Train for the plan's steps; with a folder, durably: run it again after any interruption, and it goes on.
 
@@ -110,10 +112,12 @@ def fit(
             public or held-out data: what it returns is published as it is.
         evaluations: how many times to evaluate, evenly spread, the last after the last step.
         folder: where ledger.jsonl and checkpoint.pt live; None keeps nothing.
-        checkpoint_seconds: at most this much training is lost by a killed process (an exception loses none). What was
-            released and lost stays charged; the run then ends with fewer updates, and says so. Under a research seed
-            lost steps are computed again, identically, and cost nothing again.
+        checkpoint_seconds: at most this much training is lost by a killed process (an exception loses none, unless in
+            several processes). What was released and lost stays charged; the run then ends with fewer updates, and
+            says so. Under a research seed lost steps are computed again, identically, and cost nothing again.
         progress: show a progress bar on the terminal.
+        processes: that train together; see integrations.distributed. Each calls fit alike, `evaluate` included. The
+            first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them.
     Returns:
         FitResult.
     Raises:
@@ -128,9 +132,9 @@ def fit(
     if not isinstance(optimizer, PrivateOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
         raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
-    ledger, checkpoint = Ledger(), None
-    if folder is not None:
-        ledger, checkpoint = Ledger(Path(folder) / "ledger.jsonl"), Path(folder) / "checkpoint.pt"
+    processes = ALONE if processes is None else processes
+    ledger = Ledger(Path(folder) / "ledger.jsonl") if folder is not None and processes.rank == 0 else Ledger()
+    checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"
     try:
         oracle = PrivateGradient(
             model,
@@ -143,6 +147,7 @@ def fit(
             microbatch_size=microbatch_size,
             memory_mb=memory_mb,
             ledger=ledger,
+            processes=processes,
         )
         settings = {
             "perturb": "None" if perturb is None else perturb.described(plan.steps),
@@ -154,14 +159,17 @@ def fit(
         }
         averaged = None
         if average is not None:
+            if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+                remedy = "train without it, or give whole models to Distributed"
+                raise expected("fit", "average", "to be of a whole model", "a sharded one", remedy)
             averaged = AveragedModel(model, avg_fn=partial(_averaged, average))
         result = FitResult(ledger=ledger, averaged=None if averaged is None else averaged.module)
-        run = _Run(model, averaged, optimizer, oracle, result, checkpoint, settings)
+        run = _Run(model, averaged, optimizer, oracle, result, checkpoint, settings, processes)
         evaluated = model if result.averaged is None else result.averaged
         if evaluate is not None:
             _evaluate(evaluated, evaluate, oracle, 0)
         start = run.resume()
-        batches = plan.batches(train_set, start=start, collate=collate)
+        batches = plan.batches(train_set, start=start, collate=collate, processes=processes)
         evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)}
 
         def evaluate_if_due(step: int) -> None:
@@ -170,7 +178,7 @@ def fit(
                 run.result.curve.append(_evaluate(evaluated, evaluate, oracle, step))
 
         try:
-            with _progress_bar(plan, start, shown=progress) as advance:
+            with _progress_bar(plan, start, shown=progress and processes.rank == 0) as advance:
                 evaluate_if_due(start)  # an evaluation that an interruption cut short
                 for batch in batches:
                     run.update(batch)
@@ -178,7 +186,8 @@ def fit(
                     advance(run.result)
                     run.save(at_least_after=checkpoint_seconds)
         except BaseException:
-            if run.is_consistent:
+            # What has reached one process may not have reached the others, who would have to gather the state.
+            if run.is_consistent and processes.count == 1:
                 run.save()
             raise
         run.save()
@@ -198,32 +207,26 @@ class _Run:
     result: FitResult
     checkpoint: Path | None
     settings: dict[str, str]
+    processes: Processes
     saved_at: float = 0.0
     start: int = 0
     made: int = 0
 
     def resume(self) -> int:
         """Load the checkpoint, or make the first one; return the first step to do."""
-        ledger, plan = self.result.ledger, self.oracle.plan
-        if self.checkpoint is not None and self.checkpoint.exists():
-            self._load(self.checkpoint)
-        elif ledger.releases:
-            raise expected(
-                "fit",
-                f"{self.checkpoint}",
-                f"beside its ledger of {ledger.releases} releases",
-                "no such file",
-                "restore it, or train in a new folder and add the two epsilons up",
-            )
-        if plan.seed is None:
-            self._go_on_after_lost_steps()
+        state = self.processes.same(self.processes.together(self._stored))
+        if state is not None:
+            with self._as_damage():
+                self._load(state)
+        if self.oracle.plan.seed is None:
+            self._go_on_after_lost_steps(self.processes.same(self.result.ledger.releases))
         self.start = self.oracle.state_dict()["step"]
         self.save()
         return self.start
 
-    def _go_on_after_lost_steps(self) -> None:
+    def _go_on_after_lost_steps(self, spent: int) -> None:
         """Steps that were released and then lost are spent; without a seed they cannot be drawn again."""
-        spent, plan = self.result.ledger.releases, self.oracle.plan
+        plan = self.oracle.plan
         lost = spent - self.oracle.state_dict()["step"]
         if spent >= plan.steps and self.result.updates == 0:
             got = f"{spent} charged and none of their results saved"
@@ -262,9 +265,9 @@ class _Run:
 
     def save(self, *, at_least_after: float = 0.0) -> None:
         """Write the checkpoint, atomically, unless the last one is younger than that many seconds."""
-        if self.checkpoint is None or time.monotonic() - self.saved_at < at_least_after:
+        if self.checkpoint is None or not self.processes.same(time.monotonic() - self.saved_at >= at_least_after):
             return
-        state = {
+        state: dict[str, Any] = {
             "version": _CHECKPOINT_VERSION,
             "seed": self.oracle.plan.seed,
             "settings": self.settings,
@@ -277,12 +280,24 @@ class _Run:
             "updates": self.result.updates,
             "seconds": self.result.seconds,
         }
-        _write(state, self.checkpoint)
+        state = self.processes.whole(state)
+        if self.processes.rank == 0:
+            _write(state, self.checkpoint)
         self.saved_at = time.monotonic()
 
-    def _load(self, path: Path) -> None:
-        try:
-            state = _read(path)
+    def _stored(self) -> dict[str, Any] | None:
+        """What the first process finds in the checkpoint, if there is one: checked to be of this run, and whole."""
+        ledger = self.result.ledger
+        if self.processes.rank > 0 or self.checkpoint is None:
+            return None
+        if not self.checkpoint.exists():
+            if ledger.releases:
+                condition, remedy = f"beside its ledger of {ledger.releases} releases", "restore it, or"
+                remedy += " train in a new folder and add the two epsilons up"
+                raise expected("fit", f"{self.checkpoint}", condition, "no such file", remedy)
+            return None
+        with self._as_damage():
+            state = _read(self.checkpoint)
             if state["version"] != _CHECKPOINT_VERSION:
                 raise ValueError(f"version {state['version']}")
             if state["seed"] != self.oracle.plan.seed:
@@ -291,23 +306,36 @@ class _Run:
                 changed = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
                 was = ", ".join(f"{n} {state['settings'].get(n)}, now {self.settings[n]}" for n in changed)
                 raise ValueError(f"another run's: {was}")
-            if state["oracle"]["step"] > self.result.ledger.releases:
+            if state["oracle"]["step"] > ledger.releases:
                 raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
-            if not self.result.ledger.went_through(state["ledger"]):
+            if not ledger.went_through(state["ledger"]):
                 raise ValueError("made beside another ledger, or one that has lost lines since")
-            self.model.load_state_dict(state["model"])
-            if self.averaged is not None:
-                self.averaged.load_state_dict(state["averaged"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.oracle.load_state_dict(state["oracle"])
-            self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
-            self.result.updates = int(state["updates"])
-            self.result.seconds = float(state["seconds"])
-            self._measure_speed()
+            return state
+        return None
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        place, optimizer = self.processes.placed, state["optimizer"]
+        self.model.load_state_dict(place(state["model"], self.model.state_dict()))
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
+        parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
+        held: dict[int, dict[str, Tensor]] = optimizer["state"]
+        of_parameters = {i: place(own, dict.fromkeys(own, parameters[i])) for i, own in held.items()}
+        self.optimizer.load_state_dict({**optimizer, "state": of_parameters})
+        self.oracle.load_state_dict(state["oracle"])
+        self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
+        self.result.updates = int(state["updates"])
+        self.result.seconds = float(state["seconds"])
+        self._measure_speed()
+
+    @contextmanager
+    def _as_damage(self) -> Generator[None]:
+        try:
+            yield
         except Exception as error:  # a damaged file fails in as many ways as there are bytes
             raise expected(
                 "fit",
-                f"{path}",
+                f"{self.checkpoint}",
                 "to be a complete checkpoint of this run",
                 f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
                 "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
@@ -331,7 +359,7 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     content, length = memoryview(path.read_bytes()), hashlib.new(_DIGEST).digest_size
-    if hashlib.new(_DIGEST, content[:-length]).digest() != content[-length:]:
+    if hashlib.new(_DIGEST, content[:-length]).digest() != bytes(content[-length:]):
         raise ValueError("its bytes are not those that were written")
     # weights_only: a checkpoint from elsewhere must not run code.
     return torch.load(BytesIO(content), weights_only=True)

@@ -163,6 +163,6 @@ def _whole(leaf: Any) -> Any:
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor) or isinstance(value, DTensor):
-        return value
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
+        return value  # a step's number, beside moments
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,270 @@
+"""What several processes do in tests/test_distributed.py: run by torchrun, `distributed_job.py FOLDER JOB...`."""
+
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_plan
+from privgrad.integrations.distributed import Distributed
+from privgrad.processes import ALONE, Processes
+
+# The first layer is longer than what optimizers take in one block.
+WIDTH = 600
+OPTIMIZERS = [n for n, c in vars(pg.optim).items() if inspect.isclass(c) and n not in ("PrivateOptimizer",)]
+
+
+def wide_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4))
+    return nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), head, nn.Linear(4, 3))
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3)))
+
+
+def everything() -> tuple[Tensor, Tensor]:
+    inputs, labels = make_data().tensors
+    return inputs, labels
+
+
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in model:
+        if isinstance(part, nn.Sequential):
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def released(
+    model: nn.Module, plan: pg.PrivacyPlan, processes: Processes = ALONE, optimizer: str = "AdamBC", **options: Any
+) -> dict[str, Tensor]:
+    """The parameters after the plan's steps."""
+    oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
+    kind = getattr(pg.optim, optimizer)
+    wanted = inspect.signature(kind).parameters
+    extra: dict[str, Any] = {"horizon": 10} if "horizon" in wanted else {}
+    if "public" in wanted:
+        examples = tuple(tensor[:8] for tensor in make_data(64).tensors)
+        extra["public"] = pg.PublicGradient(
+            model, loss_fn, examples, source="a test's", batch_size=4, processes=processes
+        )
+    moved = kind(model.named_parameters(), lr=0.05, **extra)
+    for batch in plan.batches(make_data(), processes=processes):
+        moved.step(grad=oracle(batch))
+    return processes.whole({name: value.detach().clone() for name, value in model.state_dict().items()})
+
+
+VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
+    "plain": lambda model, processes: {},
+    "microbatches": lambda model, processes: {"microbatch_size": 1},
+    "vmap": lambda model, processes: {"engine": "vmap"},
+    "bam": lambda model, processes: {"perturb": pg.perturb.BAM(0.05)},
+    "bam exact": lambda model, processes: {"perturb": pg.perturb.BAM(0.05, mode="exact")},
+    "sat": lambda model, processes: {"perturb": pg.perturb.SAT(0.05)},
+    "automatic": lambda model, processes: {"clip": pg.clip.Automatic()},
+    "preconditioned": lambda model, processes: {
+        "precondition": pg.precondition.public_adam(
+            pg.PublicGradient(
+                model,
+                loss_fn,
+                tuple(tensor[:8] for tensor in make_data(64).tensors),
+                source="a test's",
+                processes=processes,
+            )
+        )
+    },
+}
+
+
+def same_training(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Every variant, whole and sharded: the parameters at the end."""
+    ends: dict[str, dict[str, Tensor]] = {}
+    for name, options in VARIANTS.items():
+        for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
+            model = sharded(small_model()) if kind == "sharded" else small_model()
+            plan = make_plan(seed=3, noise_multiplier=0.5)
+            ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
+    return ends
+
+
+def every_optimizer(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    ends: dict[str, dict[str, Tensor]] = {}
+    for name in OPTIMIZERS:
+        model = sharded(wide_model()) if processes.count > 1 else wide_model()
+        ends[name] = released(model, make_plan(seed=3, steps=3), processes, optimizer=name)
+    return ends
+
+
+def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Releases without examples: noise only, by process."""
+
+    def nothing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return 0.0 * loss_fn(model, batch)
+
+    model = wide_model()
+    oracle = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
+    releases = [oracle(batch) for batch in plan.batches(make_data(), processes=processes)]
+    mine = {str(i): torch.cat([v.flatten() for v in g.values.values()]) for i, g in enumerate(releases)}
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, mine)
+    return {str(rank): values for rank, values in enumerate(everyone)}
+
+
+def sampling(processes: Processes, folder: Path) -> Any:
+    """Which examples each process drew, by step: of its own entropy, and under a seed."""
+    data = TensorDataset(torch.arange(64))
+    plans = [make_plan(num_examples=64, expected_batch_size=16, steps=400, seed=seed) for seed in (None, 5)]
+    mine = [
+        [(batch.examples[0].tolist(), batch.sampling.stream) for batch in plan.batches(data, processes=processes)]
+        for plan in plans
+    ]
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def empty_batches(processes: Processes, folder: Path) -> Any:
+    """A rate so low that most processes, and some steps, have no example."""
+    for model in (small_model(), sharded(small_model())):
+        plan = make_plan(sample_rate=1 / 32, expected_batch_size=1, seed=2, steps=12)
+        drawn = [batch.size for batch in plan.batches(make_data(), processes=processes)]
+        oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+        for batch in plan.batches(make_data(), processes=processes):
+            optimizer.step(grad=oracle(batch))
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, drawn)
+    return [everyone, oracle.ledger.releases]
+
+
+def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
+    """The last process' loss raises in the third step; then all go on with the fourth."""
+    calls = 0
+
+    def breaking(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if calls == 2 and processes.rank == processes.count - 1:
+            raise ArithmeticError("broken")
+        return loss_fn(model, batch)
+
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32, seed=None, steps=5)
+    oracle = pg.PrivateGradient(small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes)
+    outcomes: list[str] = []
+    for calls, batch in enumerate(plan.batches(make_data(), processes=processes)):  # noqa: B007
+        try:
+            oracle(batch)
+            outcomes.append("released")
+        except (pg.PrivacyError, ArithmeticError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, outcomes)
+    oracle.ledger.close()
+    return [everyone, oracle.ledger.releases]
+
+
+def refusals(processes: Processes, folder: Path) -> Any:
+    """What each of these says, in every process."""
+    plan, model, data = make_plan(seed=0), small_model(), make_data()
+
+    def untold() -> None:
+        pg.PrivateGradient(model, loss_fn, plan)
+
+    def untold_batches() -> None:
+        next(plan.batches(data))
+
+    def foreign_batch() -> None:
+        oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        batch = next(plan.batches(data, processes=processes))
+        oracle(replace(batch, sampling=replace(batch.sampling, rank=0, processes=1)))
+
+    def other_plans() -> None:
+        mine = make_plan(seed=0, noise_multiplier=1.0 + processes.rank)
+        pg.PrivateGradient(model, loss_fn, mine, processes=processes)
+
+    def wrapped() -> None:
+        pg.PrivateGradient(DistributedDataParallel(small_model()), loss_fn, plan, processes=processes)
+
+    def groups() -> None:
+        pg.PrivateGradient(model, loss_fn, make_plan(seed=0, group_size=2), processes=processes)
+
+    def not_private() -> None:
+        pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.RawSAM(0.1), processes=processes)
+
+    def fixed() -> None:
+        next(make_plan(sampling="fixed").batches(data, processes=processes))
+
+    said: dict[str, str] = {}
+    cases = (untold, untold_batches, foreign_batch, other_plans, wrapped, groups, not_private, fixed)
+    for case in cases:
+        try:
+            case()
+            said[case.__name__] = "nothing"
+        except pg.PrivacyError as error:
+            said[case.__name__] = str(error)
+    everyone: list[Any] = [None] * processes.count
+    dist.all_gather_object(everyone, said)
+    return everyone
+
+
+def losses(processes: Processes, folder: Path) -> list[float]:
+    """Final training losses of trainings with noise of their own."""
+    ends: list[float] = []
+    for _ in range(24):
+        model = small_model()
+        released(model, make_plan(steps=15), processes, optimizer="SGD")
+        ends.append(float(loss_fn(model, everything()).mean().detach()))
+    return ends
+
+
+def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Trainings through fit to the environment's STEPS, whole and sharded, each in its own folder; later ones go on."""
+    ends: dict[str, dict[str, Tensor]] = {}
+    for kind in ("whole", "sharded"):
+        model = sharded(small_model()) if kind == "sharded" and processes.count > 1 else small_model()
+        options: dict[str, Any] = {"folder": folder / kind, "checkpoint_seconds": 0.0, "processes": processes}
+        pg.fit(
+            model,
+            loss_fn,
+            pg.optim.AdamBC(model.named_parameters(), lr=0.05),
+            make_plan(seed=4, steps=int(os.environ.get("STEPS", "10"))),
+            make_data(),
+            evaluate=lambda model: {"loss": float(loss_fn(model, everything()).mean())},
+            progress=False,
+            **options,
+        )
+        ends[kind] = processes.whole({name: value.detach().clone() for name, value in model.state_dict().items()})
+    return ends
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="a fixed seed makes the noise predictable")
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    processes = Distributed()
+    for name in sys.argv[2:]:
+        result = globals()[name](processes, folder)
+        if processes.rank == 0:
+            torch.save(result, folder / f"{name}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

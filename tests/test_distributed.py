@@ -1,0 +1,161 @@
+"""Several processes over gloo, launched by torchrun: real ones, two and four of them."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+import privgrad as pg
+from distributed_job import VARIANTS, every_optimizer, fitted, losses, same_training, wide_model
+from privgrad.processes import ALONE
+
+JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals", "losses"]
+JOB_FILE = Path(__file__).with_name("distributed_job.py")
+
+
+def launched(count: int, folder: Path, *jobs: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here / "contract"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    return subprocess.run(
+        [*command, str(JOB_FILE), str(folder), *jobs],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """How many processes, and what each job gave."""
+    folder = tmp_path_factory.mktemp("together")
+    jobs = [*JOBS, *(["every_optimizer"] if request.param == 2 else [])]
+    done = launched(request.param, folder, *jobs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return request.param, {name: torch.load(folder / f"{name}.pt") for name in jobs}
+
+
+def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[int, dict[str, Any]], tmp_path: Path):
+    ends = together[1]["same_training"]
+    assert len(ends) == 2 * len(VARIANTS)
+    alone = same_training(ALONE, tmp_path)
+    for name, end in ends.items():
+        require_equal(alone[f"{name.split(', ')[0]}, whole"], end)
+
+
+def test_every_optimizer_moves_a_sharded_model_as_a_whole_one(together: tuple[int, dict[str, Any]], tmp_path: Path):
+    count, results = together
+    if count == 4:
+        return  # two processes suffice: sharded tensors are uneven already
+    for name, end in every_optimizer(ALONE, tmp_path).items():
+        require_equal(end, results["every_optimizer"][name])
+
+
+def test_one_noise_whatever_the_number_of_processes(together: tuple[int, dict[str, Any]]):
+    count, results = together
+    by_process = results["noise"]
+    size = sum(p.numel() for p in wide_model().parameters())
+    for step in ("0", "1"):
+        first = by_process["0"][step]
+        assert all(torch.equal(by_process[str(rank)][step], first) for rank in range(count))
+        # sigma C / B = 1 / 8; a chi-square within 4 standard deviations. A noise a process would have count times it.
+        square = float((first.double() * 8).square().mean())
+        assert abs(square - 1) < 4 * math.sqrt(2 / size) < 0.01
+    assert abs(float(torch.corrcoef(torch.stack([by_process["0"]["0"], by_process["0"]["1"]]))[0, 1])) < 4 / size**0.5
+
+
+def test_each_process_draws_its_own_examples_from_its_own_stream(together: tuple[int, dict[str, Any]]):
+    count, results = together
+    fresh, seeded = ([drawn[kind] for drawn in results["sampling"]] for kind in (0, 1))
+    assert len({stream for drawn in fresh for _, stream in drawn}) == count
+    for rank, drawn in enumerate(fresh):
+        assert all(index % count == rank for indices, _ in drawn for index in indices)
+    # 400 steps of 64 examples at rate 1/4; then pairs of examples of two processes, drawn together at 1/16.
+    sizes = torch.tensor([[len(indices) for indices, _ in drawn] for drawn in fresh], dtype=torch.float64)
+    deviation = math.sqrt(64 * 400 * 0.25 * 0.75)
+    assert abs(float(sizes.sum()) - 6400) < 4 * deviation
+    if count == 2:
+        both = sum(
+            2 * k in one and 2 * k + 1 in other for (one, _), (other, _) in zip(*fresh, strict=True) for k in range(32)
+        )
+        assert abs(both - 12800 / 16) < 4 * math.sqrt(12800 / 16 * 15 / 16)
+    plan = pg.PrivacyPlan(
+        sample_rate=0.25,
+        num_examples=64,
+        expected_batch_size=16,
+        steps=400,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        seed=5,
+    )
+    alone = [batch.examples[0].tolist() for batch in plan.batches(torch.utils.data.TensorDataset(torch.arange(64)))]
+    for step, wanted in enumerate(alone):
+        assert sorted(index for drawn in seeded for index in drawn[step][0]) == wanted
+
+
+def test_processes_without_examples_take_part(together: tuple[int, dict[str, Any]]):
+    sizes, releases = together[1]["empty_batches"]
+    assert releases == 12
+    assert any(0 in step and sum(step) > 0 for step in zip(*sizes, strict=True))
+    assert any(sum(step) == 0 for step in zip(*sizes, strict=True))
+
+
+def test_a_failure_in_one_process_stops_the_step_in_all_and_charges_nothing(together: tuple[int, dict[str, Any]]):
+    count, results = together
+    outcomes, releases = results["a_failure_is_everyones"]
+    assert releases == 4
+    for rank, told in enumerate(outcomes):
+        assert told[:2] + told[3:] == ["released"] * 4
+        assert told[2].startswith(
+            "ArithmeticError" if rank == count - 1 else "PrivacyError: PrivateGradient: expected each"
+        )
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("untold", "pass processes="),
+        ("untold_batches", "pass processes="),
+        ("foreign_batch", "the same processes"),
+        ("other_plans", "the first process'"),
+        ("wrapped", "pass its .module"),
+        ("groups", "train in one process"),
+        ("not_private", "train in one process"),
+        ("fixed", "draw Poisson batches"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_in_every_process(together: tuple[int, dict[str, Any]], case: str, words: str):
+    for rank, said in enumerate(together[1]["refusals"]):
+        mine = said[case]
+        assert words in mine or (case == "other_plans" and rank == 0 and "failure in another" in mine), mine
+
+
+def test_losses_agree_in_distribution(together: tuple[int, dict[str, Any]], tmp_path: Path):
+    alone = losses(ALONE, tmp_path)
+    compared: Any = stats.ks_2samp(alone, together[1]["losses"])
+    assert compared.pvalue > 1e-4
+
+
+def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path: Path):
+    end = fitted(ALONE, tmp_path / "uninterrupted")["whole"]
+    for count, steps in ((2, "4"), (4, "7"), (2, "10")):
+        done = launched(count, tmp_path, "fitted", STEPS=steps)
+        assert done.returncode == 0, done.stderr[-3000:]
+    for kind in ("whole", "sharded"):
+        require_equal(end, torch.load(tmp_path / "fitted.pt")[kind])
+        ledger = pg.Ledger(tmp_path / kind / "ledger.jsonl", read_only=True)
+        assert ledger.releases == 10
