@@ -9,6 +9,7 @@ import torch
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
+from mutants.test_mutants import ALL, fault_tables
 from privgrad.experiments.spec import Spec, load_spec
 from privgrad.gradient.engines import Vmap
 from privgrad.gradient.hooks import Hooks
@@ -70,14 +71,32 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert (tmp_path / "runs/mine/ledger.jsonl").exists()
 
 
-def test_every_pitfall_row_names_tests_that_exist():
+def tests_of_the_suite() -> set[str]:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    rows = [line for line in (ROOT / "docs/pitfalls.md").read_text().splitlines() if re.match(r"\| [\d–]", line)]
-    assert len(rows) >= 20
+    return set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
+
+
+def test_every_pitfall_has_its_row_and_every_row_tests_that_exist():
+    text = (ROOT / "docs/pitfalls.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| [\d–]", line)]
+    numbers = [int(number) for row in rows if (number := row[0].removeprefix("| ")) != "–"]
+    assert numbers == sorted(set(numbers))
+    absent = set(range(1, 35)) - set(numbers)
+    assert {
+        int(number) for number in re.findall(r"\d+", text[text.index("Absent") : text.index("[trust.md]")])
+    } == absent
     for row in rows:
-        named = re.findall(r"`(test_\w+)`", row)
+        named = re.findall(r"`(test_\w+)`", row[-1])
         assert named, row
-        assert all(f"def {name}(" in sources for name in named), row
+        assert set(named) <= tests_of_the_suite(), row
+
+
+def test_every_planted_fault_is_in_the_document_on_trust():
+    """PYTHONPATH=tests python -c "from mutants.test_mutants import *; print(fault_tables())" prints its end."""
+    text = (ROOT / "docs/trust.md").read_text()
+    assert text.endswith(fault_tables())
+    assert f"there are {len(ALL)} faults" in text
+    assert {mutant.caught_by.split(".")[1] for mutant in ALL} <= tests_of_the_suite()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

@@ -57,6 +57,14 @@ def sat_up_the_clean_mean(patch: Patch) -> None:
     patch.setattr(pg.perturb.SAT, "released", lambda self, gradient: keep(self, replace(gradient, values=clean)))
 
 
+def sam_called_public(patch: Patch) -> None:
+    patch.setattr(pg.perturb.RawSAM, "is_public", True)
+
+
+def epsilon_of_the_plan(patch: Patch) -> None:
+    patch.setattr(pg.PrivateGradient, "epsilon", lambda self, *, steps: self.plan.epsilon(steps=steps))
+
+
 def weights_left_where_they_were_moved(patch: Patch) -> None:
     @contextmanager
     def wrong(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
@@ -254,6 +262,12 @@ PERTURBING = [
         weights_left_after_a_failure,
         "test_perturb.test_sat_puts_the_weights_back_whatever_happens",
     ),
+    Mutant(
+        "RawSAM charged as if it were private",
+        sam_called_public,
+        "test_perturb.test_sam_is_not_private",
+        guard="perturb to be public, got a wish for private data",
+    ),
 ]
 
 PRECONDITIONING = [
@@ -268,6 +282,11 @@ PRECONDITIONING = [
         "the private batch given to whoever asks",
         private_data_for_all,
         "test_attacks_adadps.test_what_says_it_is_public_is_given_nothing_private",
+    ),
+    Mutant(
+        "the plan's epsilon told of scales that no epsilon covers",
+        epsilon_of_the_plan,
+        "test_attacks_adadps.test_private_derived_scales_are_covered_by_no_epsilon",
     ),
     Mutant(
         "private-derived scales joined with public ones",

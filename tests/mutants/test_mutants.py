@@ -29,8 +29,8 @@ MUTANTS: dict[str, list[Mutant]] = {
 ALL = [mutant for part in MUTANTS.values() for mutant in part]
 
 
-def table() -> str:
-    """What docs/trust.md holds."""
+def fault_tables() -> str:
+    """What docs/trust.md ends with."""
     parts = []
     for title, part in MUTANTS.items():
         rows = [f"| {m.fault} | `{m.caught_by.split('.')[1]}`{' (refused)' if m.guard else ''} |" for m in part]
