@@ -37,6 +37,7 @@ _CIFAR_MD5 = "c58f30108f718f92721af3b95e74349a"
 
 _LARGEST_IDX = 1 << 30  # numbers in a file
 _LARGEST_BATCH = 1 << 26  # bytes, twice those of CIFAR-10's
+_CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _CIFAR_CLASSES = 10
 
 _BITS = 10  # of a barcode
@@ -182,8 +183,8 @@ def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
         images = torch.cat([images for images, _ in batches]).float()
         return images.div_(255).sub_(mean).div_(std), torch.cat([labels for _, labels in batches])
 
-    train = part(*(f"data_batch_{number}" for number in range(1, 6)))
-    return split("CIFAR-10", train, part("test_batch"), validation)
+    *training, last = _CIFAR_BATCHES
+    return split("CIFAR-10", part(*training), part(last), validation)
 
 
 def _standardised(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
@@ -292,14 +293,14 @@ def _cifar_source(path: PathLike | None) -> Path:
 
 def _cifar_files(source: Path) -> dict[str, bytes]:
     if source.is_dir():
-        return {file.name: file.read_bytes() for file in source.glob("*_batch*") if file.is_file()}
+        return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
     files: dict[str, bytes] = {}
     try:
         # As a stream: an archive that points back into itself is refused.
         with gzip.open(source) as unpacked, tarfile.open(fileobj=unpacked, mode="r|") as archive:
             for member in archive:
                 name, file = Path(member.name).name, archive.extractfile(member)
-                if file is not None and "_batch" in name:
+                if file is not None and name in _CIFAR_BATCHES:
                     files[name] = file.read(_LARGEST_BATCH)
         return files
     except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
