@@ -120,7 +120,7 @@ def test_plain_noise_tells_neighbouring_sums_apart_and_noise_on_the_grid_does_no
     """In float32, 1 + noise is always a multiple of 2^-24; 0 + noise often is not, which proves that no 1 was there."""
     unit = 2.0**-24
     assert low_bits(release(1.0, on_grid=False)[0], unit) == 0
-    assert low_bits(release(0.0, on_grid=False)[0], unit) > 0.25
+    assert low_bits(release(0.0, on_grid=False)[0], unit) > 0.2
     # On the grid both are multiples of it, and its points are hit as often: parity and last eight bits tell nothing.
     grid, _ = grid_of(ClippedSum({"p": torch.empty(200_000)}, 1.0), 1.0)
     for value in (0.0, 1.0):
@@ -180,6 +180,22 @@ def test_a_grid_without_noise_or_off_the_cpu_is_refused():
     assert torch.equal(elsewhere.values["p"], torch.zeros(3))
     with pytest.raises(pg.PrivacyError, match="to be on the CPU"):
         pg.PrivateGradient(make_model().to("meta"), loss_fn, make_plan(noise_on_grid=True))
+
+
+def test_noise_on_the_grid_takes_the_dense_normals(monkeypatch: pytest.MonkeyPatch):
+    """Sparse ones would be the same numbers, but for about one pair in 2^30."""
+    counters: list[int] = []
+    key_stream = Stream._key_stream
+
+    def noting(self: Stream, step: int, counter: int) -> Any:
+        counters.append(counter)
+        return key_stream(self, step, counter)
+
+    monkeypatch.setattr(Stream, "_key_stream", noting)
+    release(0.0)
+    assert counters == [0, 1 << 63]
+    release(0.0, on_grid=False)
+    assert counters == [0, 1 << 63, 0]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
