@@ -352,7 +352,7 @@ def _games(spec: Spec, methods: list[str] | None, epsilons: list[float] | None) 
             raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
     data = make_data(spec)
     inputs, labels = data.train.tensors
-    if not inputs.is_floating_point() or labels.is_floating_point() or labels.ndim > 1:
+    if not inputs.is_floating_point() or labels.is_floating_point() or labels.ndim > 1 or data.vocabulary is not None:
         got, remedy = data.name, "audit its methods without a specification, or write a game: privgrad.audit.Game"
         raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
     games = [
@@ -382,6 +382,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             noise_multiplier=noise_multiplier,
             max_grad_norm=candidate.max_grad_norm,
             num_examples=count,
+            delta=delta,
             group_size=method.group_size,
         )
         oracle = PrivateGradient(
@@ -394,7 +395,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             microbatch_size=spec.run.microbatch_size,
             memory_mb=spec.run.memory_mb,
         )
-        if oracle.epsilon(steps=1, delta=delta) == math.inf and noise_multiplier > 0:
+        if noise_multiplier > 0 and math.isinf(oracle.epsilon(steps=1)):
             remedy = "leave the method out, by --method"
             raise expected("privgrad audit", method.name, "to be private", "a method that is not", remedy)
         return auditing.one_step(oracle)

@@ -1,5 +1,6 @@
 """Every method of the library as a game: a tiny model, and canaries and company that are the worst case."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,7 +22,7 @@ from privgrad.plan import PrivacyPlan
 
 Mechanism = Literal["step", "training"]
 
-_CANARIES = 128
+_CANARIES = 256
 _RATE, _STEPS = 0.5, 4  # of a training
 _ONE_RUN = ("hooks", "AdamBC")  # whose trainings are also audited by one run each
 _ONE_RUN_CANARIES = 1000
@@ -148,13 +149,11 @@ def method_game(
     sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=rate, steps=steps)
     claimed = Release(sigma, rate, count=steps)
     data = _data(method, rate)
-    exact = replace(method, optimizer="SGD", noise_on_grid=False)
-    noiseless = _mechanism(exact, replace(claimed, noise_multiplier=0.0, sample_rate=1.0))
     return Game(
         f"{name}, {mechanism}",
         _mechanism(method, claimed),
         data,
-        directions(noiseless, _data(method, 1.0), method.canaries),
+        _directions(replace(method, optimizer="SGD", noise_on_grid=False)),
         accounting.epsilon([claimed], delta=delta),
         delta,
         claimed,
@@ -176,7 +175,7 @@ def rows(
         epsilons: > 0, that the plans claim.
         delta: in (0, 1).
         trials: of one step at epsilon 1. The fewer, the further the cases lie apart: divided by the root of epsilon. A
-            training has a quarter. Where a run has one canary, and trials are dear, divided by epsilon, and in
+            training has half as many. Where a run has one canary, and trials are dear, divided by epsilon, and in
             trainings by 4, once more.
         confidence: that all bounds of all rows hold together, in (0, 1): half of what is left is shared evenly by the
             single runs, the other half by the other rows.
@@ -194,7 +193,7 @@ def rows(
     def audits() -> Iterator[Audit]:
         for epsilon in epsilons:
             for name in chosen:
-                for mechanism, share in (("step", epsilon**-0.5), ("training", 0.25)):
+                for mechanism, share in (("step", epsilon**-0.5), ("training", 0.5)):
                     game = method_game(name, mechanism, epsilon=epsilon, delta=delta)
                     if len(game.directions) == 1:
                         share /= epsilon * (1 if mechanism == "step" else 4)
@@ -240,6 +239,11 @@ def _method(name: str) -> Method:
         remedy = f"choose among {', '.join(METHODS)}"
         raise expected("audit", "method", "to be known", repr(name), remedy)
     return METHODS[name]
+
+
+@functools.cache
+def _directions(method: Method) -> Tensor:
+    return directions(_mechanism(method, Release(0.0, 1.0)), _data(method, 1.0), method.canaries)
 
 
 def _company(method: Method, rate: float) -> int:
