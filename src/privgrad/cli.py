@@ -410,7 +410,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
 
     noiseless, absent = step(0.0), torch.zeros(1, dtype=torch.bool)
     makers = [with_canary(scale) for scale in (1.0, 10.0, 100.0)]
-    made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).norm()))
+    made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).square().sum()))
     release = Release(sigma, 1.0)
     claim = accounting.epsilon([release], delta=delta)
     found = auditing.directions(noiseless, made, 1)

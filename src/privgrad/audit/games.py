@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any]
         alone = nothing.clone()
         alone[index] = True
         moved = noiseless(data(alone)).double() - without
-        length = float(moved.norm())
+        length = math.sqrt(float(moved.square().sum()))
         if not 0 < length < math.inf:
             raise expected("directions", f"canary {index}", "to move what is released", length, "give it a gradient")
         rows.append(moved / length)
@@ -240,8 +240,8 @@ class _Scores:
 
     def wrong(self, threshold: Any) -> tuple[Any, Any]:
         """How many without the canary score above the threshold, and how many with it do not."""
-        above = len(self.out) - np.searchsorted(self.out, threshold, side="right")
-        return above, np.searchsorted(self.in_, threshold, side="right")
+        above = len(self.out) - np.searchsorted(self.out, threshold, side="right")  # pyright: ignore[reportUnknownVariableType]
+        return cast(Any, above), cast(Any, np.searchsorted(self.in_, threshold, side="right"))
 
     def rates(self, wrong_out: Any, wrong_in: Any, confidence: float) -> tuple[Any, Any]:
         """Upper bounds on both error rates."""
@@ -254,6 +254,9 @@ class _Scores:
         together = np.concatenate([self.out, self.in_])
         levels = 1 / (1 + np.exp(-np.linspace(-9, 9, _THRESHOLDS)))
         candidates = np.quantile(together, levels)
-        rates = self.rates(*self.wrong(candidates), confidence)
-        value = epsilon_of_rates(*rates, delta) if kind == "any" else mu_of_rates(*rates)
+        value = np.zeros(len(candidates))
+        for level in (confidence, 0.9, 0.5):  # few trials may show nothing at the confidence of the many
+            if not value.any():
+                rates = self.rates(*self.wrong(candidates), level)
+                value = epsilon_of_rates(*rates, delta) if kind == "any" else mu_of_rates(*rates)
         return float(candidates[int(np.argmax(value))])

@@ -193,7 +193,8 @@ def rows(
     def audits() -> Iterator[Audit]:
         for epsilon in epsilons:
             for name in chosen:
-                for mechanism, share in (("step", epsilon**-0.5), ("training", 0.5)):
+                shares: dict[Mechanism, float] = {"step": epsilon**-0.5, "training": 0.5}
+                for mechanism, share in shares.items():
                     game = method_game(name, mechanism, epsilon=epsilon, delta=delta)
                     if len(game.directions) == 1:
                         share /= epsilon * (1 if mechanism == "step" else 4)
