@@ -5,6 +5,7 @@ Noise is the system's. What could fail by chance does so with a probability belo
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +177,14 @@ def known_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "calibrate_noise_multiplier", lambda **numbers: found[tuple(numbers.values())])
 
 
+def test_the_documents_code_runs(capsys: pytest.CaptureFixture[str]):
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs/audit.md").read_text(), re.DOTALL
+    )
+    exec(block, {})
+    assert capsys.readouterr().out == "True\n"
+
+
 def runs(game: audit.Game, count: int, confidence: float = CERTAIN) -> audit.Audit:
     return audit.distinguish(game, trials=count * len(game.directions), confidence=confidence)
 
@@ -254,10 +263,10 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, int, int]] 
     "half the noise": (less_noise, "hooks", 64, 60),
     "half the noise, Adam": (less_noise, "Adam", 64, 60),
     "half the noise, BAM by vmap": (less_noise, "BAM sam, vmap", 64, 60),
-    "clipped after the sum": (clipped_after_the_sum, "hooks", 1, 1000),
+    "clipped after the sum": (clipped_after_the_sum, "hooks", 1, 800),
     "one noise for all": (one_noise_for_all, "hooks", 64, 60),
-    "one noise for all, one canary": (one_noise_for_all, "hooks", 1, 400),
-    "sensitivity of groups forgotten": (sensitivity_of_groups_forgotten, "groups of 2", 1, 1000),
+    "one noise for all, one canary": (one_noise_for_all, "hooks", 1, 250),
+    "sensitivity of groups forgotten": (sensitivity_of_groups_forgotten, "groups of 2", 1, 800),
 }
 
 
@@ -275,11 +284,11 @@ def test_planted_faults_fail_the_audit(monkeypatch: pytest.MonkeyPatch, name: st
 
 @pytest.mark.usefixtures("known_noise")
 def test_one_run_of_a_whole_training_is_audited(monkeypatch: pytest.MonkeyPatch):
-    game = audit.method_game("hooks", "training", epsilon=8.0, canaries=500)
+    game = audit.method_game("hooks", "training", epsilon=8.0, canaries=400)
     found = audit.one_run(game, confidence=0.99)
     assert found.passed
     assert found.bound > 0.1
-    assert found.counts["one run"][:2] == [500, 100]
+    assert found.counts["one run"][:2] == [400, 80]
     less_noise(monkeypatch, share=0.05)
     assert not audit.one_run(replace(game, claim=1.0), confidence=0.99).passed
 

@@ -165,7 +165,7 @@ def rows(
     epsilons: Sequence[float] = (1.0, 3.0, 8.0),
     *,
     delta: float = 1e-5,
-    trials: int = 40_000,
+    trials: int = 60_000,
     confidence: float = 0.95,
 ) -> tuple[int, Iterator[Audit]]:
     """Audit methods at several epsilons: one step, a training, and of some a training by one run.
@@ -174,9 +174,9 @@ def rows(
         methods: names of METHODS; None is all.
         epsilons: > 0, that the plans claim.
         delta: in (0, 1).
-        trials: of one step at epsilon 1. The fewer, the further the cases lie apart: divided by the root of epsilon. A
-            training has half as many. Where a run has one canary, and trials are dear, divided by epsilon, and in
-            trainings by 4, once more.
+        trials: of one step at epsilon 1. Fewer are needed the further the cases lie apart: trials / epsilon**0.5; a
+            training has trials / 2. Where a run has one canary, and trials are dear: trials / epsilon**1.5 and
+            trials / 15.
         confidence: that all bounds of all rows hold together, in (0, 1): half of what is left is shared evenly by the
             single runs, the other half by the other rows.
     Returns:
@@ -194,10 +194,10 @@ def rows(
         for epsilon in epsilons:
             for name in chosen:
                 shares: dict[Mechanism, float] = {"step": epsilon**-0.5, "training": 0.5}
+                if METHODS[name].canaries == 1:
+                    shares = {"step": epsilon**-1.5, "training": 1 / 15}
                 for mechanism, share in shares.items():
                     game = method_game(name, mechanism, epsilon=epsilon, delta=delta)
-                    if len(game.directions) == 1:
-                        share /= epsilon * (1 if mechanism == "step" else 4)
                     yield distinguish(game, trials=max(80, round(trials * share)), confidence=1 - each)
                 if name in single:
                     game = method_game(name, "training", epsilon=epsilon, delta=delta, canaries=_ONE_RUN_CANARIES)
