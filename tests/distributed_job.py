@@ -1,14 +1,17 @@
-"""What several processes do in tests/test_distributed.py: run by torchrun, `distributed_job.py FOLDER JOB...`."""
+"""What several processes do in tests/test_distributed.py; torchrun takes it as `distributed_job.py FOLDER JOB...`.
+
+A job is a function of this file, or one of the faults of mutants/processes.py, planted around its function.
+"""
 
 import inspect
-import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,27 +22,33 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_plan
+from mutants.processes import PROCESSES
 from privgrad.integrations.distributed import Distributed
 from privgrad.processes import ALONE, Processes
 
 # The first layer is longer than what optimizers take in one block.
 WIDTH = 600
+FAULTS = {f"fault{index}": mutant for index, mutant in enumerate(PROCESSES)}
 OPTIMIZERS = [n for n, c in vars(pg.optim).items() if inspect.isclass(c) and n not in ("PrivateOptimizer",)]
 
 
 def wide_model() -> nn.Sequential:
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(WIDTH, 4), nn.LayerNorm(4))
-    return nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), head, nn.Linear(4, 3))
+    body = nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+    return nn.Sequential(*body, head, nn.Linear(4, 3)).double()
 
 
-def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3)))
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3))).double()
+
+
+DATA, PUBLIC = make_data(dtype=torch.float64), make_data(8, torch.float64)
 
 
 def everything() -> tuple[Tensor, Tensor]:
-    inputs, labels = make_data().tensors
+    inputs, labels = DATA.tensors
     return inputs, labels
 
 
@@ -52,6 +61,10 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+def public(model: nn.Module, processes: Processes) -> pg.PublicGradient:
+    return pg.PublicGradient(model, loss_fn, PUBLIC, source="a test's", batch_size=4, processes=processes)
+
+
 def released(
     model: nn.Module, plan: pg.PrivacyPlan, processes: Processes = ALONE, optimizer: str = "AdamBC", **options: Any
 ) -> dict[str, Tensor]:
@@ -61,12 +74,9 @@ def released(
     wanted = inspect.signature(kind).parameters
     extra: dict[str, Any] = {"horizon": 10} if "horizon" in wanted else {}
     if "public" in wanted:
-        examples = tuple(tensor[:8] for tensor in make_data(64).tensors)
-        extra["public"] = pg.PublicGradient(
-            model, loss_fn, examples, source="a test's", batch_size=4, processes=processes
-        )
+        extra["public"] = public(model, processes)
     moved = kind(model.named_parameters(), lr=0.05, **extra)
-    for batch in plan.batches(make_data(), processes=processes):
+    for batch in plan.batches(DATA, processes=processes):
         moved.step(grad=oracle(batch))
     return processes.whole({name: value.detach().clone() for name, value in model.state_dict().items()})
 
@@ -79,17 +89,7 @@ VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
     "bam exact": lambda model, processes: {"perturb": pg.perturb.BAM(0.05, mode="exact")},
     "sat": lambda model, processes: {"perturb": pg.perturb.SAT(0.05)},
     "automatic": lambda model, processes: {"clip": pg.clip.Automatic()},
-    "preconditioned": lambda model, processes: {
-        "precondition": pg.precondition.public_adam(
-            pg.PublicGradient(
-                model,
-                loss_fn,
-                tuple(tensor[:8] for tensor in make_data(64).tensors),
-                source="a test's",
-                processes=processes,
-            )
-        )
-    },
+    "preconditioned": lambda model, processes: {"precondition": pg.precondition.public_adam(public(model, processes))},
 }
 
 
@@ -98,7 +98,7 @@ def same_training(processes: Processes, folder: Path) -> dict[str, dict[str, Ten
     ends: dict[str, dict[str, Tensor]] = {}
     for name, options in VARIANTS.items():
         for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
-            model = sharded(small_model()) if kind == "sharded" else small_model()
+            model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
             plan = make_plan(seed=3, noise_multiplier=0.5)
             ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
     return ends
@@ -120,7 +120,7 @@ def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
 
     model = wide_model()
     oracle = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
-    releases = [oracle(batch) for batch in plan.batches(make_data(), processes=processes)]
+    releases = [oracle(batch) for batch in plan.batches(DATA, processes=processes)]
     mine = {str(i): torch.cat([v.flatten() for v in g.values.values()]) for i, g in enumerate(releases)}
     everyone: list[Any] = [None] * processes.count
     dist.all_gather_object(everyone, mine)
@@ -144,10 +144,10 @@ def empty_batches(processes: Processes, folder: Path) -> Any:
     """A rate so low that most processes, and some steps, have no example."""
     for model in (small_model(), sharded(small_model())):
         plan = make_plan(sample_rate=1 / 32, expected_batch_size=1, seed=2, steps=12)
-        drawn = [batch.size for batch in plan.batches(make_data(), processes=processes)]
+        drawn = [batch.size for batch in plan.batches(DATA, processes=processes)]
         oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
         optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
-        for batch in plan.batches(make_data(), processes=processes):
+        for batch in plan.batches(DATA, processes=processes):
             optimizer.step(grad=oracle(batch))
     everyone: list[Any] = [None] * processes.count
     dist.all_gather_object(everyone, drawn)
@@ -166,7 +166,7 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, seed=None, steps=5)
     oracle = pg.PrivateGradient(small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes)
     outcomes: list[str] = []
-    for calls, batch in enumerate(plan.batches(make_data(), processes=processes)):  # noqa: B007
+    for calls, batch in enumerate(plan.batches(DATA, processes=processes)):  # noqa: B007
         try:
             oracle(batch)
             outcomes.append("released")
@@ -180,7 +180,7 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
 
 def refusals(processes: Processes, folder: Path) -> Any:
     """What each of these says, in every process."""
-    plan, model, data = make_plan(seed=0), small_model(), make_data()
+    plan, model, data = make_plan(seed=0), small_model(), DATA
 
     def untold() -> None:
         pg.PrivateGradient(model, loss_fn, plan)
@@ -233,7 +233,8 @@ def losses(processes: Processes, folder: Path) -> list[float]:
 
 
 def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Trainings through fit to the environment's STEPS, whole and sharded, each in its own folder; later ones go on."""
+    """Trainings through fit to the step in the folder's file "steps", whole and sharded; later ones go on."""
+    steps = int((folder / "steps").read_text())
     ends: dict[str, dict[str, Tensor]] = {}
     for kind in ("whole", "sharded"):
         model = sharded(small_model()) if kind == "sharded" and processes.count > 1 else small_model()
@@ -242,8 +243,8 @@ def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
             model,
             loss_fn,
             pg.optim.AdamBC(model.named_parameters(), lr=0.05),
-            make_plan(seed=4, steps=int(os.environ.get("STEPS", "10"))),
-            make_data(),
+            make_plan(seed=4, steps=steps),
+            DATA,
             evaluate=lambda model: {"loss": float(loss_fn(model, everything()).mean())},
             progress=False,
             **options,
@@ -252,19 +253,29 @@ def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
     return ends
 
 
-def main() -> None:
+def take_part(folder: Path, jobs: Sequence[str]) -> None:
+    """Do the jobs in one process of those that torch.distributed knows; the first writes down the results."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="a fixed seed makes the noise predictable")
-    folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
     processes = Distributed()
-    for name in sys.argv[2:]:
-        result = globals()[name](processes, folder)
+    for name in jobs:
+        with pytest.MonkeyPatch.context() as patch:
+            job = name
+            if name in FAULTS:
+                FAULTS[name].plant(patch)
+                job = cast("dict[str, str]", FAULTS[name].given)["job"]
+            result = globals()[job](processes, folder)
         if processes.rank == 0:
             torch.save(result, folder / f"{name}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
+def child(rank: int, count: int, store: Path, folder: Path, jobs: Sequence[str]) -> None:
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=count)
+    take_part(folder, jobs)
+
+
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    take_part(Path(sys.argv[1]), sys.argv[2:])

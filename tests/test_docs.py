@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
-from mutants.test_mutants import ALL, fault_tables
+from mutants.test_mutants import MUTANTS, fault_tables
 from privgrad.experiments.spec import Spec, load_spec
 from privgrad.gradient.engines import Vmap
 from privgrad.gradient.hooks import Hooks
@@ -34,7 +35,7 @@ def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
 
 def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    loop, rule, known, public, moved, groups, watched, fit = code_blocks("docs/guide.md")
+    loop, rule, known, public, moved, groups, watched, fit, several = code_blocks("docs/guide.md")
     names: dict[str, Any] = {
         "pg": pg,
         "torch": torch,
@@ -69,9 +70,12 @@ def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     exec(fit.replace('folder="runs/mine"', 'folder="runs/mine", progress=False'), names)
     assert names["result"].curve[-1]["step"] == 10
     assert (tmp_path / "runs/mine/ledger.jsonl").exists()
+    one = f'"gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1'
+    exec(several.replace('"gloo"', one), names)
+    dist.destroy_process_group()
 
 
-def tests_of_the_suite() -> set[str]:
+def names_of_tests() -> set[str]:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     return set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
 
@@ -88,15 +92,16 @@ def test_every_pitfall_has_its_row_and_every_row_tests_that_exist():
     for row in rows:
         named = re.findall(r"`(test_\w+)`", row[-1])
         assert named, row
-        assert set(named) <= tests_of_the_suite(), row
+        assert set(named) <= names_of_tests(), row
 
 
 def test_every_planted_fault_is_in_the_document_on_trust():
     """PYTHONPATH=tests python -c "from mutants.test_mutants import *; print(fault_tables())" prints its end."""
     text = (ROOT / "docs/trust.md").read_text()
     assert text.endswith(fault_tables())
-    assert f"there are {len(ALL)} faults" in text
-    assert {mutant.caught_by.split(".")[1] for mutant in ALL} <= tests_of_the_suite()
+    faults = [mutant for part in MUTANTS.values() for mutant in part]
+    assert f"there are {len(faults)} faults" in text
+    assert {mutant.caught_by.split(".")[1] for mutant in faults} <= names_of_tests()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
@@ -120,6 +125,9 @@ def test_the_guide_lists_every_option_of_a_spec():
         "docs/performance.md",
         "docs/promise.md",
         "docs/pitfalls.md",
+        "docs/trust.md",
+        "docs/audit.md",
+        "SECURITY.md",
         "CONTRIBUTING.md",
         "benchmarks/README.md",
     ],

@@ -19,9 +19,10 @@ SIGNATURES = {
     "target_epsilon sampling seed group_size noise_on_grid",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
     "sampling seed group_size noise_on_grid",
-    pg.PrivacyPlan.batches: "self dataset start collate",
+    pg.PrivacyPlan.batches: "self dataset start collate processes",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
-    pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger",
+    pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
+    "processes",
     pg.NoisyGradient: "values noise_std",
     pg.NoisyGradient.assign: "self model",
     pg.Ledger: "path read_only",
@@ -41,7 +42,7 @@ SIGNATURES = {
     pg.precondition.public_rmsprop: "gradient beta epsilon epsilon_inside schedule",
     pg.precondition.public_adam: "gradient beta beta1 keep epsilon epsilon_inside schedule",
     pg.precondition.public_adagrad: "gradient epsilon epsilon_inside schedule",
-    pg.PublicGradient: "model loss_fn examples source batch_size seed",
+    pg.PublicGradient: "model loss_fn examples source batch_size seed processes",
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
@@ -53,7 +54,7 @@ SIGNATURES = {
     pg.audit.method_game: "name mechanism epsilon delta canaries",
     pg.audit.rows: "methods epsilons delta trials confidence",
     pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "
-    "average evaluate evaluations folder checkpoint_seconds progress",
+    "average evaluate evaluations folder checkpoint_seconds progress processes",
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import ledger, training
+from privgrad.integrations.distributed import Distributed
 from privgrad.training import FitResult
 
 STEPS = 60
@@ -64,8 +66,13 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path):
     assert second.ledger.releases == STEPS
 
 
-def train_noting_releases(folder: Path, released: Path, begun: Event, options: dict[str, Any]) -> None:
+def train_noting_releases(
+    folder: Path, released: Path, begun: Event, options: dict[str, Any], rank: int, ranks: int, store: str
+) -> None:
     """In a child: train slowly, and write down every gradient that leaves the oracle, as it leaves."""
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        options = {**options, "processes": Distributed()}
     descriptor = os.open(released, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     original = pg.PrivateGradient.__call__
 
@@ -92,19 +99,25 @@ class Tally:
     least: int = 1 << 30
 
 
-def kill_again_and_again(folder: Path, kills: int, **options: Any) -> Tally:
-    """Start the same training and SIGKILL it a random moment after it began, that often; compare after each.
+def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options: Any) -> Tally:
+    """Start a training and SIGKILL a process of it a random moment after it began, that often; compare after each.
 
-    What was charged is read from the ledger, what was released from a file that the child appends to by itself.
+    What was charged is read from the ledger, what was released from a file that the children append to by themselves.
+    The other processes, if there are any, must end of their own accord.
     """
     released, waits, tally = folder.with_name("released"), random.Random(0), Tally()
     released.touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
     while tally.kills < kills:
-        begun = context.Event()
-        process = context.Process(target=train_noting_releases, args=(folder, released, begun, options))
-        process.start()
+        begun, store = context.Event(), f"file://{folder.with_name(f'store{tally.kills}')}"
+        processes = [
+            context.Process(target=train_noting_releases, args=(folder, released, begun, options, rank, ranks, store))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        process = waits.choice(processes)
         assert begun.wait(120)
         noted, deadline = released.stat().st_size, time.monotonic() + 120
         # Every other one amid opening, resuming and first steps, the rest amid training, however busy the machine is.
@@ -114,12 +127,15 @@ def kill_again_and_again(folder: Path, kills: int, **options: Any) -> Tally:
         assert process.is_alive(), f"it ended after {tally.kills} kills: the run is too short"
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        for ended in processes:
+            ended.join(120)
+            assert not ended.is_alive(), "it waits for one that was killed"
         tally.kills += 1
         tally.resumes += tally.released > 0
         steps = [int(line) for line in released.read_text().split()]
         # Under a seed, a step that is computed again is the same release: distinct steps are what was paid for.
-        tally.released = len(steps) if options["seed"] is None else len(set(steps))
+        # Of several processes, each writes down the release that all take.
+        tally.released = len(steps) if options["seed"] is None and ranks == 1 else len(set(steps))
         ledger = pg.Ledger(folder / "ledger.jsonl", read_only=True) if tally.charged or steps else pg.Ledger()
         assert ledger.releases >= tally.charged, "a charge was lost"
         tally.charged = ledger.releases
@@ -134,12 +150,16 @@ KILLS = int(os.environ.get("PRIVGRAD_TEST_KILLS", "0"))
 
 
 @pytest.mark.timeout(300 + 15 * KILLS)
-@pytest.mark.parametrize(("seed", "kills"), [(5, KILLS or 20), (None, KILLS or 10)])
-def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, kills: int, seed: int | None):
+@pytest.mark.parametrize(
+    ("seed", "kills", "ranks"), [(5, KILLS or 20, 1), (None, KILLS or 10, 1), (None, KILLS or 3, 2)]
+)
+def test_killed_at_random_moments_everything_released_was_charged(
+    tmp_path: Path, kills: int, ranks: int, seed: int | None
+):
     steps = 20 * kills
-    tally = kill_again_and_again(tmp_path / "killed", kills, seed=seed, steps=steps)
+    tally = kill_again_and_again(tmp_path / "killed", kills, ranks=ranks, seed=seed, steps=steps)
     print(tally)  # noqa: T201
-    assert tally.resumes > kills // 2
+    assert tally.resumes >= kills // 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         resumed, result = run(tmp_path / "killed", seed=seed, steps=steps)

@@ -132,9 +132,7 @@ class PrivateGradient:
         self._release, facts = plan.release, plan.public_facts
         facts["side_information"] = None if precondition is None else precondition.source
         facts["perturbation"] = None if perturb is None else self._perturb.described(plan.steps)
-        generator = noise_generator(trainable(model).values(), on_grid=plan.noise_on_grid)
-        if not self._ledger.plan_facts or "noise_generator" in self._ledger.plan_facts:  # older ones lack it
-            facts["noise_generator"] = generator
+        facts["noise_generator"] = noise_generator(trainable(model).values(), on_grid=plan.noise_on_grid)
         # Asked once: what is charged as private stays so.
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
         if self._not_private:

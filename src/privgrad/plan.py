@@ -186,7 +186,7 @@ class PrivacyPlan:
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,
             "group_size": self.group_size,
-            "noise_on_grid": self.noise_on_grid or None,  # None: as in ledgers that do not know of it
+            "noise_on_grid": self.noise_on_grid,
             "neighboring_relation": self.neighboring_relation,
             "privacy_unit": self.privacy_unit,
         }

@@ -1,6 +1,7 @@
 """Every planted fault must be caught by the test that says so; and that test passes without it.
 
-Adding one is a row in a list; a new part, such as that of several processes, is a list and a line of MUTANTS.
+Adding one is a row in a list; a new part is a list and a line of MUTANTS. Those of several processes are planted in
+these, by tests/test_distributed.py.
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from mutants.draws import NOISE, SAMPLING
 from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
+from mutants.processes import PROCESSES
 from mutants.records import ACCOUNTING, CHECKPOINTS, LEDGER
 
 MUTANTS: dict[str, list[Mutant]] = {
@@ -25,8 +27,9 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Accounting and plan": ACCOUNTING,
     "Ledger": LEDGER,
     "Checkpoints": CHECKPOINTS,
+    "Several processes": PROCESSES,
 }
-ALL = [mutant for part in MUTANTS.values() for mutant in part]
+ALL = [mutant for part in MUTANTS.values() if part is not PROCESSES for mutant in part]
 
 
 def fault_tables() -> str:

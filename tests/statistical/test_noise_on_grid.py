@@ -33,7 +33,7 @@ def test_the_record_names_what_drew_the_noise(tmp_path: Path):
         assert pg.Ledger(path, read_only=True).plan_facts["noise_generator"] == name
 
 
-def test_a_ledger_kept_on_the_grid_is_not_continued_off_it_and_old_ones_are_continued():
+def test_a_ledger_kept_on_the_grid_is_not_continued_off_it():
     on, off = make_plan(noise_on_grid=True), make_plan()
     for first, second in ((on, off), (off, on)):
         ledger = pg.Ledger()
@@ -41,11 +41,6 @@ def test_a_ledger_kept_on_the_grid_is_not_continued_off_it_and_old_ones_are_cont
         pg.PrivateGradient(make_model(), loss_fn, first, ledger=ledger)
         with pytest.raises(pg.PrivacyError, match="noise_on_grid"):
             pg.PrivateGradient(make_model(), loss_fn, second, ledger=ledger)
-    old = pg.Ledger()
-    old.bind({name: value for name, value in off.public_facts.items() if name != "noise_on_grid"})
-    pg.PrivateGradient(make_model(), loss_fn, off, ledger=old)
-    with pytest.raises(pg.PrivacyError, match="noise_on_grid"):
-        pg.PrivateGradient(make_model(), loss_fn, on, ledger=old)
 
 
 def release(value: float, *, step: int = 0, count: int = 20_000, dtype: Any = torch.float32, **numbers: Any) -> Any:

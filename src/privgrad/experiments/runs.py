@@ -144,6 +144,8 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     norms = {str(r["method"]): f"{r['max_grad_norm']:g}" for r in records if r["phase"] == "final"}
     groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
+    ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
+    drawn_by = {str(ledger.plan_facts["noise_generator"]) for ledger in ledgers.values()}
     return {
         "title": spec.title,
         "command": command,
@@ -154,12 +156,13 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
             "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
             "group_size": _by_method(groups),
             "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
+            "noise_generator": "; ".join(sorted(drawn_by)) or None,
             "views": spec.run.views,
             "average": spec.run.average,
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
         },
-        "total_epsilon": _total_epsilon(spec, records, out),
+        "total_epsilon": _total_epsilon(spec, records, ledgers),
         "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -182,17 +185,15 @@ def _by_method(told: Mapping[str, str]) -> str:
     return next(iter(told.values()), "")
 
 
-def _total_epsilon(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, Any] | None:
+def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger]) -> dict[str, Any] | None:
     """What all trainings of a folder cost together, by their ledgers; None where a record's is not there."""
-    ledgers = {path.parent.name: path for path in sorted(out.glob("runs/*/ledger.jsonl"))}
     methods = {method.name: method for method in spec.methods}
     for record in records:
         run = Run(methods[record["method"]], _candidate(record), record["seed"], record["phase"])
         tuned = replace(run, phase="tuning")  # a final run that was done in tuning has no folder of its own
         if not {run.name, tuned.name} & ledgers.keys():
             return None
-    charged = [Ledger(path, read_only=True).charged for path in ledgers.values()]
-    releases = [release for run in charged for release in run]
+    releases = [release for ledger in ledgers.values() for release in ledger.charged]
     covered = spec.privacy.sampling == "poisson"
     return {
         "value": epsilon(releases, delta=spec.privacy.delta, assume_poisson=not covered),

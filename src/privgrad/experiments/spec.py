@@ -146,6 +146,7 @@ class PrivacyTable(_Table):
     expected_batch_size: int
     steps: int
     sampling: SamplingScheme = "poisson"
+    noise_on_grid: bool = False
 
 
 class PreconditionTable(_Table):
@@ -303,7 +304,8 @@ class Spec(_Table):
         if method is None:
             return plan
         if method.non_private:
-            return replace(plan, noise_multiplier=0.0, max_grad_norm=math.inf, target_epsilon=None)
+            no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
+            return replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
         return replace(plan, group_size=method.group_size)
 
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:

@@ -1,0 +1,84 @@
+"""Faults of several processes: planted in each of them, by tests/distributed_job.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import privgrad as pg
+from mutants.draws import scaled
+from mutants.mutant import Mutant, Patch, everywhere
+from privgrad import sampling
+from privgrad.integrations.distributed import Distributed
+from privgrad.processes import require_told
+from privgrad.rng import RandomSource, Stream
+from privgrad.types import NoisyGradient
+
+
+def received(change: Callable[[Tensor, float], Tensor]) -> Callable[[Patch], None]:
+    """Plants what a process makes of the values that it receives."""
+
+    def plant(patch: Patch) -> None:
+        real = Distributed.released
+
+        def wrong(self: Distributed, gradient: NoisyGradient) -> NoisyGradient:
+            got = real(self, gradient)
+            std: Any = got.noise_std
+            return NoisyGradient({name: change(value, std) for name, value in got.values.items()}, std)
+
+        patch.setattr(Distributed, "released", wrong)
+
+    return plant
+
+
+def added_up(value: Tensor, std: float) -> Tensor:
+    noise = own(value, std)
+    torch.distributed.all_reduce(noise)
+    return value + noise
+
+
+def own(value: Tensor, std: float) -> Tensor:
+    generator = torch.Generator()
+    generator.seed()
+    return std * torch.randn(value.shape, dtype=value.dtype, generator=generator)
+
+
+def one_stream(patch: Patch) -> None:
+    """Every process draws as many words as it has examples, from the start of the same stream."""
+    real = sampling._poisson
+
+    def wrong(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
+        ranks = torch.distributed.get_world_size()
+        return real(stream, step, sample_rate, count // ranks) * ranks + torch.distributed.get_rank()
+
+    def one_root(self: RandomSource, seed: int | None = None) -> None:
+        self.seed, self._root = seed, bytes(32)
+
+    everywhere(patch, real, wrong)
+    patch.setattr(RandomSource, "__init__", one_root)
+
+
+def untold(patch: Patch) -> None:
+    everywhere(patch, require_told, lambda *_: None)
+
+
+def plans_of_their_own(patch: Patch) -> None:
+    patch.setattr(pg.PrivateGradient, "_require_shared", lambda *_: None)
+
+
+_NOISE = "test_distributed.test_one_noise_whatever_the_number_of_processes"
+_DRAWS = "test_distributed.test_each_process_draws_its_own_examples_from_its_own_stream"
+_REFUSALS = "test_distributed.test_what_would_be_wrong_is_refused_in_every_process"
+PROCESSES = [
+    Mutant("each of several processes adds a noise", received(added_up), _NOISE, {"job": "noise"}),
+    Mutant("each of several processes goes by a noise of its own", received(own), _NOISE, {"job": "noise"}),
+    Mutant("noise of one of two processes: too little by a root", scaled(0.5**0.5), _NOISE, {"job": "noise"}),
+    Mutant("the same stream draws in all processes", one_stream, _DRAWS, {"job": "sampling"}),
+    Mutant(
+        "a process that was not told of the others goes on", untold, _REFUSALS, {"job": "refusals", "case": "untold"}
+    ),
+    Mutant(
+        "processes with plans of their own", plans_of_their_own, _REFUSALS, {"job": "refusals", "case": "other_plans"}
+    ),
+]
