@@ -19,7 +19,7 @@ import privgrad as pg
 from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
 from privgrad.processes import ALONE
 
-JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals", "losses"]
+JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals"]
 
 
 def started(count: int, folder: Path, *jobs: str) -> None:
@@ -49,7 +49,7 @@ def launched(count: int, folder: Path, *jobs: str) -> None:
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     """How many processes, and what each job gave."""
     folder = tmp_path_factory.mktemp("together")
-    jobs = [*JOBS, *(["every_optimizer"] if request.param == 2 else [])]
+    jobs = [*JOBS, *(["every_optimizer", "losses"] if request.param == 2 else [])]
     started(request.param, folder, *jobs)
     return request.param, {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
@@ -60,8 +60,9 @@ def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[int, dict[str, Any]], tmp_path: Path):
-    ends = together[1]["same_training"]
-    assert len(ends) == 2 * len(VARIANTS)
+    count, results = together
+    ends = results["same_training"]
+    assert len(ends) == 2 * (len(VARIANTS) if count == 2 else 2)
     alone = same_training(ALONE, tmp_path)
     for name, end in ends.items():
         require_equal(alone[f"{name.split(', ')[0]}, whole"], end)
@@ -70,7 +71,7 @@ def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[
 def test_every_optimizer_moves_a_sharded_model_as_a_whole_one(together: tuple[int, dict[str, Any]], tmp_path: Path):
     count, results = together
     if count == 4:
-        return  # two processes suffice: sharded tensors are uneven already
+        pytest.skip("two processes do this job: their sharded tensors are uneven already")
     for name, end in every_optimizer(ALONE, tmp_path).items():
         require_equal(end, results["every_optimizer"][name])
 
@@ -155,8 +156,10 @@ def test_what_would_be_wrong_is_refused_in_every_process(together: tuple[int, di
 
 
 def test_losses_agree_in_distribution(together: tuple[int, dict[str, Any]], tmp_path: Path):
-    alone = losses(ALONE, tmp_path)
-    compared: Any = stats.ks_2samp(alone, together[1]["losses"])
+    count, results = together
+    if count == 4:
+        pytest.skip("two processes do this job")
+    compared: Any = stats.ks_2samp(losses(ALONE, tmp_path), results["losses"])
     assert compared.pvalue > 1e-4
 
 
