@@ -100,7 +100,7 @@ def same_training(processes: Processes, folder: Path) -> dict[str, dict[str, Ten
         options = VARIANTS[name]
         for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
             model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
-            plan = make_plan(seed=3, noise_multiplier=0.5)
+            plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
             ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
     return ends
 
@@ -226,9 +226,9 @@ def refusals(processes: Processes, folder: Path) -> Any:
 def losses(processes: Processes, folder: Path) -> list[float]:
     """Final training losses of trainings with noise of their own."""
     ends: list[float] = []
-    for _ in range(12):
+    for _ in range(10):
         model = small_model()
-        released(model, make_plan(steps=10), processes, optimizer="SGD")
+        released(model, make_plan(steps=6), processes, optimizer="SGD")
         ends.append(float(loss_fn(model, everything()).mean().detach()))
     return ends
 

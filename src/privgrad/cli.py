@@ -14,27 +14,22 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import nn
 
 from privgrad import accounting
 from privgrad import audit as auditing
 from privgrad.accounting import Accountant, Release
-from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments import runs
-from privgrad.experiments.spec import MethodTable, Spec, load_spec, make_data
-from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient
+from privgrad.experiments.games import games_of
+from privgrad.experiments.spec import Spec, load_spec
 from privgrad.gradient.checks import find_problems
 from privgrad.ledger import Ledger
-from privgrad.oracle import PrivateGradient
-from privgrad.plan import PrivacyPlan
 
 app = typer.Typer(
     help="Differentially private training for PyTorch that takes the bias out of private gradients.",
@@ -200,7 +195,7 @@ def audit(
     if spec is None:
         count, found = auditing.rows(method, epsilon or (1.0, 3.0, 8.0), trials=trials, confidence=confidence)
     else:
-        games = _games(load_spec(spec), method, epsilon)
+        games = games_of(load_spec(spec), method, epsilon)
         count, each = len(games), 1 - (1 - confidence) / len(games)
         found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
     done = _audited(count, found, out)
@@ -334,79 +329,6 @@ def _audit_table(done: list[auditing.Audit], confidence: float) -> Table:
 def _markdown(done: list[auditing.Audit]) -> str:
     head, rule = "| " + " | ".join(_AUDIT_COLUMNS) + " |", "|---" * len(_AUDIT_COLUMNS) + "|"
     return "\n".join([head, rule, *("| " + " | ".join(_audit_cells(one)) + " |" for one in done)]) + "\n"
-
-
-def _games(spec: Spec, methods: list[str] | None, epsilons: list[float] | None) -> list[auditing.Game]:
-    """One step of each of a spec's private methods: some of its examples, all drawn, and a canary like them."""
-    known = {method.name: method for method in spec.methods}
-    for name in methods or []:
-        if name not in known:
-            raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
-    data = make_data(spec)
-    inputs, labels = data.train.tensors
-    if not inputs.is_floating_point() or labels.is_floating_point() or labels.ndim > 1 or data.vocabulary is not None:
-        got, remedy = data.name, "audit its methods without a specification, or write a game: privgrad.audit.Game"
-        raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
-    games = [
-        _game(spec, known[name], data, epsilon)
-        for name in methods or known
-        if not known[name].non_private
-        for epsilon in epsilons or [None]
-    ]
-    if not games:
-        raise expected("privgrad audit", "methods", "to be private", "none that is", "audit another specification")
-    return games
-
-
-def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> auditing.Game:
-    candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
-    sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
-    if epsilon is not None:
-        sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)
-    model = make_model(spec, data)
-    public = public_gradient(method, model, data)
-
-    def step(noise_multiplier: float) -> Callable[[Any], Tensor]:
-        plan = PrivacyPlan(
-            sample_rate=1.0,
-            steps=10**9,
-            expected_batch_size=count,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=candidate.max_grad_norm,
-            num_examples=count,
-            delta=delta,
-            group_size=method.group_size,
-        )
-        oracle = PrivateGradient(
-            model,
-            losses_for(data, views=spec.run.views),
-            plan,
-            perturb=method.perturbation(candidate.radius),
-            precondition=preconditioner(method.precondition, public, model, data),
-            engine=spec.run.engine,
-            microbatch_size=spec.run.microbatch_size,
-            memory_mb=spec.run.memory_mb,
-        )
-        if noise_multiplier > 0 and math.isinf(oracle.epsilon(steps=1)):
-            remedy = "leave the method out, by --method"
-            raise expected("privgrad audit", method.name, "to be private", "a method that is not", remedy)
-        return auditing.one_step(oracle)
-
-    inputs, labels = (tensor[:count] for tensor in data.train.tensors)
-    # Far out, and of another class: whichever moves the gradient most.
-    strange = (labels[:1] + 1) % data.num_classes
-
-    def with_canary(scale: float) -> Callable[[Tensor], TensorDataset]:
-        canary = TensorDataset(torch.cat([inputs, -scale * inputs[:1]]), torch.cat([labels, strange]))
-        return lambda included: canary if bool(included[0]) else TensorDataset(inputs, labels)
-
-    noiseless, absent = step(0.0), torch.zeros(1, dtype=torch.bool)
-    makers = [with_canary(scale) for scale in (1.0, 10.0, 100.0)]
-    made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).square().sum()))
-    release = Release(sigma, 1.0)
-    claim = accounting.epsilon([release], delta=delta)
-    found = auditing.directions(noiseless, made, 1)
-    return auditing.Game(f"{method.name}, step", step(sigma), made, found, claim, delta, release)
 
 
 def _command() -> str:

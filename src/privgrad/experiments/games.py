@@ -1,0 +1,103 @@
+"""Audits of an experiment: what tells whether a canary was among its examples."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad import accounting
+from privgrad.accounting import Release
+from privgrad.audit import Game, directions, one_step
+from privgrad.data import DataSet
+from privgrad.errors import expected
+from privgrad.experiments.spec import MethodTable, Spec, make_data
+from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
+
+
+def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float] | None) -> list[Game]:
+    """One step of each of a spec's private methods: some of its examples, all drawn, and a canary like them.
+
+    Args:
+        spec: of a classification of numbers or images.
+        methods: names; None is all that are private.
+        epsilons: what a step is made to cost; None is what it costs with the spec's own noise.
+    Raises:
+        PrivacyError: a method that is unknown or not private, or data that no canary is made of here.
+    Privacy:
+        NOT private: what a game tells was made of the spec's data.
+    """
+    known = {method.name: method for method in spec.methods}
+    for name in methods or []:
+        if name not in known:
+            raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
+    data = make_data(spec)
+    inputs, labels = data.train.tensors
+    if not inputs.is_floating_point() or labels.is_floating_point() or labels.ndim > 1 or data.vocabulary is not None:
+        got, remedy = data.name, "audit its methods without a specification, or write a game: privgrad.audit.Game"
+        raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
+    games = [
+        _game(spec, known[name], data, epsilon)
+        for name in methods or known
+        if not known[name].non_private
+        for epsilon in epsilons or [None]
+    ]
+    if not games:
+        raise expected("privgrad audit", "methods", "to be private", "none that is", "audit another specification")
+    return games
+
+
+def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
+    candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
+    sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
+    if epsilon is not None:
+        sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)
+    model = make_model(spec, data)
+    public = public_gradient(method, model, data)
+
+    def step(noise_multiplier: float) -> Callable[[Any], Tensor]:
+        plan = PrivacyPlan(
+            sample_rate=1.0,
+            steps=10**9,
+            expected_batch_size=count,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=candidate.max_grad_norm,
+            num_examples=count,
+            delta=delta,
+            group_size=method.group_size,
+            noise_on_grid=spec.privacy.noise_on_grid and noise_multiplier > 0,
+        )
+        oracle = PrivateGradient(
+            model,
+            losses_for(data, views=spec.run.views),
+            plan,
+            perturb=method.perturbation(candidate.radius),
+            precondition=preconditioner(method.precondition, public, model, data),
+            engine=spec.run.engine,
+            microbatch_size=spec.run.microbatch_size,
+            memory_mb=spec.run.memory_mb,
+        )
+        if noise_multiplier > 0 and math.isinf(oracle.epsilon(steps=1)):
+            remedy = "leave the method out, by --method"
+            raise expected("privgrad audit", method.name, "to be private", "a method that is not", remedy)
+        return one_step(oracle)
+
+    inputs, labels = (tensor[:count] for tensor in data.train.tensors)
+    # Far out, and of another class: whichever moves the gradient most.
+    strange = (labels[:1] + 1) % data.num_classes
+
+    def with_canary(scale: float) -> Callable[[Tensor], TensorDataset]:
+        canary = TensorDataset(torch.cat([inputs, -scale * inputs[:1]]), torch.cat([labels, strange]))
+        return lambda included: canary if bool(included[0]) else TensorDataset(inputs, labels)
+
+    noiseless, absent = step(0.0), torch.zeros(1, dtype=torch.bool)
+    makers = [with_canary(scale) for scale in (1.0, 10.0, 100.0)]
+    made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).square().sum()))
+    release = Release(sigma, 1.0)
+    claim = accounting.epsilon([release], delta=delta)
+    found = directions(noiseless, made, 1)
+    return Game(f"{method.name}, step", step(sigma), made, found, claim, delta, release)
