@@ -61,6 +61,13 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+def of_all(value: Any) -> list[Any]:
+    """The value of each process."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def public(model: nn.Module, processes: Processes) -> pg.PublicGradient:
     return pg.PublicGradient(model, loss_fn, PUBLIC, source="a test's", batch_size=4, processes=processes)
 
@@ -123,8 +130,7 @@ def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
     oracle = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
     releases = [oracle(batch) for batch in plan.batches(DATA, processes=processes)]
     mine = {str(i): torch.cat([v.flatten() for v in g.values.values()]) for i, g in enumerate(releases)}
-    everyone: list[Any] = [None] * processes.count
-    dist.all_gather_object(everyone, mine)
+    everyone = of_all(mine)
     return {str(rank): values for rank, values in enumerate(everyone)}
 
 
@@ -136,9 +142,7 @@ def sampling(processes: Processes, folder: Path) -> Any:
         [(batch.examples[0].tolist(), batch.sampling.stream) for batch in plan.batches(data, processes=processes)]
         for plan in plans
     ]
-    everyone: list[Any] = [None] * processes.count
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return of_all(mine)
 
 
 def empty_batches(processes: Processes, folder: Path) -> Any:
@@ -150,8 +154,7 @@ def empty_batches(processes: Processes, folder: Path) -> Any:
         optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
         for batch in plan.batches(DATA, processes=processes):
             optimizer.step(grad=oracle(batch))
-    everyone: list[Any] = [None] * processes.count
-    dist.all_gather_object(everyone, drawn)
+    everyone = of_all(drawn)
     return [everyone, oracle.ledger.releases]
 
 
@@ -173,8 +176,7 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
             outcomes.append("released")
         except (pg.PrivacyError, ArithmeticError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
-    everyone: list[Any] = [None] * processes.count
-    dist.all_gather_object(everyone, outcomes)
+    everyone = of_all(outcomes)
     oracle.ledger.close()
     return [everyone, oracle.ledger.releases]
 
@@ -218,9 +220,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
             said[case.__name__] = "nothing"
         except pg.PrivacyError as error:
             said[case.__name__] = str(error)
-    everyone: list[Any] = [None] * processes.count
-    dist.all_gather_object(everyone, said)
-    return everyone
+    return of_all(said)
 
 
 def losses(processes: Processes, folder: Path) -> list[float]:

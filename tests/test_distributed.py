@@ -16,6 +16,7 @@ from torch import Tensor
 
 import distributed_job
 import privgrad as pg
+from conftest import make_plan
 from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
 from privgrad.processes import ALONE
 
@@ -104,15 +105,7 @@ def test_each_process_draws_its_own_examples_from_its_own_stream(together: tuple
             2 * k in one and 2 * k + 1 in other for (one, _), (other, _) in zip(*fresh, strict=True) for k in range(32)
         )
         assert abs(both - 12800 / 16) < 4 * math.sqrt(12800 / 16 * 15 / 16)
-    plan = pg.PrivacyPlan(
-        sample_rate=0.25,
-        num_examples=64,
-        expected_batch_size=16,
-        steps=400,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        seed=5,
-    )
+    plan = make_plan(num_examples=64, expected_batch_size=16, steps=400, seed=5)
     alone = [batch.examples[0].tolist() for batch in plan.batches(torch.utils.data.TensorDataset(torch.arange(64)))]
     for step, wanted in enumerate(alone):
         assert sorted(index for drawn in seeded for index in drawn[step][0]) == wanted

@@ -249,8 +249,7 @@ class PrivateGradient:
         self, batch: Batch, index: int, word: int, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[ClippedSum, RawClipping]:
         """The clipped sum of this process' examples."""
-        with seeded(word):
-            transform = self._transform(batch, index, parameters)
+        transform = self._transform(batch, index, word, parameters)
         radius = self._perturb.radius(index)
         raw_mean = partial(self._raw_mean, batch, "perturb")
         # Masks of their own in each process; what is public was the same in all.
@@ -287,14 +286,15 @@ class PrivateGradient:
         sums = gradients(self._model, self._loss_fn, batch.examples)
         return {name: value / batch.size for name, value in sums.items()}
 
-    def _transform(self, batch: Batch, index: int, parameters: Mapping[str, Tensor]) -> Transform:
+    def _transform(self, batch: Batch, index: int, word: int, parameters: Mapping[str, Tensor]) -> Transform:
         if self._precondition is None:
             return Transform()
         raw_mean = partial(self._raw_mean, batch, "precondition")
         epoch_steps = max(1, round(1 / self._plan.sample_rate))
-        transform = self._precondition.transform(
-            index, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
-        )
+        with seeded(word):
+            transform = self._precondition.transform(
+                index, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
+            )
         if transform is not self._known:
             require_transform(transform, parameters)
             self._known = transform
