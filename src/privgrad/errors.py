@@ -32,19 +32,31 @@ def expected(
     error: type[PrivacyError] = PrivacyError,
 ) -> PrivacyError:
     """Build (not raise) an error with the house's message."""
-    return error(f"{function}: expected {name} {condition}, got {got}; {remedy}.")
+    try:
+        told = f"{got}"
+    except ValueError:
+        told = "a number of more digits than Python writes out"
+    return error(f"{function}: expected {name} {condition}, got {told}; {remedy}.")
 
 
 def require_positive(function: str, name: str, value: float, remedy: str) -> None:
     """Raise PrivacyError unless value is a positive finite number."""
-    if not (isinstance(value, Real) and math.isfinite(value) and value > 0):
+    if not (_is_finite(value) and value > 0):
         raise expected(function, name, "to be a positive finite number", value, remedy)
 
 
 def require_nonnegative(function: str, name: str, value: float, remedy: str) -> None:
     """Raise PrivacyError unless value is a finite number >= 0."""
-    if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+    if not (_is_finite(value) and value >= 0):
         raise expected(function, name, "to be a finite number >= 0", value, remedy)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether value is a number that floating point can hold: an integer of 400 digits is none."""
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def require_rate(function: str, value: float) -> None:
