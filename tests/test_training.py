@@ -21,6 +21,7 @@ from torch import nn
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import ledger, training
+from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.integrations.distributed import Distributed
 from privgrad.training import FitResult
 
@@ -398,7 +399,7 @@ def damage_checkpoint(folder: Path, how: str) -> None:
             state["ledger"] = "0" * 16
         elif how == "a curve of no rows":
             state["curve"] = [1]
-        training._write(state, path)
+        write_checkpoint(state, path)
 
 
 @pytest.mark.parametrize(
@@ -433,14 +434,14 @@ def test_no_byte_of_a_checkpoint_changes_unseen(tmp_path: Path):
     for place in [*range(0, len(whole), 11), *range(len(whole) - 40, len(whole))]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(ValueError, match="not those that were written"):
-            training._read(path)
+            read_checkpoint(path)
         if place % (11 * 150) == 0:
             with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt"):
                 run(tmp_path, steps=4)
     for length in range(0, len(whole), 101):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="not those that were written"):
-            training._read(path)
+            read_checkpoint(path)
     assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 3
     path.write_bytes(whole)
     run(tmp_path, steps=4)
@@ -465,11 +466,11 @@ def test_killed_while_a_checkpoint_is_written_the_old_one_stays(
         if moment == "writing":
             patched.setattr(torch, "save", half)
         elif moment == "syncing":
-            patched.setattr(training.os, "fsync", killed)
+            patched.setattr(os, "fsync", killed)
         else:
             patched.setattr(Path, "replace", killed)
         with pytest.raises(Stop):
-            training._write({}, path)
+            write_checkpoint({}, path)
     assert path.read_bytes() == whole
     assert path.with_suffix(".partial").exists()
     _, result = run(tmp_path, steps=4)
@@ -509,7 +510,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path):
             return (Path.touch, (tmp_path / "harm",))
 
     run(tmp_path)
-    training._write({"version": 1, "model": Harm()}, tmp_path / "checkpoint.pt")
+    write_checkpoint({"version": 1, "model": Harm()}, tmp_path / "checkpoint.pt")
     with pytest.raises(pg.PrivacyError, match=r"checkpoint.*[wW]eights.only"):
         run(tmp_path)
     assert not (tmp_path / "harm").exists()

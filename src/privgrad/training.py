@@ -1,6 +1,5 @@
 """fit(): the training loop, with evaluation, progress, checkpoint and resume."""
 
-import hashlib
 import math
 import os
 import signal
@@ -11,7 +10,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
+from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.errors import BudgetExceededError, expected, require_integer
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
@@ -44,7 +43,6 @@ from privgrad.sampling import Collate
 from privgrad.types import Batch
 
 _CHECKPOINT_VERSION = 3
-_DIGEST = "sha256"  # which processors have instructions for
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
@@ -216,7 +214,7 @@ class _Run:
         """Load the checkpoint, or make the first one; return the first step to do."""
         state = self.processes.same(self.processes.together(self._stored))
         if state is not None:
-            with self._as_damage():
+            with damage_refused(self.checkpoint):
                 self._load(state)
         if self.oracle.plan.seed is None:
             self._go_on_after_lost_steps(self.processes.same(self.result.ledger.releases))
@@ -282,7 +280,7 @@ class _Run:
         }
         state = self.processes.whole(state)
         if self.processes.rank == 0:
-            _write(state, self.checkpoint)
+            write_checkpoint(state, self.checkpoint)
         self.saved_at = time.monotonic()
 
     def _stored(self) -> dict[str, Any] | None:
@@ -296,8 +294,8 @@ class _Run:
                 remedy += " train in a new folder and add the two epsilons up"
                 raise expected("fit", f"{self.checkpoint}", condition, "no such file", remedy)
             return None
-        with self._as_damage():
-            state = _read(self.checkpoint)
+        with damage_refused(self.checkpoint):
+            state = read_checkpoint(self.checkpoint)
             if state["version"] != _CHECKPOINT_VERSION:
                 raise ValueError(f"version {state['version']}")
             if state["seed"] != self.oracle.plan.seed:
@@ -327,42 +325,6 @@ class _Run:
         self.result.updates = int(state["updates"])
         self.result.seconds = float(state["seconds"])
         self._measure_speed()
-
-    @contextmanager
-    def _as_damage(self) -> Generator[None]:
-        try:
-            yield
-        except Exception as error:  # a damaged file fails in as many ways as there are bytes
-            raise expected(
-                "fit",
-                f"{self.checkpoint}",
-                "to be a complete checkpoint of this run",
-                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-                "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
-            ) from error
-
-
-def _write(state: Mapping[str, Any], path: Path) -> None:
-    """Put a checkpoint in its place whole or not at all: torch's file, and behind it, unseen by torch.load, a digest.
-
-    torch does not notice changed bytes within a tensor.
-    """
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("w+b") as file:
-        torch.save(state, file)
-        file.seek(0)
-        file.write(hashlib.file_digest(file, _DIGEST).digest())  # which has read to the end
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content, length = memoryview(path.read_bytes()), hashlib.new(_DIGEST).digest_size
-    if hashlib.new(_DIGEST, content[:-length]).digest() != bytes(content[-length:]):
-        raise ValueError("its bytes are not those that were written")
-    # weights_only: a checkpoint from elsewhere must not run code.
-    return torch.load(BytesIO(content), weights_only=True)
 
 
 def _averaged(decay: float, averaged: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:

@@ -16,7 +16,8 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad import data, ledger, training
+from privgrad import data, ledger
+from privgrad.checkpoint import write_checkpoint
 from privgrad.experiments.spec import load_spec
 from test_data_images import pack, write_cifar, write_fashion
 from test_data_sparse import write_imdb, write_tweets
@@ -172,7 +173,7 @@ def _train(folder: Path) -> None:
 
 def _write_hostile_checkpoint(folder: Path) -> None:
     _train(folder)
-    training._write({"version": Harm(folder), "model": [Harm(folder)]}, folder / "checkpoint.pt")
+    write_checkpoint({"version": Harm(folder), "model": [Harm(folder)]}, folder / "checkpoint.pt")
 
 
 def _undigested(content: bytes) -> bytes:

@@ -1,0 +1,59 @@
+"""The file of a checkpoint: in its place whole or not at all, and refused if any byte of it has changed."""
+
+import hashlib
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from privgrad.errors import expected
+
+_DIGEST = "sha256"  # which processors have instructions for
+
+
+def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
+    """Put a checkpoint in its place: torch's file, and behind it, unseen by torch.load, a digest.
+
+    torch does not notice changed bytes within a tensor. A process killed at any moment leaves the old file or the new
+    one, on disk (fsync).
+    """
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("w+b") as file:
+        torch.save(state, file)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, _DIGEST).digest())  # which has read to the end
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What was written; runs no code.
+
+    Raises:
+        Exception: of whatever kind, for a damaged file; see `damage_refused`.
+    """
+    content, length = memoryview(path.read_bytes()), hashlib.new(_DIGEST).digest_size
+    if hashlib.new(_DIGEST, content[:-length]).digest() != bytes(content[-length:]):
+        raise ValueError("its bytes are not those that were written")
+    # weights_only: a checkpoint from elsewhere must not run code.
+    return torch.load(BytesIO(content), weights_only=True)
+
+
+@contextmanager
+def damage_refused(path: Path | None) -> Generator[None]:
+    """Whatever goes wrong in the block, where that checkpoint is read and taken apart, becomes one PrivacyError."""
+    try:
+        yield
+    except Exception as error:  # a damaged file fails in as many ways as there are bytes
+        raise expected(
+            "fit",
+            f"{path}",
+            "to be a complete checkpoint of this run",
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
+        ) from error
