@@ -1,0 +1,272 @@
+"""Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like any other."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+
+from privgrad.errors import PrivacyError, expected
+from privgrad.gradient.clipping import Clipping
+from privgrad.gradient.perturb import Perturbation
+from privgrad.gradient.precondition import Preconditioner
+from privgrad.integrations.hosted import HostedStep
+from privgrad.ledger import Ledger
+from privgrad.optim import PrivateOptimizer
+from privgrad.oracle import PrivateGradient
+from privgrad.plan import PrivacyPlan
+from privgrad.sampling import Collate
+from privgrad.types import Batch
+
+_STATE = "privgrad.pt"
+Losses = Callable[[Any, Any], Tensor]
+
+
+class PrivateTrainer(Trainer):
+    """transformers.Trainer whose batches, gradients and ledger are the plan's.
+
+    Schedulers, callbacks, evaluation, logging, saving and resuming are the Trainer's. An epoch is 1 / sample_rate
+    steps. The loss on private examples is never logged; `epsilon` is, beside evaluations and at the end.
+
+    Args:
+        model: of transformers, with adapters of PEFT or without; or any module that takes a batch's columns by name.
+        args: TrainingArguments whose numbers agree with the plan; an error lists those that do not.
+        plan: the public numbers.
+        train_dataset: the private examples, map-style: dicts of columns.
+        optimizers: one of privgrad.optim over model.named_parameters(), and a scheduler or None for that of `args`.
+        loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None knows the cross-entropy
+            of sequence classification and of causal language models (its mean over an example's own tokens).
+        data_collator: as the Trainer's, but pads to a public length.
+        perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
+        trainer_options: the Trainer's other arguments.
+    Raises:
+        PrivacyError: an argument would change the private step, or reveal what it must not.
+    Privacy:
+        As PrivateGradient; the ledger is args.output_dir/ledger.jsonl. What `evaluate` and callbacks publish of the
+        evaluation data is published as it is.
+    Attributes:
+        private_grad: the PrivateGradient; `private_grad.ledger` is the record.
+        private_step: its part in the Trainer's loop.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        plan: PrivacyPlan,
+        train_dataset: Any,
+        optimizers: tuple[PrivateOptimizer, torch.optim.lr_scheduler.LRScheduler | None],
+        loss_fn: Losses | None = None,
+        data_collator: Any = None,
+        perturb: Perturbation | None = None,
+        precondition: Preconditioner | None = None,
+        clip: Clipping | None = None,
+        engine: Literal["hooks", "vmap"] = "hooks",
+        microbatch_size: int | None = None,
+        memory_mb: float | None = None,
+        **trainer_options: Any,
+    ) -> None:
+        _require_options(args, plan, data_collator, trainer_options)
+        loss_fn = _losses_of(model) if loss_fn is None else loss_fn
+        super().__init__(
+            model=cast(Any, model),
+            args=args,
+            train_dataset=train_dataset,
+            optimizers=cast(Any, optimizers),
+            data_collator=data_collator,
+            **trainer_options,
+        )
+        self.private_grad = PrivateGradient(
+            model,
+            loss_fn,
+            plan,
+            perturb=perturb,
+            precondition=precondition,
+            clip=clip,
+            engine=engine,
+            microbatch_size=microbatch_size,
+            memory_mb=memory_mb,
+            ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
+        )
+        self.private_step = HostedStep("PrivateTrainer", model, self.private_grad, optimizers[0])
+
+        def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
+
+        optimizers[0].register_step_pre_hook(give)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The plan's batches, an epoch at a time."""
+        collate = cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training"))
+
+        def plain(items: list[Any]) -> dict[str, Tensor]:
+            return dict(collate(items))
+
+        return DataLoader(_Epoch(self, plain), batch_size=None)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """As the Trainer's, without counting a batch's private tokens."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Release one gradient. The loss stays private: what is returned says nothing."""
+        model.train()
+        self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
+        return torch.zeros((), device=self.args.device)
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """As the Trainer's. Resuming goes on with the ledger, from the last checkpoint that is whole."""
+        if trial is not None:
+            remedy = "give each trial a plan and a trainer of its own, and add their epsilons up"
+            raise expected("PrivateTrainer", "trial", "to be None", "a hyper-parameter search", remedy)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
+        if resume_from_checkpoint:
+            folder = Path(resume_from_checkpoint)
+            state = torch.load(folder / _STATE, weights_only=True, map_location=self.args.device)
+            updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
+            self.private_step.load_state_dict(state, updates=updates)
+        else:
+            self.private_step.require_unspent()
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        self.private_step.require_moved()
+        public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
+        return TrainOutput(output.global_step, math.nan, public)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer's, without the loss on private examples; evaluations and the end tell epsilon."""
+        public = {name: value for name, value in logs.items() if name not in ("loss", "train_loss", "grad_norm")}
+        spent, rare = self.private_grad.ledger.releases, any(name.endswith("_runtime") for name in logs)
+        if rare and spent and self.is_in_train and self.private_grad.plan.delta is not None:
+            public["epsilon"] = self.private_grad.epsilon(steps=spent)  # may take seconds
+        super().log(public, start_time)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The plan's public count in training, the Trainer's elsewhere."""
+        if isinstance(dataloader.dataset, _Epoch):
+            return self.private_grad.plan.num_examples
+        return super().num_examples(dataloader)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Zero: the true number would tell how many examples a batch held."""
+        return 0
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.private_step.state_dict(), folder / _STATE)  # before the Trainer's last file makes it whole
+        super()._save_checkpoint(model, trial)
+
+
+class _Epoch(IterableDataset[Any]):
+    """The batches of one epoch. Those that a resumed Trainer will skip are None: they have been released."""
+
+    def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
+        self._trainer, self._collate = trainer, collate
+
+    def __len__(self) -> int:
+        return self._trainer.private_step.epoch_steps
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        updates, step = self._trainer.state.global_step, self._trainer.private_step
+        yield from [None] * (updates % step.epoch_steps)
+        yield from step.batches(cast(Any, self._trainer.train_dataset), updates=updates, collate=self._collate)
+
+
+def _require_options(
+    args: TrainingArguments, plan: PrivacyPlan, collator: Any, trainer_options: Mapping[str, Any]
+) -> None:
+    """Raise PrivacyError that lists every option of the Trainer that the private step cannot honour."""
+    required: dict[str, Any] = {
+        "max_steps": plan.steps,
+        "per_device_train_batch_size": plan.expected_batch_size,  # for memory there is microbatch_size
+        "max_grad_norm": 0.0,  # would clip the noise too, so that the optimizer knows its size no more
+        "gradient_accumulation_steps": 1,
+        "train_sampling_strategy": "random",
+        "group_by_length": False,  # as releases before 5.3 call it
+        "auto_find_batch_size": False,
+        "ignore_data_skip": False,
+        "label_smoothing_factor": 0.0,
+        "neftune_noise_alpha": None,
+        "include_num_input_tokens_seen": "no",
+        "fp16": False,
+        "world_size": 1,
+        "n_gpu": min(args.n_gpu, 1),
+        "deepspeed": None,
+    }
+    wrong = {name: value for name, value in required.items() if getattr(args, name, value) != value}
+    if wrong:
+        got = ", ".join(f"{name}={getattr(args, name)!r}" for name in wrong)
+        remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
+        raise expected("PrivateTrainer", "args", "to leave the private step to the plan", got, remedy)
+    for name in ("model_init", "compute_loss_func", "optimizer_cls_and_kwargs"):
+        if trainer_options.get(name) is not None:
+            remedy = "give model, loss_fn and optimizers: each is made once, and losses are one an example"
+            raise expected("PrivateTrainer", name, "to be absent", "one", remedy)
+    if str(getattr(collator, "padding", None)) in ("True", "longest", "PaddingStrategy.LONGEST"):
+        remedy = "give padding='max_length' and a public max_length"
+        raise expected("PrivateTrainer", "data_collator", "to treat each example by itself", "padding=True", remedy)
+
+
+def _last_checkpoint(folder: Path) -> str:
+    """The newest checkpoint that was written to its end."""
+    paths = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    for path in sorted(paths, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
+        try:
+            TrainerState.load_from_json(str(path / "trainer_state.json"))
+        except (OSError, ValueError, TypeError):
+            continue  # the process was killed as it wrote
+        if (path / _STATE).exists():
+            return str(path)
+    remedy = "train without resume_from_checkpoint, in a new folder if steps have been released"
+    raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a checkpoint", f"none in {folder}", remedy)
+
+
+def _losses_of(model: nn.Module) -> Losses:
+    """The loss that transformers computes for this model, one an example."""
+    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    name, config = type(base).__name__, cast(Any, getattr(base, "config", None))
+    if name in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        return causal_lm_losses
+    one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
+    if name in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and one_label and config.num_labels > 1:
+        return classification_losses
+    remedy = "give loss_fn: (model, batch) -> losses of shape (B,)"
+    raise PrivacyError(f"PrivateTrainer: expected a model whose loss is known, got {name}; {remedy}.")
+
+
+def _names(mapping: Mapping[str, Any]) -> set[str]:
+    """Class names of one of transformers' tables, whose entries are names or several of them."""
+    return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross-entropy of each sequence's label, shape (B,)."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
+
+
+def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of each sequence's own next tokens, labels of -100 left out, shape (B,)."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits, following = model(**inputs).logits[:, :-1].float(), batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), following, reduction="none")
+    return losses.sum(1) / (following != -100).sum(1).clamp(min=1)

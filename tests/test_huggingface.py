@@ -1,0 +1,394 @@
+"""PrivateTrainer: the step is the oracle's, the rest is the Trainer's; killed runs go on; adapters are trained."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import privgrad as pg
+from conftest import make_plan
+from killed import how_it_ended
+
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
+
+LENGTH = 6
+STEPS = 12
+
+
+def bert(**changed: Any) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    make_config: Any = BertConfig
+    config = make_config(vocab_size=20, max_position_embeddings=LENGTH, num_labels=2, **(options | dropout | changed))
+    return BertForSequenceClassification(config)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    make_config: Any = GPT2Config
+    config = make_config(
+        vocab_size=20, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, **dropout
+    )
+    return GPT2LMHeadModel(config)
+
+
+def gpt2_lora() -> nn.Module:
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    return get_peft_model(gpt2(), adapters)  # pyright: ignore[reportArgumentType]
+
+
+def bert_lora() -> nn.Module:
+    return get_peft_model(bert(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))  # pyright: ignore[reportArgumentType]
+
+
+def texts(count: int = 32) -> list[dict[str, Any]]:
+    """Padded to a public length; the label is which of two tokens comes first. One column is not the model's."""
+    generator = torch.Generator().manual_seed(1)
+    rows: list[dict[str, Any]] = []
+    for index in range(count):
+        size = int(torch.randint(3, LENGTH + 1, (), generator=generator))
+        mask = (torch.arange(LENGTH) < size).long()
+        ids = torch.randint(4, 20, (LENGTH,), generator=generator)
+        ids[0] = 2 + index % 2
+        rows.append({"input_ids": ids * mask, "attention_mask": mask, "label": index % 2, "row": index})
+    return rows
+
+
+def sentences(count: int = 32) -> list[dict[str, Any]]:
+    def labelled(row: dict[str, Any]) -> dict[str, Any]:
+        masked = row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)
+        return {"input_ids": row["input_ids"], "attention_mask": row["attention_mask"], "labels": masked}
+
+    return [labelled(row) for row in texts(count)]
+
+
+def make_trainer(
+    folder: Path,
+    model: nn.Module,
+    data: list[dict[str, Any]],
+    *,
+    optimizer: Any = None,
+    arguments: dict[str, Any] | None = None,
+    planned: dict[str, Any] | None = None,
+    **options: Any,
+) -> PrivateTrainer:
+    plan = make_plan(**({"steps": STEPS, "seed": 5, "noise_multiplier": 0.5} | (planned or {})))
+    numbers: dict[str, Any] = {
+        "max_steps": plan.steps,
+        "per_device_train_batch_size": plan.expected_batch_size,
+        "max_grad_norm": 0.0,
+        "save_steps": 5,
+        "logging_steps": 3,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(str(folder), **(numbers | (arguments or {})))
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01) if optimizer is None else optimizer
+    return PrivateTrainer(
+        model, args, plan=plan, train_dataset=data, optimizers=options.pop("optimizers", (optimizer, None)), **options
+    )
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(weights(one).values(), weights(other).values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "make_texts", "loss_fn"),
+    [(bert, texts, classification_losses), (gpt2_lora, sentences, causal_lm_losses)],
+)
+def test_every_private_gradient_equals_the_oracles(
+    tmp_path: Path, make: Callable[[], nn.Module], make_texts: Callable[[], list[dict[str, Any]]], loss_fn: Any
+):
+    steps = 4
+    data, model, alone = make_texts(), make(), make()
+    trainer = make_trainer(tmp_path, model, data, planned={"steps": steps}, arguments={"lr_scheduler_type": "constant"})
+    seen: list[pg.NoisyGradient] = []
+    trainer.private_grad.raw_observers.append(lambda step: seen.append(step.released))
+    trainer.train()
+    oracle = pg.PrivateGradient(alone, loss_fn, trainer.private_grad.plan)
+    optimizer = pg.optim.AdamBC(alone.named_parameters(), lr=0.01)
+    columns = ("input_ids", "attention_mask")
+    plain = [{name: row[name] for name in columns} | {"labels": row.get("label", row.get("labels"))} for row in data]
+    for batch, released in zip(oracle.plan.batches(plain), seen, strict=True):
+        gradient = oracle(batch)
+        assert gradient.noise_std == released.noise_std
+        assert all(torch.equal(value, released.values[name]) for name, value in gradient.values.items())
+        optimizer.step(grad=gradient)
+    assert equal(model, alone)
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "losses"),
+    [(bert, texts(4), classification_losses), (gpt2, sentences(4), causal_lm_losses)],
+)
+def test_losses_are_those_of_transformers(make: Callable[[], nn.Module], data: list[dict[str, Any]], losses: Any):
+    model = make().eval()
+    names = ("input_ids", "attention_mask")
+    labels = torch.stack([torch.as_tensor(row.get("label", row.get("labels"))) for row in data])
+    batch = {name: torch.stack([row[name] for row in data]) for name in names} | {"labels": labels}
+    alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(4)]
+    torch.testing.assert_close(losses(model, batch), torch.stack(alone))
+
+
+def accuracy(model: nn.Module, data: list[dict[str, Any]]) -> float:
+    ids, mask = (torch.stack([row[name] for row in data]) for name in ("input_ids", "attention_mask"))
+    with torch.no_grad():
+        found = model.eval()(input_ids=ids, attention_mask=mask).logits.argmax(1)
+    return (found == torch.tensor([row["label"] for row in data])).float().mean().item()
+
+
+@pytest.mark.parametrize(("noise_multiplier", "learns"), [(0.3, True), (1000.0, False)])
+def test_noise_decides_what_is_learnt(tmp_path: Path, noise_multiplier: float, learns: bool):
+    model, data = bert(), texts(200)
+    numbers = {"num_examples": 200, "sample_rate": 0.2, "expected_batch_size": 40, "steps": 25, "delta": 1e-3}
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.9)
+    planned = numbers | {"noise_multiplier": noise_multiplier, "seed": None}
+    trainer = make_trainer(tmp_path, model, data, optimizer=optimizer, planned=planned)
+    trainer.train()
+    assert (accuracy(model, data) > 0.9) == learns
+    promised = trainer.private_grad.plan.epsilon()
+    assert trainer.private_grad.ledger.epsilon(delta=1e-3) == promised
+    assert trainer.state.log_history[-1]["epsilon"] == promised
+
+
+def test_a_tiny_clip_norm_freezes_the_model_and_that_is_refused(tmp_path: Path):
+    model = bert()
+    before = weights(model)
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.01)
+    trainer = make_trainer(tmp_path, model, texts(), optimizer=optimizer, planned={"max_grad_norm": 1e-10})
+    with pytest.raises(pg.PrivacyError, match="updates without effect on"):
+        trainer.train()
+    # A bias that is zero moves by what is added to it, however little.
+    assert all((value - before[name]).abs().max() < 1e-10 for name, value in weights(model).items())
+
+
+class Stop(TrainerCallback):
+    """Ends the process, or the training, in the midst of a step."""
+
+    def __init__(self, step: int, *, kill: bool) -> None:
+        self.step, self.kill = step, kill
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("make", [bert_lora, bert])
+def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path, make: Callable[[], nn.Module]):
+    data = texts()
+    whole = make_trainer(tmp_path / "whole", make(), data)
+    whole.train()
+    cut = make_trainer(tmp_path / "cut", make(), data, callbacks=[Stop(8, kill=False)])
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    cut.private_grad.ledger.close()
+    resumed = make_trainer(tmp_path / "cut", make(), data)
+    with pytest.raises(pg.BudgetExceededError, match="to be new where training starts anew"):
+        resumed.train()
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(whole.private_step.model, resumed.private_step.model)
+    assert resumed.state.global_step == resumed.private_grad.ledger.releases == STEPS
+    logged = [[(row["step"], row.get("learning_rate")) for row in t.state.log_history] for t in (whole, resumed)]
+    assert logged[0] == logged[1]
+
+
+def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
+    def train() -> None:
+        make_trainer(tmp_path, bert(), texts(), planned={"seed": None}, callbacks=[Stop(7, kill=True)]).train()
+
+    assert how_it_ended(train) == -signal.SIGKILL
+    # Killed once more, as it wrote a checkpoint.
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "trainer_state.json").write_text('{"global_st')
+    trainer = make_trainer(tmp_path, bert(), texts(), planned={"seed": None})
+    with pytest.warns(UserWarning, match="2 charged steps came after the checkpoint.* ends with 10 updates of 12"):
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 10
+    assert trainer.private_grad.ledger.releases == STEPS
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
+    make_trainer(tmp_path / "one", bert(), texts(), planned={"steps": 5}).train()
+    other = make_trainer(tmp_path / "other", bert(), texts(), planned={"steps": 5})
+    with pytest.raises(pg.PrivacyError, match="expected the ledger to be the checkpoint's"):
+        other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
+    with pytest.raises(pg.PrivacyError, match="to find a checkpoint"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):
+    data = texts()
+    arguments = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    trainer = make_trainer(
+        tmp_path,
+        bert(),
+        data,
+        arguments=arguments | {"metric_for_best_model": "loss"},
+        eval_dataset=data,
+    )
+    result = trainer.train()
+    history = trainer.state.log_history
+    assert [row["step"] for row in history if "eval_loss" in row] == [4, 8, 12]  # 1 / sample_rate steps an epoch
+    rates = [row["learning_rate"] for row in history if "learning_rate" in row]
+    assert rates == pytest.approx([0.01 * (STEPS - step + 1) / STEPS for step in (3, 6, 9, 12)])
+    assert math.isnan(result.training_loss)
+
+
+def test_nothing_private_is_logged_or_saved(tmp_path: Path):
+    arguments = {"logging_strategy": "steps", "logging_steps": 1, "save_steps": 2}
+    trainer = make_trainer(tmp_path, bert(), texts(), planned={"steps": 2}, arguments=arguments)
+    result = trainer.train()
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["total_flos"] == 0
+    assert state["num_input_tokens_seen"] == 0
+    rows = [*state["log_history"], *trainer.state.log_history, result.metrics]
+    assert not {"loss", "train_loss", "grad_norm"} & {name for row in rows for name in row}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "its own clipping": ({"max_grad_norm": 1.0}, "set max_grad_norm=0.0"),
+    "accumulation": ({"gradient_accumulation_steps": 2}, "set gradient_accumulation_steps=1"),
+    "sampling by length": ({"train_sampling_strategy": "group_by_length"}, "set train_sampling_strategy='random'"),
+    "another batch size": ({"per_device_train_batch_size": 4}, "set per_device_train_batch_size=8"),
+    "other steps": ({"max_steps": -1}, f"set max_steps={STEPS}"),
+    "a batch size of its own": ({"auto_find_batch_size": True}, "set auto_find_batch_size=False"),
+    "counting tokens": ({"include_num_input_tokens_seen": "all"}, "set include_num_input_tokens_seen='no'"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, "set label_smoothing_factor=0.0"),
+    "noisy embeddings": ({"neftune_noise_alpha": 5.0}, "set neftune_noise_alpha=None"),
+    "skipping": ({"ignore_data_skip": True}, "set ignore_data_skip=False"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "remedy"), REFUSED.values(), ids=REFUSED)
+def test_options_that_change_or_reveal_the_step_are_refused(tmp_path: Path, arguments: dict[str, Any], remedy: str):
+    with pytest.raises(pg.PrivacyError, match=f"to leave the private step to the plan.*; {remedy}"):
+        make_trainer(tmp_path, bert(), texts(), arguments=arguments)
+
+
+def test_all_wrong_options_are_named_at_once(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match=r"set max_grad_norm=0.0, gradient_accumulation_steps=1\."):
+        make_trainer(tmp_path, bert(), texts(), arguments={"max_grad_norm": 1.0, "gradient_accumulation_steps": 4})
+
+
+class Tokenizer:
+    """What padding collators ask of one; pads to the longest of the batch."""
+
+    def pad(self, items: list[dict[str, Any]], **_: Any) -> dict[str, Tensor]:
+        longest = max(int(item["attention_mask"].sum()) for item in items)
+        return {name: torch.stack([item[name][:longest] for item in items]) for name in ("input_ids", "attention_mask")}
+
+
+def test_collators_that_mix_examples_are_refused(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match="padding='max_length'"):
+        make_trainer(tmp_path / "a", bert(), texts(), data_collator=DataCollatorWithPadding(Tokenizer()))  # pyright: ignore
+
+    def to_the_longest(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return Tokenizer().pad(items) | {"labels": torch.tensor([item["label"] for item in items])}
+
+    trainer = make_trainer(tmp_path / "b", bert(), texts(), data_collator=to_the_longest)
+    with pytest.raises(pg.SamplingError, match="pad to a public length"):
+        trainer.train()
+
+
+def test_random_masks_of_a_collator_are_refused(tmp_path: Path):
+    class Masking(DataCollatorForLanguageModeling):
+        def __post_init__(self) -> None: ...
+
+        def __call__(self, features: Any, return_tensors: Any = None) -> dict[str, Tensor]:
+            ids = torch.stack([feature["input_ids"] for feature in features])
+            return {"input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.5, 1), "labels": ids}
+
+    trainer = make_trainer(tmp_path, gpt2(), sentences(), data_collator=Masking(None))  # pyright: ignore
+    with pytest.raises(pg.SamplingError, match="rows that change with the others"):
+        trainer.train()
+
+
+def test_what_would_be_made_or_run_again_is_refused(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match="expected model_init to be absent"):
+        make_trainer(tmp_path / "a", bert(), texts(), model_init=bert)
+    model = bert()
+    with pytest.raises(pg.PrivacyError, match="to be one for released gradients, got Adam"):
+        make_trainer(tmp_path / "b", model, texts(), optimizer=torch.optim.Adam(model.parameters()))
+    with pytest.raises(pg.PrivacyError, match="a model whose loss is known, got Linear"):
+        make_trainer(tmp_path / "c", nn.Linear(2, 2), texts())
+    with pytest.raises(pg.PrivacyError, match="a model whose loss is known, got BertForSequenceClassification"):
+        make_trainer(tmp_path / "d", bert(problem_type="multi_label_classification"), texts())
+    with pytest.raises(TypeError, match="traindataset"):
+        make_trainer(tmp_path / "e", bert(), texts(), traindataset=[])
+
+
+def test_every_adapter_weight_is_trained(tmp_path: Path):
+    model = bert_lora()
+    before = weights(model)
+    assert sum("lora_A" in name for name in before) == sum("lora_B" in name for name in before) == 2
+    make_trainer(tmp_path, model, texts(), planned={"noise_multiplier": 0.0}).train()
+    after = weights(model)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_adapters_that_the_optimizer_does_not_know_are_refused(tmp_path: Path):
+    """As Opacus issue 820: adapters added after the optimizer was made are never moved, and nothing says so."""
+    base = bert()
+    optimizer = pg.optim.AdamBC(base.named_parameters(), lr=0.01)
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))  # pyright: ignore
+    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got not .*lora_A"):
+        make_trainer(tmp_path, model, texts(), optimizer=optimizer)
+
+
+def test_adapters_that_stay_as_they_are_stop_the_run(tmp_path: Path):
+    model = bert_lora()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [(name, p) for name, p in named.items() if "lora_A" not in name]},
+        {"params": [(name, p) for name, p in named.items() if "lora_A" in name], "lr": 0.0},
+    ]
+    trainer = make_trainer(tmp_path, model, texts(), optimizer=pg.optim.AdamBC(groups, lr=0.01))
+    with pytest.raises(pg.PrivacyError, match=r"10 updates without effect on .*lora_A"):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 10
+
+
+def test_adapters_that_no_loss_reaches_are_refused(tmp_path: Path):
+    model: Any = bert_lora()
+
+    def loss_fn(_: Any, batch: dict[str, Tensor]) -> Tensor:
+        with model.disable_adapter():
+            return classification_losses(model, batch)
+
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "embeddings" in name)
+    trainer = make_trainer(tmp_path, model, texts(), loss_fn=loss_fn)
+    with pytest.raises(pg.PrivacyError, match=r"every trainable parameter to get a gradient, got none for .*lora_A"):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 0
