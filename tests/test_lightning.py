@@ -1,0 +1,273 @@
+"""PrivateStrategy: the step is the oracle's, the rest is Lightning's; killed runs go on."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from killed import how_it_ended
+
+pytest.importorskip("lightning")
+from lightning import pytorch as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from privgrad.integrations.lightning import PrivateStrategy
+
+STEPS = 12
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        "The '.*_dataloader' does not have many workers",  # Lightning's advice
+        "Checkpoint directory .* exists and is not empty",
+        "Be aware that when using `ckpt_path`, callbacks",
+        "`isinstance.treespec, LeafSpec.` is deprecated",  # in its use of torch
+    )
+]
+
+
+class Classifier(L.LightningModule):
+    """As a user writes it, but that training_step returns one loss an example, and names go to the optimizer."""
+
+    def __init__(self, make_optimizer: Any = None) -> None:
+        super().__init__()
+        self.net = make_model()
+        self.make_optimizer = make_optimizer or (lambda params: pg.optim.AdamBC(params, lr=0.05))
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, labels = batch
+        return F.cross_entropy(self.net(inputs), labels, reduction="none")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, labels = batch
+        self.log("accuracy", (self.net(inputs).argmax(1) == labels).float().mean())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])  # pyright: ignore
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.named_parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Watch(L.Callback):
+    """Notes what was released; ends the process or the training at a step."""
+
+    def __init__(self, *, kill_at: int = 0, stop_at: int = 0) -> None:
+        self.kill_at, self.stop_at = kill_at, stop_at
+        self.released: list[pg.NoisyGradient] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.private_grad.raw_observers.append(lambda step: self.released.append(step.released))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trainer.global_step == self.stop_at:
+            raise RuntimeError("stopped")
+
+
+def make_trainer(folder: Path, plan: pg.PrivacyPlan, *, strategy: Any = None, **options: Any) -> Any:
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    numbers: dict[str, Any] = {"max_steps": plan.steps, "default_root_dir": folder, "enable_checkpointing": False}
+    strategy = strategy or PrivateStrategy(plan, device="cpu", ledger=folder / "ledger.jsonl")
+    return L.Trainer(strategy=strategy, **(quiet | numbers | options))
+
+
+def fit(trainer: Any, module: Any, data: TensorDataset | None = None, **options: Any) -> Any:
+    data = make_data() if data is None else data
+    trainer.fit(module, trainer.strategy.batches(data), DataLoader(data, batch_size=len(data)), **options)
+    return module
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    callback = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    return {"enable_checkpointing": True, "callbacks": [callback]}
+
+
+def planned(**changed: Any) -> pg.PrivacyPlan:
+    return make_plan(**({"steps": STEPS, "seed": 5, "noise_multiplier": 0.5} | changed))
+
+
+def test_every_private_gradient_equals_the_oracles(tmp_path: Path):
+    plan, watch, alone = planned(), Watch(), make_model()
+    module = fit(make_trainer(tmp_path, plan, callbacks=[watch]), Classifier())
+    oracle = pg.PrivateGradient(alone, loss_fn, plan)
+    optimizer = pg.optim.AdamBC(alone.named_parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
+    for batch, released in zip(plan.batches(make_data()), watch.released, strict=True):
+        gradient = oracle(batch)
+        assert gradient.noise_std == released.noise_std
+        assert all(torch.equal(value, released.values[f"net.{name}"]) for name, value in gradient.values.items())
+        optimizer.step(grad=gradient)
+        schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), alone.parameters(), strict=True))
+    assert module.rates == [0.05 * 0.5 ** (step // 4) for step in range(1, STEPS + 1)]
+
+
+def separable(count: int = 200) -> TensorDataset:
+    inputs = torch.randn(count, 5, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+@pytest.mark.parametrize(("noise_multiplier", "learns"), [(0.3, True), (1000.0, False)])
+def test_noise_decides_what_is_learnt(tmp_path: Path, noise_multiplier: float, learns: bool):
+    numbers = {"num_examples": 200, "sample_rate": 0.2, "expected_batch_size": 40, "steps": 40, "delta": 1e-3}
+    plan = planned(**numbers, noise_multiplier=noise_multiplier, seed=None)
+    trainer = make_trainer(tmp_path, plan)
+    fit(trainer, Classifier(lambda params: pg.optim.SGD(params, lr=2.0, momentum=0.9)), separable())
+    assert (trainer.callback_metrics["accuracy"].item() > 0.85) == learns
+    assert trainer.strategy.private_grad.ledger.epsilon(delta=1e-3) == plan.epsilon()
+
+
+def test_a_tiny_clip_norm_freezes_the_model_and_that_is_refused(tmp_path: Path):
+    module = Classifier(lambda params: pg.optim.SGD(params, lr=0.01))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.raises(pg.PrivacyError, match="updates without effect on"):
+        fit(make_trainer(tmp_path, planned(max_grad_norm=1e-10)), module)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path):
+    whole = fit(make_trainer(tmp_path / "whole", planned()), Classifier())
+    options = saving(tmp_path / "cut")
+    options["callbacks"].append(Watch(stop_at=7))
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit(make_trainer(tmp_path / "cut", planned(), **options), Classifier())
+    resumed = make_trainer(tmp_path / "cut", planned(), **saving(tmp_path / "cut"))
+    with pytest.raises(pg.BudgetExceededError, match="to be new where training starts anew"):
+        fit(resumed, Classifier())
+    module = fit(resumed, Classifier(), ckpt_path=tmp_path / "cut" / "step=5.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), module.parameters(), strict=True))
+    assert resumed.global_step == resumed.strategy.private_grad.ledger.releases == STEPS
+    assert module.rates == whole.rates[5:]
+    assert resumed.current_epoch == 3
+
+
+def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
+    plan = planned(seed=None)
+
+    def train() -> None:
+        options = saving(tmp_path)
+        options["callbacks"].append(Watch(kill_at=7))
+        fit(make_trainer(tmp_path, plan, **options), Classifier())
+
+    assert how_it_ended(train) == -signal.SIGKILL
+    trainer = make_trainer(tmp_path, plan)
+    with pytest.warns(UserWarning, match="2 charged steps came after the checkpoint.* ends with 10 updates of 12"):
+        fit(trainer, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
+    assert trainer.global_step == 10
+    assert trainer.strategy.private_grad.ledger.releases == STEPS
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
+    plan = planned(steps=5)
+    fit(make_trainer(tmp_path / "one", plan, **saving(tmp_path)), Classifier())
+    other = make_trainer(tmp_path / "other", plan)
+    with pytest.raises(pg.PrivacyError, match="expected the ledger to be the checkpoint's"):
+        fit(other, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
+    plain = L.Trainer(max_steps=5, default_root_dir=tmp_path, accelerator="cpu", logger=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain.fit(Plain(), DataLoader(make_data(), batch_size=8), DataLoader(make_data(), batch_size=8))
+        plain.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(pg.PrivacyError, match="the checkpoint to be of a private run"):
+        fit(other, Classifier(), ckpt_path=tmp_path / "plain.ckpt")
+
+
+class Plain(Classifier):
+    """Trains without privacy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "its own clipping": ({"gradient_clip_val": 1.0}, "set gradient_clip_val=None"),
+    "accumulation": ({"accumulate_grad_batches": 2}, "set accumulate_grad_batches=1"),
+    "other steps": ({"max_steps": 3}, f"set max_steps={STEPS}"),
+    "epochs": ({"max_steps": -1, "max_epochs": 3}, f"set max_steps={STEPS}"),
+    "part of an epoch": ({"limit_train_batches": 2}, "set limit_train_batches=1.0"),
+    "few examples": ({"overfit_batches": 2}, "set .*overfit_batches=0.0"),
+}
+
+
+@pytest.mark.parametrize(("options", "remedy"), REFUSED.values(), ids=REFUSED)
+def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[str, Any], remedy: str):
+    with pytest.raises(pg.PrivacyError, match=f"to leave the private step to the plan.*; {remedy}"):
+        fit(make_trainer(tmp_path, planned(), **options), Classifier())
+
+
+def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):
+    by_hand = Classifier()
+    by_hand.automatic_optimization = False
+    with pytest.raises(pg.PrivacyError, match="to optimize automatically, by one optimizer, got manual"):
+        fit(make_trainer(tmp_path / "a", planned()), by_hand)
+    with pytest.raises(pg.PrivacyError, match="to be one for released gradients, got SGD"):
+        fit(make_trainer(tmp_path / "b", planned()), Plain())
+    of_others = Classifier(lambda params: pg.optim.SGD(make_model().named_parameters(), lr=0.1))
+    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got not net\.0\.weight"):
+        fit(make_trainer(tmp_path / "c", planned()), of_others)
+    mean = Classifier()
+    mean.training_step = lambda batch, batch_idx: Classifier.training_step(mean, batch, batch_idx).mean()  # pyright: ignore
+    with pytest.raises(pg.PrivacyError, match="losses"):
+        fit(make_trainer(tmp_path / "d", planned()), mean)
+
+
+def test_a_loader_of_ones_own_is_refused(tmp_path: Path):
+    trainer = make_trainer(tmp_path, planned())
+    with pytest.raises(pg.SamplingError, match="expected batch to be a Batch"):
+        trainer.fit(Classifier(), DataLoader(make_data(), batch_size=8), DataLoader(make_data(), batch_size=8))
+    assert trainer.strategy.private_grad.ledger.releases == 0
+
+
+def test_private_losses_are_not_logged(tmp_path: Path):
+    class Telling(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            losses = super().training_step(batch, batch_idx)
+            self.log("loss", losses.mean())
+            return losses
+
+    module = Telling()
+    with pytest.raises(pg.PrivacyError, match=r"to log nothing, got a call of self\.log"):
+        fit(make_trainer(tmp_path, planned()), module)
+    assert "log" not in vars(module)
+
+
+def test_autocast_reaches_the_private_step(tmp_path: Path):
+    kinds: set[torch.dtype] = set()
+
+    class Noting(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            kinds.add(self.net(batch[0]).dtype)
+            return super().training_step(batch, batch_idx)
+
+    plan, watch = planned(steps=2), Watch()
+    fit(make_trainer(tmp_path, plan, precision="bf16-mixed", callbacks=[watch]), Noting())
+    assert torch.bfloat16 in kinds
+    assert {value.dtype for value in watch.released[0].values.values()} == {torch.float32}
+
+
+def test_validation_alone_needs_no_plan(tmp_path: Path):
+    trainer = make_trainer(tmp_path, planned())
+    (measured,) = trainer.validate(Classifier(), DataLoader(make_data(), batch_size=32), verbose=False)
+    assert 0 <= measured["accuracy"] <= 1
+    assert not (tmp_path / "ledger.jsonl").exists()
