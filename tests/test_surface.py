@@ -9,16 +9,18 @@ from privgrad.cli import app
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales UnsupportedModuleError audit clip fit optim perturb precondition "
+    "PublicGradient SamplingError Scales UnsupportedModuleError audit clip federated fit optim perturb precondition "
     "side_information",
     "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
     "PrivateOptimizer RMSprop RMSpropBC RMSpropPub debias default_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
-    "target_epsilon sampling seed group_size noise_on_grid",
+    "target_epsilon sampling seed group_size noise_on_grid privacy_unit",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
-    "sampling seed group_size noise_on_grid",
+    "sampling seed group_size noise_on_grid privacy_unit",
+    pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
+    "noise_multiplier sampling seed noise_on_grid",
     pg.PrivacyPlan.batches: "self dataset start collate processes",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
@@ -38,6 +40,9 @@ SIGNATURES = {
     pg.perturb.BAM: "radius mode",
     pg.perturb.SAT: "radius",
     pg.perturb.RawSAM: "radius",
+    pg.federated.LocalTraining: "lr batch_size epochs",
+    pg.federated.Reported: "",
+    pg.federated.local_update: "model loss_fn user local max_update_norm precondition step",
     pg.precondition.fixed: "scales source",
     pg.precondition.public_rmsprop: "gradient beta epsilon epsilon_inside schedule",
     pg.precondition.public_adam: "gradient beta beta1 keep epsilon epsilon_inside schedule",

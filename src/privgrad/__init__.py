@@ -1,6 +1,6 @@
 """Differentially private training for PyTorch that takes the bias out of private gradients."""
 
-from privgrad import audit, optim, side_information
+from privgrad import audit, federated, optim, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
 from privgrad.gradient import perturb, precondition
@@ -26,6 +26,7 @@ __all__ = [
     "UnsupportedModuleError",
     "audit",
     "clip",
+    "federated",
     "fit",
     "optim",
     "perturb",

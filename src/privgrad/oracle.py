@@ -59,7 +59,8 @@ class PrivateGradient:
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
         perturb: where gradients are taken: perturb.BAM(radius) at a point of each example's own, perturb.SAT(radius)
-            along the last released gradient; None at the weights.
+            along the last released gradient; None at the weights. With a plan for users, what each contributes:
+            federated.LocalTraining(...).
         precondition: divides each gradient by public scales before it is clipped (AdaDPS); None divides by nothing.
         clip: Flat(), PerLayer({...}) or Automatic().
         engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
@@ -120,9 +121,13 @@ class PrivateGradient:
         with processes.gathered(model):
             require_supported(model)
             self._precondition = precondition = None if precondition is None else precondition.begun(model)
-        self._model = model
-        self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._perturb = Perturbation(0.0) if perturb is None else perturb.begun()
+        if self._perturb.privacy_unit != plan.privacy_unit:
+            condition = f"to be of unit {self._perturb.privacy_unit!r}, as what is computed of each row of a batch"
+            remedy = "plan by PrivacyPlan.for_users for perturb=LocalTraining(...), and only for that"
+            raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
+        self._model, loss_fn = model, self._perturb.losses(loss_fn)
+        self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._loss_fn = loss_fn
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
@@ -253,6 +258,10 @@ class PrivateGradient:
         radius = self._perturb.radius(index)
         raw_mean = partial(self._raw_mean, batch, "perturb")
         # Masks of their own in each process; what is public was the same in all.
+        inverse_scales = self._perturb.divide(transform.inverse_scales)
+        if inverse_scales is not transform.inverse_scales and (transform.shift or transform.keep < 1):
+            remedy = "take precondition.fixed, public_rmsprop or public_adagrad"
+            raise expected("PrivateGradient", "precondition", "to divide only", "one that adds a share", remedy)
         with seeded(word + self._processes.rank), self._perturb.at(radius, parameters, raw_mean):
             return clipped_sum(
                 self._chunks(batch, index, radius, transform, parameters),
@@ -260,7 +269,7 @@ class PrivateGradient:
                 clip=self._clip,
                 max_grad_norm=self._plan.max_grad_norm,
                 grouped=self._plan.group_size > 1,
-                inverse_scales=transform.inverse_scales,
+                inverse_scales=inverse_scales,
             )
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
@@ -365,7 +374,7 @@ class PrivateGradient:
     ) -> Iterator[Mapping[str, Factor]]:
         if batch.size == 0:
             return
-        size = self._microbatch_size or self._engine.microbatch_size(batch.examples)
+        size = self._microbatch_size or self._perturb.microbatch_size(self._engine, batch.examples)
 
         def gradients_of(examples: Any) -> Mapping[str, Factor]:
             found, rows = self._perturb.gradients(self._engine, examples, radius), count_examples(examples)

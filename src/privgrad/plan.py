@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -22,7 +22,7 @@ from privgrad.errors import (
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
-from privgrad.types import Batch, SamplingScheme
+from privgrad.types import Batch, PrivacyUnit, SamplingScheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,14 @@ class PrivacyPlan:
         noise_on_grid: add the noise on a public grid, so that the low-order bits of what is released tell nothing of
             the data (see noise.add_noise). On the CPU only; at most a five-hundredth more noise. False adds it to the
             floating-point numbers as they are.
+        privacy_unit: whose presence is hidden. "example", or "user": all examples of one person or device together
+            (see federated). Every "example" above is then a user: n users, B the expected cohort, T rounds, C the
+            bound on one user's update.
     Raises:
         PrivacyError: a number out of its range, or rate, batch size and data set size that contradict each other.
     Privacy:
-        Holds public numbers only. Neighbouring data sets differ by adding or removing one example, whatever the
-        group size.
+        Holds public numbers only. Neighbouring data sets differ by adding or removing one example, or with privacy
+        unit "user" all of one user's; whatever the group size.
     """
 
     sample_rate: float
@@ -67,9 +70,9 @@ class PrivacyPlan:
     seed: int | None = None
     group_size: int = 1
     noise_on_grid: bool = False
+    privacy_unit: PrivacyUnit = "example"
 
     neighboring_relation = "add or remove one"
-    privacy_unit = "example"
 
     def __post_init__(self) -> None:
         function = "PrivacyPlan"
@@ -101,6 +104,11 @@ class PrivacyPlan:
         if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
             condition, remedy = "to be True or False, and False without noise", "there is nothing to hide without noise"
             raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
+        if self.privacy_unit not in get_args(PrivacyUnit):
+            raise expected(function, "privacy_unit", "to be 'example' or 'user'", repr(self.privacy_unit), "choose one")
+        if self.privacy_unit == "user" and self.group_size > 1:
+            remedy = "each user's examples are clipped as one already"
+            raise expected(function, "group_size", "to be 1 for users", self.group_size, remedy)
         if self.sampling not in get_args(SamplingScheme):
             raise expected(function, "sampling", "to be 'poisson' or 'fixed'", repr(self.sampling), "choose one")
         if self.delta is not None:
@@ -126,13 +134,14 @@ class PrivacyPlan:
         seed: int | None = None,
         group_size: int = 1,
         noise_on_grid: bool = False,
+        privacy_unit: PrivacyUnit = "example",
     ) -> "PrivacyPlan":
         """The plan whose steps together cost at most target_epsilon, by PLD.
 
         Args:
             target_epsilon: > 0.
-            delta, max_grad_norm, num_examples, expected_batch_size, steps, sampling, seed, group_size, noise_on_grid:
-                as in PrivacyPlan.
+            delta, max_grad_norm, num_examples, expected_batch_size, steps, sampling, seed, group_size, noise_on_grid,
+                privacy_unit: as in PrivacyPlan.
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
         Raises:
@@ -158,7 +167,63 @@ class PrivacyPlan:
             seed=seed,
             group_size=group_size,
             noise_on_grid=noise_on_grid,
+            privacy_unit=privacy_unit,
         )
+
+    @classmethod
+    def for_users(
+        cls,
+        *,
+        num_users: int,
+        expected_cohort_size: int,
+        rounds: int,
+        max_update_norm: float,
+        delta: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        sampling: SamplingScheme = "poisson",
+        seed: int | None = None,
+        noise_on_grid: bool = False,
+    ) -> "PrivacyPlan":
+        """The plan of a federated training, in its own words: privacy for users, rounds of cohorts.
+
+        Args:
+            num_users: n >= 1, public.
+            expected_cohort_size: K >= 1, the public divisor. Each user is in a round's cohort with probability
+                sample_rate = K / n, independently of all else.
+            rounds: T >= 1.
+            max_update_norm: C, the bound on one user's whole update.
+            delta: in (0, 1); at most 1 / num_users.
+            target_epsilon, noise_multiplier: exactly one of the two.
+            sampling, seed, noise_on_grid: as in PrivacyPlan.
+        Returns:
+            A plan with privacy_unit "user".
+        Raises:
+            PrivacyError: a number out of its range; both or neither of target_epsilon and noise_multiplier.
+        Privacy:
+            As for_budget, between data sets that differ by all the data of one user.
+        """
+        if (target_epsilon is None) == (noise_multiplier is None):
+            got = "neither" if target_epsilon is None else "both"
+            remedy = "give what the training may cost, or sigma"
+            raise expected("for_users", "target_epsilon or noise_multiplier", "to be given", got, remedy)
+        require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
+        require_integer("for_users", "num_users", num_users, 1)
+        numbers: dict[str, Any] = {
+            "steps": rounds,
+            "expected_batch_size": expected_cohort_size,
+            "max_grad_norm": max_update_norm,
+            "num_examples": num_users,
+            "delta": delta,
+            "sampling": sampling,
+            "seed": seed,
+            "noise_on_grid": noise_on_grid,
+            "privacy_unit": "user",
+        }
+        if target_epsilon is not None:
+            return cls.for_budget(target_epsilon=target_epsilon, **numbers)
+        sample_rate = expected_cohort_size / num_users
+        return cls(sample_rate=sample_rate, noise_multiplier=cast(float, noise_multiplier), **numbers)
 
     @property
     def divisor(self) -> int:

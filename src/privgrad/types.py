@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 from privgrad.errors import expected
 
 SamplingScheme = Literal["poisson", "fixed"]
+PrivacyUnit = Literal["example", "user"]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
 from privgrad.errors import expected
 from privgrad.gradient import clipping, perturb, precondition
+from privgrad.gradient.local import LocalTraining
 from privgrad.gradient.public import PublicGradient
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
@@ -41,6 +42,7 @@ class Method:
         layers: linear layers side by side, that share each example's gradient.
         group_size, noise_on_grid: of the plan.
         canaries: in one run.
+        users: whether a row of the data is a user with two examples.
     """
 
     optimizer: str = "SGD"
@@ -49,6 +51,7 @@ class Method:
     group_size: int = 1
     noise_on_grid: bool = False
     canaries: int = _CANARIES
+    users: bool = False
 
 
 class _Sum(nn.ModuleList):
@@ -105,6 +108,7 @@ METHODS: Mapping[str, Method] = {
     "public_adam": Method(oracle=_by(precondition.public_adam, keep=0.9)),
     "public_adagrad": Method(oracle=_by(precondition.public_adagrad)),
     "noise on a grid": Method(noise_on_grid=True),
+    "users": Method(oracle=_with(perturb=LocalTraining(0.5, batch_size=1)), users=True),
     "groups of 2": Method(group_size=2, canaries=1),
     "AdaDPS, BAM, PerLayer, microbatches": Method(
         oracle=lambda model: {
@@ -256,12 +260,17 @@ def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
     coordinates, grouped = torch.eye(method.canaries), method.group_size > 1
     others = coordinates if not grouped else torch.ones(_company(method, rate), 1)
     pull = 1e4 if grouped else 0.25 / method.layers**0.5
+    pull = 2 * pull if method.users else pull  # which local training goes all the way to
     push = 1e8 if grouped else 1e3
 
     def data(included: Tensor) -> TensorDataset:
         canaries = coordinates[included]
         targets = torch.cat([torch.full((len(others),), pull), torch.full((len(canaries),), -push)])
-        return TensorDataset(torch.cat([others, canaries]), targets)
+        inputs = torch.cat([others, canaries])
+        if method.users:
+            each = torch.full((len(inputs),), 2)
+            return TensorDataset(inputs[:, None].expand(-1, 2, -1), targets[:, None].expand(-1, 2), each)
+        return TensorDataset(inputs, targets)
 
     return data
 
@@ -278,6 +287,7 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
         num_examples=count,
         group_size=method.group_size,
         noise_on_grid=method.noise_on_grid,
+        privacy_unit="user" if method.users else "example",
     )
     oracle = PrivateGradient(model, _losses, plan, **method.oracle(model))
     beginning = oracle.state_dict()

@@ -7,19 +7,22 @@ MNIST and CIFAR-10, the Debian package index for tagged or paired sentences, the
 from collections.abc import Callable
 
 from privgrad.data.dataset import DataSet
-from privgrad.data.debian import debian_sections, debian_tags, sentence_pairs
+from privgrad.data.debian import debian_maintainers, debian_sections, debian_tags, sentence_pairs
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
 from privgrad.data.synthetic import heavy_tail
 from privgrad.data.text import brown, ptb, snli
+from privgrad.data.users import by_user
 
 __all__ = [
     "LOADERS",
     "DataSet",
     "barcode",
     "brown",
+    "by_user",
     "cifar10",
+    "debian_maintainers",
     "debian_sections",
     "debian_tags",
     "digits",
@@ -38,6 +41,7 @@ LOADERS: dict[str, Callable[..., DataSet]] = {
     "barcode": barcode,
     "brown": brown,
     "cifar-10": cifar10,
+    "debian-maintainers": debian_maintainers,
     "debian-sections": debian_sections,
     "debian-tags": debian_tags,
     "digits": digits,

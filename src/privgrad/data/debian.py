@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.sources import PathLike, find_folder, unpacked
 from privgrad.data.text import PairEncoder
+from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
 
 _LISTS = Path("/var/lib/apt/lists")
@@ -132,27 +133,77 @@ def debian_tags(
     known = {package.maintainer for package in other}
     train = [package for package in train if package.maintainer not in known][:limit]
     ids, counts = _vocabulary([package for part in parts for package in part if not package.tags], words)
-    tags = {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in train))))}
-
-    def part(packages: Sequence[_Package]) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = torch.zeros(len(packages), len(tags))
-        for row, package in enumerate(packages):
-            labels[row, [tags[tag] for tag in package.tags if tag in tags]] = 1
-        return _bags(packages, ids, length), labels
-
+    tags = _tags(train)
     loaded = split(
         f"Debian package index ({suites}), tags",
-        part(train),
-        part([package for package in test if package.tags & tags.keys()]),
+        _tagged(train, ids, tags, length),
+        _tagged(test, ids, tags, length),
         validation,
         num_classes=len(tags),
         vocabulary=len(ids) + 1,
         public_counts=counts,
         score="recall@5",
     )
-    if not other:
-        return loaded
-    return replace(loaded, other_public=TensorDataset(*part([p for p in other if p.tags & tags.keys()])))
+    return replace(loaded, other_public=TensorDataset(*_tagged(other, ids, tags, length))) if other else loaded
+
+
+def debian_maintainers(
+    path: PathLike | None = None,
+    *,
+    words: int = 10_000,
+    length: int = 128,
+    limit: int | None = 400,
+    minimum: int = 5,
+    cap: int = 256,
+    validation: int = 0,
+) -> DataSet:
+    """The tags of debian_tags, where each maintainer is a user whose packages stay together: for privacy of users.
+
+    The stand-in for StackOverflow's users. The training part is as by_user makes it: of each user the words of their
+    packages, the tags, and how many packages there are. Validation is packages of other users; the test part is
+    that of debian_tags, by whomever. A person is a hash of their address.
+
+    Args:
+        path, words, length: as in debian_sections.
+        limit: how many users train, by their hash; None takes all but the validation's.
+        minimum: users with fewer packages are left out, >= 1.
+        cap: packages kept of a user, >= 1.
+        validation: how many users to hold out, >= 0.
+    Raises:
+        PrivacyError: as in debian_sections; fewer users than asked for.
+    Privacy:
+        Vocabulary and counts are of the untagged packages only. Which tags there are is taken from all users: NOT
+        private.
+    """
+    numbers = {"words": words, "length": length, "limit": 1 if limit is None else limit, "minimum": minimum, "cap": cap}
+    for name, value in numbers.items():
+        require_integer("debian_maintainers", name, value, 1)
+    require_integer("debian_maintainers", "validation", validation, 0)
+    suites, *parts = _read_index("debian_maintainers", path)
+    ids, counts = _vocabulary([package for part in parts for package in part if not package.tags], words)
+    train, test = ([package for package in part if package.tags] for part in parts)
+    sizes = Counter(package.maintainer for package in train)
+    people = sorted(person for person, size in sizes.items() if size >= minimum)
+    wanted = (1 if limit is None else limit) + validation
+    if len(people) < wanted:
+        got = f"{len(people)} with at least {minimum} packages"
+        raise expected("debian_maintainers", "limit and validation", "to fit the users", got, "ask for fewer")
+    held_out = set(people[len(people) - validation :])
+    users = set(people[: len(people) - validation][:limit])
+    own, others = ([p for p in train if p.maintainer in group] for group in (users, held_out))
+    tags = _tags(train)
+    inputs, labels = _tagged(own, ids, tags, length)
+    return DataSet(
+        name=f"Debian package index ({suites}), tags by maintainer",
+        train=by_user((inputs, labels), (package.maintainer for package in own), cap=cap),
+        validation=TensorDataset(*_tagged(others, ids, tags, length)),
+        test=TensorDataset(*_tagged(test, ids, tags, length)),
+        num_classes=len(tags),
+        input_shape=tuple(inputs.shape[1:]),
+        vocabulary=len(ids) + 1,
+        public_counts=counts,
+        score="recall@5",
+    )
 
 
 def sentence_pairs(
@@ -214,6 +265,22 @@ def _bags(packages: Sequence[_Package], ids: Mapping[str, int], length: int) -> 
         known = [ids[word] for word in _words(package) if word in ids][:length]
         row[: len(known)] = known
     return inputs
+
+
+def _tags(packages: Sequence[_Package]) -> dict[str, int]:
+    """The packages' tags, numbered by name."""
+    return {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in packages))))}
+
+
+def _tagged(
+    packages: Sequence[_Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words and tags of the packages that have any of these tags."""
+    packages = [package for package in packages if package.tags & tags.keys()]
+    labels = torch.zeros(len(packages), len(tags))
+    for row, package in enumerate(packages):
+        labels[row, [tags[tag] for tag in package.tags if tag in tags]] = 1
+    return _bags(packages, ids, length), labels
 
 
 def _words(package: _Package) -> list[str]:

@@ -110,7 +110,7 @@ def _measured(
 ) -> Iterator[Record]:
     candidate, losses = spec.grid(method)[0], losses_for(data)
     places: dict[str, Perturbation | None] = {"plain": None}
-    own = method.perturbation(candidate.radius)
+    own = method.perturbation(candidate)
     if item.own and own is not None and stop.released is not None:
         places["own"] = own
     order = torch.from_numpy(np.random.default_rng((seed, stop.step)).permutation(len(data.train)))

@@ -36,8 +36,14 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
         if name not in known:
             raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
     data = make_data(spec)
-    inputs, labels = data.train.tensors
-    if not inputs.is_floating_point() or labels.is_floating_point() or labels.ndim > 1 or data.vocabulary is not None:
+    inputs, labels, *users = data.train.tensors
+    if (
+        users
+        or not inputs.is_floating_point()
+        or labels.is_floating_point()
+        or labels.ndim > 1
+        or data.vocabulary is not None
+    ):
         got, remedy = data.name, "audit its methods without a specification, or write a game: privgrad.audit.Game"
         raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
     games = [
@@ -75,7 +81,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             model,
             losses_for(data, views=spec.run.views),
             plan,
-            perturb=method.perturbation(candidate.radius),
+            perturb=method.perturbation(candidate),
             precondition=preconditioner(method.precondition, public, model, data),
             engine=spec.run.engine,
             microbatch_size=spec.run.microbatch_size,

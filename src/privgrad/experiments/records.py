@@ -7,6 +7,7 @@ from operator import methodcaller
 from typing import Any
 
 Record = Mapping[str, Any]
+SOMETIMES_TUNED = ("radius", "local_lr")  # besides the learning rate and the clipping norm
 
 
 def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -18,10 +19,10 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Args:
         records: one mapping a training run, phase "tuning" or "final".
     Returns:
-        Rows with the keys method; max_grad_norm, lr and radius (None if the final runs differ in it); lr_at_edge,
-        norm_at_edge and radius_at_edge (None unless more than one was tuned); seeds (number of final runs);
-        test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None with one seed); epsilon (max);
-        sampling ("fixed" if any run was); fraction_floored and seconds (means, or None).
+        Rows with the keys method; max_grad_norm, lr, radius and local_lr (None if the final runs differ in it);
+        lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless more than one was tuned);
+        seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
+        with one seed); epsilon (max); sampling ("fixed" if any run was); fraction_floored and seconds (means, or None).
     Privacy:
         NOT private for the held-out examples that accuracy and loss were measured on.
     """
@@ -31,8 +32,11 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     finals = in_phase(runs, "final")
     schemes = {run.get("sampling") for run in runs}
-    norm, lr, radius = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr", "radius"))
-    tuning = in_phase(runs, "tuning")
+    norm, lr = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr"))
+    tuning, others = in_phase(runs, "tuning"), dict[str, Any]()
+    for key in SOMETIMES_TUNED:
+        others[key] = _only(run.get(key) for run in finals)
+        others[f"{key}_at_edge"] = _at_edge(others[key], {run[key] for run in tuning if run.get(key) is not None})
     norms: set[float] = {run["max_grad_norm"] for run in tuning if run.get("max_grad_norm") is not None}
     rates: set[float] = {run["lr"] for run in tuning if run.get("max_grad_norm") == norm}
     accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
@@ -40,10 +44,9 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "method": method,
         "max_grad_norm": norm,
         "lr": lr,
-        "radius": radius,
+        **others,
         "lr_at_edge": _at_edge(lr, rates),
         "norm_at_edge": _at_edge(norm, norms),
-        "radius_at_edge": _at_edge(radius, {run["radius"] for run in tuning if run.get("radius") is not None}),
         "seeds": len(finals),
         "test_accuracy_mean": mean(accuracy),
         "test_accuracy_std": std(accuracy),
@@ -118,16 +121,16 @@ def is_scored(records: Sequence[Record]) -> bool:
 
 
 def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Per method its (learning rate, mean of `tuned_by`) in ascending order, with the norm and radius that were chosen;
-    diverged runs left out.
+    """Per method its (learning rate, mean of `tuned_by`) in ascending order, with all else that is tuned as it was
+    chosen; diverged runs left out.
     """
     result, key = {}, tuned_by(records)
-    rows = summarize(records)
-    chosen = {row["method"]: (row["max_grad_norm"], row["radius"]) for row in rows if row["seeds"]}
+    keys = ("max_grad_norm", *SOMETIMES_TUNED)
+    chosen = {row["method"]: [row[other] for other in keys] for row in summarize(records) if row["seeds"]}
     for method, runs in by_method(in_phase(records, "tuning")).items():
         found: dict[float, list[float]] = {}
         for run in runs:
-            other = (run.get("max_grad_norm"), run.get("radius"))
+            other = [run.get(key) for key in keys]
             if is_finite(run.get(key)) and chosen.get(method, other) == other:
                 found.setdefault(run["lr"], []).append(run[key])
         result[method] = [(lr, statistics.fmean(values)) for lr, values in sorted(found.items())]

@@ -33,7 +33,7 @@ _TUNED_BY = {
     "validation_accuracy": "Validation accuracy",
     "validation_loss": "Validation loss",
 }
-_TUNED = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"))
+_TUNED = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local rate", "local_lr"))
 _DASH = "–"
 
 
@@ -167,7 +167,7 @@ def _row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
         "epsilon": _epsilon_text(row["epsilon"]) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
         "lr": (f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH))
-        + (f", radius {row['radius']:g}" if row["radius"] is not None else ""),
+        + "".join(f", {name} {row[key]:g}" for name, key in _TUNED[2:] if row[key] is not None),
         "at_edge": " and ".join(name for name, key in _TUNED if row[f"{key}_at_edge"]),
         "seeds": str(row["seeds"]),
         "floored": f"{100 * row['fraction_floored']:.0f} %" if is_finite(row["fraction_floored"]) else _DASH,

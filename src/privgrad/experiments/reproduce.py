@@ -14,7 +14,7 @@ from rich.table import Table
 
 from privgrad.errors import expected
 from privgrad.experiments import bias, probes
-from privgrad.experiments.records import in_phase, mean, measured_on, std
+from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
 from privgrad.experiments.runs import Record, claim, compare, context, describe, read_records
 from privgrad.experiments.spec import Spec, check_spec
 from privgrad.experiments.toy import toy
@@ -142,7 +142,7 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
     """The method with one entry of each grid; of a grid that is to grow, all."""
     cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
     small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
-    return small | ({"perturb": _smallest(method["perturb"], tuning)} if "perturb" in method else {})
+    return small | {key: _smallest(method[key], {}) for key in ("perturb", "local") if key in method}
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,9 +228,11 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
     paper = f"paper ({stands_in_for})" if stands_in_for else "paper"
     on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
-    chosen = "C, lr, radius" if any(method.perturb for method in spec.methods) else "C, lr"
+    tuned = ["max_grad_norm", "lr"]
+    tuned += [key for key in SOMETIMES_TUNED if any(getattr(spec.grid(m)[0], key) is not None for m in spec.methods)]
     headers = [header for title in shown.values() for header in (title, paper)]
-    table = Table("method", chosen, "classes", *headers, title=spec.title)
+    title = ", ".join(tuned).replace("max_grad_norm", "C").replace("_", " ")
+    table = Table("method", title, "classes", *headers, title=spec.title)
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
         finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
@@ -246,11 +248,9 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
             rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
         tuning = in_phase(runs, "tuning")
         tried, norms = (sorted({record[key] for record in tuning}) for key in ("lr", "max_grad_norm"))
-        radius = next((final.get("radius") for final in finals), None)
+        chosen = {key: finals[0].get(key) if finals else None for key in ("max_grad_norm", "lr", *SOMETIMES_TUNED)}
         found[method.name] = {
-            "max_grad_norm": finals[0]["max_grad_norm"] if finals else None,
-            "lr": finals[0]["lr"] if finals else None,
-            "radius": radius,
+            **chosen,
             "lrs_tried": tried,
             "norms_tried": norms,
             "seeds": len(finals),
@@ -259,9 +259,8 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
             "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
         }
         for index, row in enumerate(rows.values()):
-            final = finals[0]
-            chosen = f"{final['max_grad_norm']:g}, {final['lr']:g}" + ("" if radius is None else f", {radius:g}")
-            first = (method.name, chosen) if index == 0 else ("", "")
+            told = ", ".join(f"{chosen[key]:g}" for key in tuned if chosen[key] is not None)
+            first = (method.name, told) if index == 0 else ("", "")
             table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)))
         if not rows:
             table.add_row(

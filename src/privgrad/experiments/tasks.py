@@ -92,15 +92,14 @@ def preconditioner(
     """What a method's table says."""
     if table is None:
         return None
-    if table.rule == "frequencies":
+    if table.by_counts:
         if data.public_counts is None:
             remedy = "choose data with text that is apart from the examples"
             raise expected("load_spec", "data.name", "to have public word counts", data.name, remedy)
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
-        scales = side_information.frequencies(
-            data.public_counts, parameter=name, dim=0, source="words of texts apart from the examples", **table.options
-        )
+        of_counts, source = getattr(side_information, table.rule), "words of texts apart from the examples"
+        scales = of_counts(data.public_counts, parameter=name, dim=0, source=source, **table.options)
         return precondition.fixed(scales)
     if table.rule == "raw_ideal_rmsprop":
         return precondition.raw_ideal_rmsprop(**table.options)
@@ -138,7 +137,7 @@ def begin(
         model,
         losses_for(data),
         spec.plan(seed, method, candidate.max_grad_norm),
-        perturb=method.perturbation(candidate.radius),
+        perturb=method.perturbation(candidate),
         engine=spec.run.engine,
         memory_mb=spec.run.memory_mb,
     )

@@ -1,17 +1,18 @@
-"""Bags of words: the gradient of an embedding table from which every example reads a weighted sum of rows.
+"""Bags of words: the gradient of an embedding table from which every example reads weighted sums of rows.
 
-Shape suffixes: B examples, T words of an example, D width, V rows of the table.
+Shape suffixes: B examples, J bags of an example, T words of a bag, W different words of an example, D width, V rows of
+the table.
 """
 
 from functools import cached_property
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor
-from privgrad.gradient.norms import hidden, kept, norms_of, unit, wide
-from privgrad.gradient.tables import Rows
+from privgrad.gradient.factors import Factor, merged
+from privgrad.gradient.norms import hidden, kept, long_norms, norms_of, place_norms, unit, wide
 
 
 class Bags(Factor):
@@ -47,9 +48,15 @@ class Bags(Factor):
     def keep(self, kept_B: Tensor) -> "Bags":
         return Bags(self.ids_BT, kept(self.weight_BT, kept_B), kept(self.r_BD, kept_B), self.shape[0])
 
-    def merge(self, parts: int) -> Rows:
-        r_BTD = self.weight_BT[..., None] * self.r_BD[:, None]
-        return Rows(self.ids_BT, r_BTD, self.shape[0]).merge(parts)
+    def scaled(self, scales: Tensor) -> Factor:
+        return self.merge(1).scaled(scales)
+
+    def settled(self) -> "ManyBags":
+        return self.merge(1)
+
+    def merge(self, parts: int) -> "ManyBags":
+        ids, weight, r = (z.reshape(-1, parts, z.shape[1]) for z in (self.ids_BT, self.weight_BT, self.r_BD))
+        return ManyBags(ids, weight, r, self.shape[0])
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """|c| |r|; with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2), whose terms are all positive."""
@@ -83,7 +90,101 @@ class Bags(Factor):
     @cached_property
     def _bags(self) -> Tensor:
         """c, sparse (B, V); words that occur several times are added up."""
-        rows_BT = torch.arange(self.examples, device=self.ids_BT.device)[:, None].expand_as(self.ids_BT)
-        indices = torch.stack([rows_BT.flatten(), self.ids_BT.flatten()])
-        shape = (self.examples, self.shape[0])
-        return torch.sparse_coo_tensor(indices, self.weight_BT.flatten(), shape, check_invariants=False).coalesce()
+        return _sparse(self.ids_BT, self.weight_BT, self.shape[0])
+
+
+class ManyBags(Factor):
+    """g_i = sum over j of c_ij r_ij^T, shape (V, D): several bags an example, as of a user's documents.
+
+    Args:
+        ids_BJT: words, integer, shape (B, J, T).
+        weight_BJT: what each is multiplied with; 0 for padding.
+        r_BJD: gradients of the bags' outputs, shape (B, J, D).
+        rows: V.
+    """
+
+    def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
+        super().__init__(len(ids_BJT), torch.Size((rows, r_BJD.shape[2])))
+        self.ids_BJT, self.r_BJD = ids_BJT, wide(r_BJD)
+        self.weight_BJT = weight_BJT.to(self.r_BJD.dtype)
+
+    def __getitem__(self, examples: slice) -> "ManyBags":
+        return ManyBags(self.ids_BJT[examples], self.weight_BJT[examples], self.r_BJD[examples], self.shape[0])
+
+    def dense(self) -> Tensor:
+        out = self.r_BJD.new_zeros(self.examples, *self.shape)
+        for index in range(self.examples):
+            words_W, rows_WD = self._rows(index)
+            out[index, words_W] = rows_WD
+        return out
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        r_BJD = self.r_BJD * weight_B.to(self.r_BJD.dtype)[:, None, None]
+        bags = _sparse(self.ids_BJT.flatten(0, 1), self.weight_BJT.flatten(0, 1), self.shape[0])
+        return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
+
+    def read(self, ids_BT: Tensor) -> Tensor:
+        return self.read_bags(ids_BT[..., None], torch.ones_like(ids_BT[..., None], dtype=self.r_BJD.dtype))
+
+    def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
+        read = list[Tensor]()
+        for index, (ids_JT, weight_JT) in enumerate(zip(ids_BJT, weight_BJT, strict=True)):
+            words_W, rows_WD = self._rows(index)
+            place_JT = torch.searchsorted(words_W, ids_JT).clamp(max=len(words_W) - 1)
+            weight_JT = torch.where(words_W[place_JT] == ids_JT, weight_JT.to(rows_WD.dtype), 0.0)
+            read.append(F.embedding_bag(place_JT, rows_WD, mode="sum", per_sample_weights=weight_JT))
+        return torch.stack(read)
+
+    def scaled(self, scales: Tensor) -> Factor:
+        if scales.shape[1] > 1:
+            return super().scaled(scales)
+        of_words_V = scales.expand(self.shape[0], 1)[:, 0]
+        return ManyBags(self.ids_BJT, self.weight_BJT * of_words_V[self.ids_BJT], self.r_BJD, self.shape[0])
+
+    def settled(self) -> "ManyBags":
+        return self
+
+    def keep(self, kept_B: Tensor) -> "ManyBags":
+        return ManyBags(self.ids_BJT, kept(self.weight_BJT, kept_B), kept(self.r_BJD, kept_B), self.shape[0])
+
+    def merge(self, parts: int) -> "ManyBags":
+        ids, weight, r = (merged(z, parts) for z in (self.ids_BJT, self.weight_BJT, self.r_BJD))
+        return ManyBags(ids, weight, r, self.shape[0])
+
+    def __add__(self, other: Factor) -> Factor:
+        if isinstance(other, Bags):
+            return self + other.merge(1)
+        if not isinstance(other, ManyBags) or other.ids_BJT.shape[2] != self.ids_BJT.shape[2]:
+            return super().__add__(other)
+        ids_BJT, weight_BJT = torch.cat([self.ids_BJT, other.ids_BJT], 1), [self.weight_BJT, other.weight_BJT]
+        return ManyBags(ids_BJT, torch.cat(weight_BJT, 1), torch.cat([self.r_BJD, other.r_BJD], 1), self.shape[0])
+
+    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        weight_BJT = self.weight_BJT.abs()
+        if inverse_scales is not None:
+            weight_BJT = weight_BJT * inverse_scales.amax(1)[self.ids_BJT]
+        return (weight_BJT.sum(2).double() * place_norms(self.r_BJD)).sum(1)
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """From the rows that an example reads: each is the sum of what its bags add to it."""
+        norm_B = self.r_BJD.new_zeros(self.examples, dtype=torch.float64)
+        for index in range(self.examples):
+            words_W, rows_WD = self._rows(index)
+            if inverse_scales is not None:
+                rows_WD = rows_WD * inverse_scales[words_W]
+            norm_B[index] = long_norms(long_norms(rows_WD))
+        return norm_B
+
+    def _rows(self, index: int) -> tuple[Tensor, Tensor]:
+        """The different words of an example, sorted, and the rows of g_i at these; all others are zero."""
+        ids_JT = self.ids_BJT[index]
+        words_W, place_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
+        bags = _sparse(place_JT, self.weight_BJT[index], len(words_W))
+        return words_W, cast(Tensor, torch.sparse.mm(bags.t(), self.r_BJD[index]))
+
+
+def _sparse(ids_JT: Tensor, weight_JT: Tensor, columns: int) -> Tensor:
+    """Bags as rows of a sparse matrix (J, columns); words that occur several times are added up."""
+    rows_JT = torch.arange(len(ids_JT), device=ids_JT.device)[:, None].expand_as(ids_JT)
+    indices, shape = torch.stack([rows_JT.flatten(), ids_JT.flatten()]), (len(ids_JT), columns)
+    return torch.sparse_coo_tensor(indices, weight_JT.flatten(), shape, check_invariants=False).coalesce()

@@ -212,6 +212,12 @@ class Vmap:
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along, exact=exact)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
+    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
+        """Gradient of each example's own loss at its own point: as Hooks.at."""
+        along = {name: share * factor.dense() for name, factor in moved.items()}
+        rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
+        return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
+
 
 def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
     """(radius / |g_i|, whether that is a number), both shape (B,), from norms by parameter; 0 where it is not."""

@@ -92,6 +92,19 @@ class Factor(ABC):
         """Rows ids_it of g_i, shape (V, D): what a table g_i returns, shape (B, T, D)."""
         return self.dense().gather(1, ids_BT[:, :, None].expand(-1, -1, self.shape[1]))
 
+    def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
+        """Weighted sums of J times T rows of g_i, shape (V, D): what bags of a table g_i return, shape (B, J, D)."""
+        read_BJTD = self.read(ids_BJT.flatten(1)).reshape(*ids_BJT.shape, -1)
+        return (read_BJTD * weight_BJT.to(read_BJTD.dtype)[..., None]).sum(2)
+
+    def scaled(self, scales: Tensor) -> "Factor":
+        """Every gradient times the same scales, whose shape broadcasts to P."""
+        return Dense(self.dense() * scales)
+
+    def settled(self) -> "Factor":
+        """The same in the form that is cheapest to use often and to add to."""
+        return self.written_out()
+
     def transposed(self) -> "Factor":
         """Every gradient transposed, for a weight that is stored so."""
         return Dense(self.dense().mT)
@@ -215,6 +228,15 @@ class Outer(Factor):
     def read(self, ids_BT: Tensor) -> Tensor:
         b_BTS = self.b_BTO.gather(2, ids_BT[:, None].expand(-1, self.b_BTO.shape[1], -1))
         return b_BTS.mT @ self.a_BTI
+
+    def scaled(self, scales: Tensor) -> Factor:
+        if scales.shape[0] == 1:
+            return Outer(self.a_BTI * scales, self.b_BTO)
+        return Outer(self.a_BTI, self.b_BTO * scales.mT) if scales.shape[1] == 1 else super().scaled(scales)
+
+    def settled(self) -> Factor:
+        places, (outputs, inputs) = self.a_BTI.shape[1], self.shape
+        return self if places * (inputs + outputs) < inputs * outputs else self.written_out()
 
     def transposed(self) -> "Outer":
         return Outer(self.b_BTO, self.a_BTI)

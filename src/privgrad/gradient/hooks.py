@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.audit import PROBED, checksums_of, doubled, few_of, norm_of, require_single, require_unwritten
@@ -34,6 +35,7 @@ from privgrad.gradient.curvature import backward, curvature
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
 from privgrad.gradient.factors import Factor, Pulled
 from privgrad.gradient.moves import Moves
+from privgrad.gradient.norms import wide
 from privgrad.gradient.products import sources
 from privgrad.gradient.rules import find_rule
 from privgrad.types import count_examples, map_examples
@@ -63,6 +65,7 @@ class Hooks:
         self._floats = 0  # of output gradients, an example
         self._calls = 0
         self._reached = set[str]()  # names of parameters, in the audit
+        self._known = dict[Any, tuple[Any, ...]]()  # what audits found, by the shapes of an example
         self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -80,7 +83,7 @@ class Hooks:
         """
         if self._is_due() or self._layouts is None:
             self.audit(examples)
-        return self._twice(partial(self._factors, examples), partial(self.audit, examples))
+        return self._twice(partial(self._factors, examples), partial(self.audit, examples), examples)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, factored.
@@ -101,37 +104,75 @@ class Hooks:
             if self._is_due() or True not in self._moved:
                 self.audit(examples)
                 audit()
-            return self._twice(lambda: self._curved(examples, radius)[0], audit)
+            return self._twice(lambda: self._curved(examples, radius)[0], audit, examples)
         with torch.random.fork_rng():
             first = self(examples)
         if False not in self._moved or self._calls & (self._calls - 1) == 0:
             audit()
-        return self._twice(lambda: self._factors(examples, self._moves(first, radius)), audit)
+        return self._twice(lambda: self._factors(examples, self._moves(first, radius)), audit, examples)
+
+    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
+        """Gradient of each example's own loss at its own point, theta + share f_i, factored.
+
+        Args:
+            examples: with leading dimension B >= 1.
+            moved: f_i by parameter name, one row an example; of parameters that do not move there is none.
+            share: finite.
+        Returns, Raises, Privacy: as __call__.
+        """
+
+        def audit() -> None:
+            self.audit(examples)
+            self._audit_moved(examples, abs(share), exact=False)
+
+        if self._is_due() or False not in self._moved:
+            audit()
+        parameters = trainable(self._model)
+        share_B = next(iter(parameters.values())).new_full((count_examples(examples),), share)
+        moves = Moves({id(parameters[name]): factor for name, factor in moved.items()}, wide(share_B))
+        return self._twice(lambda: self._factors(examples, moves), audit, examples)
 
     def _is_due(self) -> bool:
         """Count a call; audits are of the 1st, 2nd, 4th, 8th ...: later examples may show what the first did not."""
         self._calls += 1
         return self._calls & (self._calls - 1) == 0
 
-    def _twice(self, compute: Callable[[], dict[str, Factor]], audit: Callable[[], None]) -> dict[str, Factor]:
-        """What is computed; once more after an audit, if layers were called in another sequence.
+    def _twice(
+        self, compute: Callable[[], dict[str, Factor]], audit: Callable[[], None], examples: Any
+    ) -> dict[str, Factor]:
+        """What is computed; if layers were called in another sequence, once more by what is known of examples of
+        these shapes, or after an audit.
 
         Loops may be longer for longer sequences; what depends on the data otherwise is refused.
         """
         try:
             factors = compute()
         except OtherCallsError:
-            audit()
             try:
+                self._recall(examples)
                 factors = compute()
-            except OtherCallsError as error:
-                got, condition = error.path, "not to depend on the examples"
-                raise refused("the calls of layers", condition, got, REMEDY) from None
+            except OtherCallsError:
+                audit()
+                try:
+                    factors = compute()
+                except OtherCallsError as error:
+                    got, condition = error.path, "not to depend on the examples"
+                    raise refused("the calls of layers", condition, got, REMEDY) from None
         lost = sorted(self._reached - set(factors))
         if lost:
             got, remedy = "no gradient", f"do not cut it off in training mode, or {REMEDY}"
             raise refused(", ".join(lost), "to be reached as on the first batch", got, remedy)
         return factors
+
+    def _remember(self, examples: Any) -> None:
+        found = (self._layouts, set(self._whole), dict(self._moved), set(self._reached))
+        self._known[_shapes(examples)] = found
+
+    def _recall(self, examples: Any) -> None:
+        layouts, whole, moved, reached = self._known.get(_shapes(examples), (None, set[str](), {}, set[str]()))
+        if layouts is not None:
+            self._layouts, self._whole, self._reached = layouts, set(whole), set(reached)
+            self._moved = self._moved | moved
 
     def microbatch_size(self, examples: Any) -> int:
         """How many examples to take at once: their gradients stay near the caches, and well above the parameters."""
@@ -158,6 +199,7 @@ class Hooks:
             self._layouts = None
             twin = self._cleared_in_double(few, refusal, Hooks._audit)
             self._layouts, self._whole, self._reached = twin._layouts, twin._whole, twin._reached
+        self._remember(examples)
 
     def _cleared_in_double(
         self, few: Any, refusal: UnsupportedModuleError, check: "Callable[[Hooks, Any], None]"
@@ -239,6 +281,7 @@ class Hooks:
         except UnsupportedModuleError as refusal:
             self._moved.pop(exact, None)
             self._moved[exact] = self._cleared_in_double(few, refusal, in_double)._moved[exact]
+        self._remember(examples)
 
     def _check_moved(self, few: Any, radius: float, *, exact: bool) -> None:
         checksums = checksums_of(self._model)
@@ -364,6 +407,11 @@ class Hooks:
                         factor, room = factor.written_out(), room - floats
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
+
+
+def _shapes(examples: Any) -> tuple[torch.Size, ...]:
+    """Of one example's tensors."""
+    return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))
 
 
 def _moves_cheaply(unit: nn.Module, exact: bool) -> bool:

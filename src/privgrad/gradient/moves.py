@@ -52,6 +52,10 @@ class Move:
         """As Factor.read."""
         return self.factor.read(ids_BT) * self._share(2)
 
+    def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
+        """As Factor.read_bags."""
+        return self.factor.read_bags(ids_BJT, weight_BJT) * self._share(2)
+
     def transposed(self) -> "Move":
         """As Factor.transposed."""
         return Move(self.factor.transposed(), self.share)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
-from privgrad.gradient.engines import replaced
+from privgrad.gradient.engines import LossFunction, replaced
 from privgrad.gradient.factors import Factor
-from privgrad.types import NoisyGradient
+from privgrad.types import NoisyGradient, PrivacyUnit
 
 Mode = Literal["sam", "exact"]
 Radius = float | Callable[[int], float]
@@ -27,6 +27,10 @@ class Engine(Protocol):
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> Mapping[str, Factor]: ...
 
+    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> Mapping[str, Factor]: ...
+
+    def microbatch_size(self, examples: Any) -> int: ...
+
 
 class Perturbation:
     """What PrivateGradient asks where to take the gradients of a step: at the weights, unless a subclass says else.
@@ -36,9 +40,12 @@ class Perturbation:
             may not look at private data. It is asked once a step.
     Attributes:
         is_public: False if the point is made of the private batch as a whole: then nothing is private.
+        privacy_unit: what a row of the batch is: an "example", or a "user" with all of their examples.
     """
 
     is_public = True
+    privacy_unit: PrivacyUnit = "example"
+    _called, _usual = "radius", "0.02 say; 0 is no perturbation"
 
     def __init__(self, radius: Radius) -> None:
         self._radius = radius
@@ -76,8 +83,8 @@ class Perturbation:
             except Exception as error:  # whatever a schedule may raise
                 radius = error
         if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 <= radius < math.inf:
-            remedy = "give a Python number, 0.02 say; 0 is no perturbation"
-            name = f"radius at step {step}" if callable(self._radius) else "radius"
+            remedy = f"give a Python number, {self._usual}"
+            name = f"{self._called} at step {step}" if callable(self._radius) else self._called
             raise expected(type(self).__name__, name, "to be a finite number >= 0", repr(radius), remedy)
         return float(radius)
 
@@ -97,6 +104,18 @@ class Perturbation:
         """
         del radius, parameters, raw_mean
         yield
+
+    def losses(self, loss_fn: LossFunction) -> LossFunction:
+        """One loss a row of the batch, by what gives one an example."""
+        return loss_fn
+
+    def microbatch_size(self, engine: Engine, examples: Any) -> int:
+        """How many rows of the batch to take at once, where nobody says."""
+        return engine.microbatch_size(examples)
+
+    def divide(self, inverse_scales: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Take over, for one step, dividing by public scales; return those that are left to divide `gradients` by."""
+        return inverse_scales
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
         """Each example's gradient, by parameter name: one row an example, made of that example alone."""

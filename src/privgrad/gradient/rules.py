@@ -411,8 +411,8 @@ def _by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
 
 def _of_bags(move: Move, ids: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of a moved table's rows, (rows, T) -> (rows, D)."""
-    read_BTD = move.read(ids.reshape(len(move.share), -1))
-    return (_by_rows(read_BTD, ids.shape) * weights.to(read_BTD.dtype)[..., None]).sum(1)
+    shape = (len(move.share), -1, ids.shape[1])
+    return _by_rows(move.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])
 
 
 def _without_padding(layer: nn.Embedding | nn.EmbeddingBag, ids_BT: Tensor, grad_BTD: Tensor) -> Tensor:

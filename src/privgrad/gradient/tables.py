@@ -50,6 +50,12 @@ class Rows(Factor):
     def read(self, ids_BT: Tensor) -> Tensor:
         return (ids_BT[:, :, None] == self.ids_BT[:, None]).to(self.r_BTD.dtype) @ self.r_BTD
 
+    def scaled(self, scales: Tensor) -> "Rows":
+        return Rows(self.ids_BT, self.r_BTD * scales.expand(self.shape)[self.ids_BT], self.shape[0])
+
+    def settled(self) -> Factor:
+        return self if self.ids_BT.shape[1] < self.shape[0] else self.written_out()
+
     def keep(self, kept_B: Tensor) -> "Rows":
         return Rows(self.ids_BT, kept(self.r_BTD, kept_B), self.shape[0])
 

@@ -1,0 +1,45 @@
+"""Examples -> users, one row each: what federated training takes as a data set."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad.errors import expected, require_integer
+
+
+def by_user(tensors: Sequence[Tensor], users: Iterable[Hashable], *, cap: int, minimum: int = 1) -> TensorDataset:
+    """A data set with one row a user, from one with a row an example.
+
+    Args:
+        tensors: the examples' tensors, (inputs, labels) say, each with leading dimension n.
+        users: whose each example is, n of them: numbers, names or whatever compares.
+        cap: the most examples kept of a user, the first ones; >= 1.
+        minimum: users with fewer examples are left out; >= 1.
+    Returns:
+        TensorDataset of each tensor as (U, M, ...), and how many examples each user has, (U,); M <= cap is the most.
+        What is missing of M repeats the user's first example, and is not trained on. Users with more examples come
+        first, so that neighbours in a batch are of like size.
+    Raises:
+        PrivacyError: a number out of its range, lengths that differ, or no user left.
+    Privacy:
+        Rows are made of one user's examples each. How many users there are is to be public: it is the plan's n.
+    """
+    require_integer("by_user", "cap", cap, 1)
+    require_integer("by_user", "minimum", minimum, 1)
+    rows = dict[Hashable, list[int]]()
+    total = 0
+    for index, user in enumerate(users):
+        rows.setdefault(user.item() if isinstance(user, Tensor) else user, []).append(index)
+        total += 1
+    if not tensors or any(len(tensor) != total for tensor in tensors):
+        got = f"{total} users of {', '.join(str(len(tensor)) for tensor in tensors) or 'no'} examples"
+        raise expected("by_user", "users", "to be one an example", got, "say whose each example is")
+    kept = sorted((own for own in rows.values() if len(own) >= minimum), key=len, reverse=True)
+    if not kept:
+        raise expected("by_user", "users", f"with at least {minimum} examples", "none", "lower minimum")
+    most = min(cap, len(kept[0]))
+    count_U = torch.tensor([min(cap, len(own)) for own in kept])
+    place_UM = torch.tensor([(own + own[:1] * most)[:most] for own in kept])
+    return TensorDataset(*(tensor[place_UM] for tensor in tensors), count_U)

@@ -1,0 +1,320 @@
+"""Privacy for users: what each contributes, and that the whole of it is one unit."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from privgrad.data import by_user
+from privgrad.federated import LocalTraining, Reported, local_update
+from privgrad.models import SparseLinear
+
+OWNERS = [3] * 9 + [0] * 5 + [7] * 8 + [1] * 2 + [5] * 1
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def packed_rows(n: int) -> Tensor:
+    """Columns and values, of which two may be the same column."""
+    columns = torch.randint(0, 6, (n, 1, 4)).double()
+    return torch.cat([columns, torch.randn(n, 1, 4, dtype=torch.float64)], dim=1)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "linear": (lambda: nn.Linear(4, 3), lambda n: torch.randn(n, 4, dtype=torch.float64)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3)),
+        lambda n: torch.randn(n, 4, dtype=torch.float64),
+    ),
+    "bags": (lambda: nn.EmbeddingBag(6, 3, padding_idx=0), lambda n: torch.randint(0, 6, (n, 5))),
+    "sparse": (lambda: SparseLinear(6, 3), packed_rows),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 3)),
+        lambda n: torch.randint(0, 6, (n, 3)),
+    ),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+        lambda n: torch.randn(n, 1, 4, 4, dtype=torch.float64),
+    ),
+}
+
+
+def users_of(name: str, *, cap: int = 8) -> tuple[nn.Module, tuple[Tensor, Tensor], TensorDataset]:
+    """A model, the examples, and these by user: nine, eight, five, two and one, of which at most `cap` are kept."""
+    torch.manual_seed(5)
+    make, inputs = MODELS[name]
+    examples = inputs(len(OWNERS)), torch.randint(0, 3, (len(OWNERS),))
+    return make().double(), examples, by_user(examples, OWNERS, cap=cap)
+
+
+def plan_for(users: int, **changes: Any) -> pg.PrivacyPlan:
+    numbers: dict[str, Any] = {
+        "num_users": users,
+        "expected_cohort_size": users,
+        "rounds": 3,
+        "max_update_norm": 0.3,
+        "delta": 1e-2,
+        "noise_multiplier": 0.0,
+    }
+    return pg.PrivacyPlan.for_users(**numbers | changes)
+
+
+def updates_by_loop(
+    model: nn.Module, users: TensorDataset, local: LocalTraining, scales: dict[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """w - w_last of each user, by training a copy of the model."""
+    found: list[dict[str, Tensor]] = []
+    for inputs, labels, count in users:
+        own = copy.deepcopy(model)
+        for _ in range(local.epochs):
+            for start in range(0, int(count), local.batch_size):
+                part = slice(start, min(start + local.batch_size, int(count)))
+                own.zero_grad()
+                cross_entropy(own, (inputs[part], labels[part])).mean().backward()
+                with torch.no_grad():
+                    for name, parameter in own.named_parameters():
+                        assert parameter.grad is not None
+                        parameter -= local.radius(0) * parameter.grad / scales.get(name, 1.0)
+        pairs = zip(model.named_parameters(), own.parameters(), strict=True)
+        found.append({name: (before - after).detach() for (name, before), after in pairs})
+    return found
+
+
+def norm(update: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in update.values()))
+
+
+def mean_of(updates: list[dict[str, Tensor]], bound: float, divisor: int) -> dict[str, Tensor]:
+    shares = [min(1.0, bound / norm(update)) if norm(update) > 0 else 1.0 for update in updates]
+    pairs = list(zip(shares, updates, strict=True))
+    return {name: sum((s * u[name] for s, u in pairs), torch.zeros(())) / divisor for name in updates[0]}
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "AdaDPS"])
+@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("name", MODELS)
+def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: bool):
+    model, _, users = users_of(name)
+    scales: dict[str, Tensor] = {}
+    if scaled:  # one for each row, each column, each entry
+        for index, (parameter, value) in enumerate(model.named_parameters()):
+            shape = [value.shape[:1] + (1,) * (value.dim() - 1), value.shape, value.shape[-1:]][index % 3]
+            scales[parameter] = torch.linspace(0.5, 3.0, shape.numel(), dtype=torch.float64).view(shape)
+    local = LocalTraining(0.7, batch_size=3, epochs=2)
+    precondition = pg.precondition.fixed(scales, source="made up") if scales else None
+    plan = plan_for(len(users))
+    oracle = pg.PrivateGradient(
+        model, cross_entropy, plan, perturb=local, precondition=precondition, engine=engine, microbatch_size=2
+    )
+    found = oracle(next(plan.batches(users))).values
+    updates = updates_by_loop(model, users, local, scales)
+    assert sum(norm(update) > 0.3 for update in updates) >= 1  # some are clipped
+    for parameter, wanted in mean_of(updates, 0.3, len(users)).items():
+        torch.testing.assert_close(found[parameter], wanted, rtol=1e-9, atol=1e-12)
+    one = tuple(tensor[1:2] for tensor in users.tensors)
+    alone = local_update(model, cross_entropy, one, local, max_update_norm=0.3, precondition=precondition)
+    for parameter, wanted in mean_of(updates[1:2], 0.3, 1).items():
+        torch.testing.assert_close(alone[parameter], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_scales_of_one_are_federated_averaging_to_the_bit():
+    model, _, users = users_of("mlp")
+    ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    plan, found = plan_for(len(users)), list[dict[str, Tensor]]()
+    for precondition in (None, pg.precondition.fixed(ones, source="made up")):
+        local = LocalTraining(0.5, batch_size=2)
+        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=precondition)
+        found.append(dict(oracle(next(plan.batches(users))).values))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in ones)
+
+
+def test_one_user_one_step_and_no_noise_is_a_gradient_step():
+    model, examples, _ = users_of("mlp")
+    users = by_user(examples, [0] * len(OWNERS), cap=100)
+    plain = copy.deepcopy(model)
+    cross_entropy(plain, examples).mean().backward()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter -= 0.2 * parameter.grad
+    plan = plan_for(1, max_update_norm=math.inf)
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
+    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.2, batch_size=100))
+    optimizer.step(grad=oracle(next(plan.batches(users))))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"0": 1.0, "2": 1.0, "3": 2.0})], ids=repr
+)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_user_moves_the_sum_by_at_most_the_bound(clip: pg.clip.Clipping, data: st.DataObject):
+    """Whatever their examples, how many, and however they train; and all others contribute as before."""
+    model, (inputs, labels), _ = users_of("mlp")
+    scale = 10.0 ** data.draw(st.integers(-8, 8))
+    local = LocalTraining(
+        10.0 ** data.draw(st.integers(-3, 3)),
+        batch_size=data.draw(st.integers(1, 9)),
+        epochs=data.draw(st.integers(1, 3)),
+    )
+    gone = data.draw(st.sampled_from(sorted(set(OWNERS))))
+    inputs = torch.where(torch.tensor([owner == gone for owner in OWNERS])[:, None], scale * inputs, inputs)
+    bound, sums = 0.3, list[dict[str, Tensor]]()
+    for owners in (OWNERS, [owner for owner in OWNERS if owner != gone]):
+        rows = torch.tensor([owner in owners for owner in OWNERS])
+        users = by_user((inputs[rows], labels[rows]), owners, cap=8)
+        plan = plan_for(len(users), max_update_norm=bound)
+        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, clip=clip)
+        released = oracle(next(plan.batches(users))).values
+        sums.append({name: value * len(users) for name, value in released.items()})
+    moved = {name: sums[0][name] - sums[1][name] for name in sums[0]}
+    assert norm(moved) <= bound * (1 + 1e-9)
+
+
+def test_the_divisor_and_the_noise_are_those_of_the_expected_cohort():
+    model, _, users = users_of("linear")
+    plan = plan_for(
+        5, expected_cohort_size=2, noise_multiplier=3.0, rounds=400, max_update_norm=1e-6, delta=0.1, seed=2
+    )
+    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+    drawn, released = list[int](), list[Tensor]()
+    for batch in plan.batches(users):
+        drawn.append(batch.size)
+        gradient = oracle(batch)
+        assert gradient.noise_std == 3.0 * 1e-6 / 2
+        released.append(torch.cat([value.flatten() for value in gradient.values.values()]) / 1.5e-6)
+    assert {0, 1, 5} <= set(drawn)
+    assert abs(sum(drawn) / 400 - 2) < 5 * math.sqrt(5 * 0.4 * 0.6 / 400)
+    noise = torch.cat(released)  # and updates, a third of a deviation at most, in directions that change little
+    assert abs(float(noise.square().mean()) - 1) < 0.15
+    assert oracle.ledger.plan_facts["privacy_unit"] == "user"
+    assert oracle.ledger.epsilon(delta=0.1) == pytest.approx(plan.epsilon(delta=0.1))
+
+
+def test_reported_updates_are_clipped_again_and_nonsense_counts_as_nothing():
+    model, _, _ = users_of("linear")
+    good = {name: torch.full((1, *p.shape), 0.01, dtype=p.dtype) for name, p in model.named_parameters()}
+    bad = [1e30, math.nan, math.inf, 0.0]
+    stacked = {name: torch.cat([value, *(torch.full_like(value, b) for b in bad)]) for name, value in good.items()}
+    plan = plan_for(5, max_update_norm=1.0)
+    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=Reported())
+    drawn = next(plan.batches(TensorDataset(torch.arange(5))))
+    released = oracle(pg.Batch(stacked, 5, drawn.sampling)).values
+    total = {name: value * 5 - good[name][0] for name, value in released.items()}
+    assert norm(total) == pytest.approx(1.0)  # of the huge one alone
+    assert oracle.raw_nonfinite_examples == 2
+
+
+def test_a_plan_for_examples_does_not_do_for_users_nor_the_other_way_round():
+    model, _, users = users_of("linear")
+    for_examples = pg.PrivacyPlan(
+        sample_rate=1.0, steps=1, expected_batch_size=5, noise_multiplier=1.0, max_grad_norm=1.0, num_examples=5
+    )
+    with pytest.raises(pg.PrivacyError, match=r"plan to be of unit 'user'.*PrivacyPlan\.for_users"):
+        pg.PrivateGradient(model, cross_entropy, for_examples, perturb=LocalTraining(0.1, batch_size=4))
+    with pytest.raises(pg.PrivacyError, match="plan to be of unit 'example'"):
+        pg.PrivateGradient(model, cross_entropy, plan_for(5))
+    with pytest.raises(pg.PrivacyError, match="group_size to be 1 for users"):
+        replace(for_examples, privacy_unit="user", group_size=5)
+    oracle = pg.PrivateGradient(model, cross_entropy, plan_for(5), perturb=LocalTraining(0.1, batch_size=4))
+    rows = TensorDataset(*users.tensors[:2])
+    with pytest.raises(pg.PrivacyError, match=r"users' examples and their counts.*data\.by_user"):
+        oracle(next(plan_for(5).batches(rows)))
+
+
+def test_a_public_share_of_the_gradient_has_no_place_in_local_training():
+    model, (inputs, labels), users = users_of("linear")
+    public = pg.PublicGradient(model, cross_entropy, (inputs, labels), source="public: made up")
+    plan, local = plan_for(len(users)), LocalTraining(0.1, batch_size=4)
+    adam = pg.precondition.public_adam(public, keep=0.9)
+    with pytest.raises(pg.PrivacyError, match="precondition to divide only"):
+        pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=adam)(next(plan.batches(users)))
+    rmsprop = pg.precondition.public_rmsprop(public)
+    pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=rmsprop)(next(plan.batches(users)))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"lr": 0.0}, "lr to be"),
+        ({"lr": math.nan}, "lr to be a finite number"),
+        ({"lr": lambda step: -1.0}, "lr at step 0"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"epochs": 1.5}, "epochs"),
+    ],
+)
+def test_local_training_refuses_what_is_no_training(options: dict[str, Any], what: str):
+    numbers: dict[str, Any] = {"lr": 0.1, "batch_size": 4} | options
+    with pytest.raises(pg.PrivacyError, match=f"LocalTraining: expected {what}"):
+        LocalTraining(**numbers)
+
+
+def test_plans_for_users():
+    plan = pg.PrivacyPlan.for_users(
+        num_users=1000, expected_cohort_size=50, rounds=30, max_update_norm=0.5, delta=1e-3, target_epsilon=4.0
+    )
+    assert (plan.sample_rate, plan.divisor, plan.steps, plan.max_grad_norm) == (0.05, 50, 30, 0.5)
+    assert plan.privacy_unit == "user"
+    assert 3.9 < plan.epsilon() <= 4.0
+    for both in ({}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}):
+        with pytest.raises(pg.PrivacyError, match="target_epsilon or noise_multiplier to be given"):
+            plan_for(10, **{"noise_multiplier": None} | both)
+
+
+def test_users_are_rows_of_their_own_examples():
+    users = by_user((torch.arange(25), torch.arange(50).view(25, 2)), OWNERS, cap=8, minimum=2)
+    values, pairs, counts = users.tensors
+    assert counts.tolist() == [8, 8, 5, 2]
+    assert values.tolist()[2] == [9, 10, 11, 12, 13, 9, 9, 9]
+    assert values[0].tolist() == list(range(8))
+    assert values[1].tolist() == list(range(14, 22))
+    assert pairs.shape == (4, 8, 2)
+    for arguments, message in (
+        (((torch.zeros(3),), OWNERS), "users to be one an example"),
+        (((torch.zeros(2),), "ab"), "with at least 2 examples"),
+    ):
+        with pytest.raises(pg.PrivacyError, match=f"by_user: expected .*{message}"):
+            by_user(*arguments, cap=4, minimum=2)
+
+
+def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path):
+    def trained(folder: Path, stop_at: int | None) -> tuple[dict[str, Tensor], pg.FitResult]:
+        model, _, users = users_of("mlp")
+        plan = plan_for(len(users), expected_cohort_size=2, rounds=6, noise_multiplier=1.0, seed=3)
+        optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01)
+        calls = 0
+
+        def evaluate(model: nn.Module) -> dict[str, float]:
+            nonlocal calls
+            calls += 1
+            if stop_at is not None and calls > stop_at:
+                raise KeyboardInterrupt
+            return {}
+
+        local = LocalTraining(0.3, batch_size=3)
+        result = pg.fit(
+            model, cross_entropy, optimizer, plan, users, perturb=local, evaluate=evaluate, evaluations=6, folder=folder
+        )
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, result
+
+    whole, _ = trained(tmp_path / "whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "parts", 3)
+    resumed, result = trained(tmp_path / "parts", None)
+    assert result.ledger.releases == 6
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
