@@ -12,7 +12,7 @@ NAMES = {
     "PublicGradient SamplingError Scales UnsupportedModuleError audit clip federated fit optim perturb precondition "
     "side_information",
     "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
-    "PrivateOptimizer RMSprop RMSpropBC RMSpropPub debias default_floor",
+    "PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias default_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
@@ -35,6 +35,7 @@ SIGNATURES = {
     pg.optim.RMSpropBC: "params lr alpha debias_floor",
     pg.optim.AdagradBC: "params lr debias_floor",
     pg.optim.MomentumSGD: "params lr momentum",
+    pg.optim.Yogi: "params lr betas eps",
     pg.optim.PrivateOptimizer.step: "self closure grad",
     pg.optim.debias: "exp_avg_sq_hat noise_std floor rule moment_sq",
     pg.perturb.BAM: "radius mode",

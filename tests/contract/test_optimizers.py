@@ -30,6 +30,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "AdagradBC": (pg.optim.AdagradBC, torch.optim.Adagrad, {"lr": 0.01}, {"eps": 1e-12}),
     # torch's momentum without the startup correction: not the same, and not compared.
     "MomentumSGD": (pg.optim.MomentumSGD, None, {"lr": 0.1}, {}),
+    "Yogi": (pg.optim.Yogi, None, {"lr": 0.01}, {}),
 }
 DEBIASED = ["AdamBC", "AdamWBC", "NAdamBC", "RMSpropBC", "AdagradBC"]
 
@@ -208,7 +209,7 @@ def test_options_of_a_group_are_checked_as_the_constructors(row: Any):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", [*DEBIASED, "MomentumSGD"])
+@pytest.mark.parametrize("name", [*DEBIASED, "MomentumSGD", "Yogi"])
 def test_moments_of_half_precision_parameters_are_wide(name: str, dtype: torch.dtype, tmp_path: Any):
     """The same state as for float32 parameters, through a checkpoint too: squares of 1e-3 would underflow."""
     torch.manual_seed(0)
@@ -357,7 +358,7 @@ def test_adambc_fraction_floored_counts_coordinates_on_the_floor():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"lr": -1.0}) for name in [*DEBIASED, "MomentumSGD"]),
+        *((name, {"lr": -1.0}) for name in [*DEBIASED, "MomentumSGD", "Yogi"]),
         *((name, {"debias_floor": 0.0}) for name in DEBIASED),
         *((name, {"betas": betas}) for name in DEBIASED[:3] for betas in ((1.0, 0.9), (0.9, -0.1))),
         *((name, {"floor_rule": "none"}) for name in DEBIASED[:3]),
@@ -365,6 +366,8 @@ def test_adambc_fraction_floored_counts_coordinates_on_the_floor():
         ("NAdamBC", {"momentum_decay": -1.0}),
         ("RMSpropBC", {"alpha": 1.0}),
         ("MomentumSGD", {"momentum": 1.0}),
+        ("Yogi", {"betas": (0.9, 1.0)}),
+        ("Yogi", {"eps": 0.0}),
     ],
 )
 def test_refuses_numbers_out_of_range(name: str, options: dict[str, Any]):

@@ -35,6 +35,19 @@ class MomentumSGD(Plain):
         return theta - self.lr * self.b / (1 - self.momentum**self.t)
 
 
+class Yogi(Plain):
+    beta1, beta2, epsilon = 0.9, 0.99, 1e-3
+    m: Array | float = 0.0
+    v: Array | float | None = None
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        if self.v is None:
+            self.v = self.epsilon**2 + 0 * g
+        self.m = self.beta1 * self.m + (1 - self.beta1) * g
+        self.v = self.v - (1 - self.beta2) * np.sign(self.v - g**2) * g**2
+        return theta - self.lr * self.m / (np.sqrt(self.v) + self.epsilon)
+
+
 class Moments(Plain):
     beta1, beta2, gamma = 0.9, 0.999, 1e-8
     weight_decay = 0.0

@@ -25,6 +25,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
         {"momentum": 0.8},
         {"b": "momentum_buffer"},
     ),
+    "Yogi": (pg.optim.Yogi, {"betas": (0.8, 0.9)}, plain.Yogi, {"beta1": 0.8, "beta2": 0.9}, MOMENTS),
     "DP-Adam": (pg.optim.Adam, {"betas": (0.8, 0.99)}, plain.Adam, {"beta1": 0.8, "beta2": 0.99}, MOMENTS),
     "DP-Adam, foreach": (
         pg.optim.Adam,

@@ -44,6 +44,7 @@ OptimizerName = Literal[
     "RMSpropPub",
     "AdamPub",
     "MirrorDescent",
+    "Yogi",
 ]
 _PUBLIC_OPTIMIZERS = ("RMSpropPub", "AdamPub", "MirrorDescent")
 

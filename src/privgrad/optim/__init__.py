@@ -1,7 +1,7 @@
 """Optimizers for released gradients: real torch optimizers, pure post-processing."""
 
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
-from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop
+from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop, Yogi
 from privgrad.optim.debias import debias, default_floor
 from privgrad.optim.public import AdamPub, MirrorDescent, RMSpropPub
 
@@ -22,6 +22,7 @@ __all__ = [
     "RMSprop",
     "RMSpropBC",
     "RMSpropPub",
+    "Yogi",
     "debias",
     "default_floor",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_nonnegative
+from privgrad.errors import expected, require_nonnegative, require_positive
 from privgrad.types import NoisyGradient
 
 # What torch's schedulers leave in param groups.
@@ -215,6 +215,51 @@ class MomentumSGD(PrivateOptimizer):
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient.values[name])
                 correction = 1 - group["momentum"] ** state["step"]
                 parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
+
+
+class Yogi(PrivateOptimizer):
+    """Adam whose second moment moves by at most a step, not by a share of itself: FedYogi's server optimizer.
+
+    Computes, elementwise, from m = 0 and v = eps**2:
+        m = beta1 m + (1 - beta1) g;  v = v - (1 - beta2) sign(v - g**2) g**2;  p = p - lr m / (sqrt(v) + eps)
+
+    Args:
+        params: `model.named_parameters()`, or param groups of named parameters.
+        lr: learning rate, >= 0.
+        betas: decays (beta1, beta2), each in [0, 1).
+        eps: > 0, gradient units.
+    Raises:
+        PrivacyError: parameters without names, or a number out of its range.
+    Privacy:
+        Post-processing. The second moment is biased by the noise, as Adam's is.
+    Reference:
+        Zaheer et al. 2018 (Yogi); Reddi et al. 2021 (arXiv 2003.00295), algorithm 2, without startup correction.
+    """
+
+    def __init__(
+        self, params: NamedParameters, *, lr: float, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3
+    ) -> None:
+        super().__init__(params, defaults={"lr": lr, "betas": betas, "eps": eps})
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        if not all(0 <= beta < 1 for beta in group["betas"]):
+            raise expected("Yogi", "betas", "to be in [0, 1)", group["betas"], "(0.9, 0.99) is usual")
+        require_positive("Yogi", "eps", group["eps"], "1e-3 is usual")
+
+    @torch.no_grad()
+    def _update(self, gradient: NoisyGradient) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for name, parameter in self._active(group):
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = widened(parameter), widened(parameter) + group["eps"] ** 2
+                moment, second = state["exp_avg"], state["exp_avg_sq"]
+                given = gradient.values[name].to(moment.dtype)
+                square = given.square()
+                moment.lerp_(given, 1 - beta1)
+                second.addcmul_(torch.sign(second - square), square, value=beta2 - 1)
+                parameter.addcdiv_(moment, second.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 class Adam(PrivateOptimizer, torch.optim.Adam):
