@@ -1,6 +1,7 @@
 """Every clipping rule x the bound that the guarantee rests on. Adding one is a row in CLIPPINGS."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -184,6 +185,33 @@ def test_a_rule_that_breaks_the_bound_is_refused_and_not_believed():
     for clip, message in ((Naive(), "bound"), (Forgetful(), "every parameter"), (Infinite(), "bound")):
         with pytest.raises(pg.PrivacyError, match=message):
             summed([[100.0] * 7], clip)
+
+
+def test_a_rule_that_looks_at_the_batch_is_refused_though_each_contribution_is_bounded():
+    """By the largest norm of the batch, one example more would move the sum of 64 by many times C."""
+
+    class OfTheBatch:
+        def __init__(self, statistic: Callable[[Tensor], Tensor]) -> None:
+            self.statistic = statistic
+
+        def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
+            norm_B = torch.stack(list(norms.values())).norm(dim=0)
+            return dict.fromkeys(norms, max_grad_norm / torch.maximum(norm_B, self.statistic(norm_B)))
+
+    class Scalar:
+        def factors(self, norms: Any, max_grad_norm: float) -> dict[str, Tensor]:
+            return dict.fromkeys(norms, torch.tensor(1e-9))
+
+    class Own(pg.clip.Flat):
+        """A rule of one's own that keeps to the rules, and is asked again."""
+
+    rows = [[float(i + 1)] * 7 for i in range(9)]
+    for statistic in (torch.max, torch.mean, torch.median, lambda norms: norms.sum() / 8):
+        with pytest.raises(pg.PrivacyError, match="of an example to be its own"):
+            summed(rows, OfTheBatch(statistic))
+    with pytest.raises(pg.PrivacyError, match="one an example"):
+        summed(rows, Scalar())
+    assert torch.equal(summed(rows, Own())[0], summed(rows, pg.clip.Flat())[0])
 
 
 def test_autocast_does_not_reach_the_sum():

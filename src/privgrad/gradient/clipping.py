@@ -21,11 +21,15 @@ _TERMS = 1e5  # times C: what the terms of a contribution may come to; float32 r
 class Clipping(Protocol):
     """A rule from per-example norms to factors that bound each example's contribution by max_grad_norm.
 
-    clipped_sum checks what a rule returns, for every example: a rule that breaks the bound is refused, not believed.
+    Privacy:
+        An example's factors are to be made of its own norms and public numbers alone: a rule that looks at the batch
+        moves the contributions of all when one example comes or goes. Of a rule that is not the library's, clipped_sum
+        asks for each half of the examples again, and refuses other factors; of every rule it refuses contributions
+        beyond the bound. It cannot see what a rule remembers from one call to the next: it may remember nothing.
     """
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-        """Factor by parameter name, each of shape (B,).
+        """Factor by parameter name, each of shape (B,), row i made of row i of the norms.
 
         Args:
             norms: norms_B of each parameter's gradient, by name, all finite.
@@ -247,11 +251,30 @@ def _add_clipped(
 
 
 def _factors(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    """The rule's factors, one for every parameter."""
-    factors = clip.factors(norms, max_grad_norm)
+    """The rule's factors, each made of its own example: of our rules known, of others tried."""
+    factors = _answer(clip, norms, max_grad_norm)
+    half = len(next(iter(norms.values()))) // 2
+    if type(clip) not in (Flat, Automatic, PerLayer) and half > 0:
+        for part in (slice(half), slice(half, None)):
+            alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, max_grad_norm)
+            # What is not finite is refused with the bound, whatever it is made of.
+            if not all(
+                torch.allclose(factor_B[part], alone[name], rtol=1e-6, atol=0.0, equal_nan=True)
+                for name, factor_B in factors.items()
+            ):
+                got, remedy = "others without its companions", "use no maxima, means or quantiles of the batch"
+                raise expected(type(clip).__name__, "factors", "of an example to be its own", got, remedy)
+    return factors
+
+
+def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
+    """What the rule says of these norms, one factor for every parameter and example."""
+    factors, remedy = clip.factors(norms, max_grad_norm), "correct the rule: nothing was released"
     if factors.keys() != norms.keys():
-        got, remedy = f"{sorted(factors)} for {sorted(norms)}", "correct the rule: nothing was released"
+        got = f"{sorted(factors)} for {sorted(norms)}"
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
+    if any(factor_B.shape != norms[name].shape for name, factor_B in factors.items()):
+        raise expected(type(clip).__name__, "factors", "to be one an example", "another shape", remedy)
     return factors
 
 
