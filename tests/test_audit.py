@@ -170,6 +170,20 @@ def test_any_function_of_a_data_set_can_be_audited():
         audit.directions(lambda users: torch.zeros(3), honest.data, 1)
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_releases_that_are_not_finite_are_no_pass(value: float):
+    """Written where a canary is, they tell everything; written anywhere, they hide all other scores."""
+    canaries = 16
+
+    def release(included: Tensor) -> Tensor:
+        return torch.where(included, value, torch.zeros(canaries, dtype=torch.float64))
+
+    game = audit.Game("shouting", release, lambda included: included, torch.eye(canaries), 1.0, 1e-5)
+    for attack in (lambda: audit.distinguish(game, trials=20 * canaries), lambda: audit.one_run(game)):
+        with pytest.raises(PrivacyError, match="to be finite"):
+            attack()
+
+
 @pytest.fixture
 def known_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """What calibration finds for epsilon 8, looked up: to find it takes seconds. Claims are computed all the same."""

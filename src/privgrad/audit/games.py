@@ -35,7 +35,7 @@ class Game:
 
     Attributes:
         name: what is audited.
-        release: data set -> what leaves, as one vector (P,), with fresh noise at every call.
+        release: data set -> what leaves, as one finite vector (P,), with fresh noise at every call.
         data: which canaries are in, bool (K,) -> the data set. A canary is what the privacy unit says: an example, or
             all that a user has.
         directions: where each canary moves what is released, (K, P): the auditor's knowledge (see `directions`).
@@ -132,7 +132,7 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
         Audit, with the bounds "any", and of a game that says its steps "gaussian" (one step of rate 1) or "accountant"
         (others).
     Raises:
-        PrivacyError: a number out of its range.
+        PrivacyError: a number out of its range, or a release that is not finite.
     Privacy:
         NOT private: it reads the private data as often as there are runs, and charges nothing for what it prints.
         Guesses of one run count as independent trials. With one canary they are; with several they are where, as is
@@ -174,7 +174,7 @@ def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Au
     Returns:
         Audit, with the bound "one run".
     Raises:
-        PrivacyError: a number out of its range.
+        PrivacyError: a number out of its range, or a release that is not finite.
     Privacy:
         NOT private, as `distinguish`. No guess need be independent of another.
     Reference:
@@ -199,7 +199,12 @@ def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
     directions_KP = game.directions.double()
     with one_thread():
         for row in included:
-            rows.append(directions_KP @ game.release(game.data(torch.from_numpy(row))).double())
+            score_K = directions_KP @ game.release(game.data(torch.from_numpy(row))).double()
+            if not bool(torch.isfinite(score_K).all()):
+                # Comparisons with NaN are false, and infinities have no mean: such scores would count as bad guesses.
+                remedy = "let the mechanism release numbers: an infinity or NaN would tell where its canary is"
+                raise expected("audit", "what is released", "to be finite", "another", remedy)
+            rows.append(score_K)
             if tick is not None:
                 tick()
     return torch.stack(rows).numpy()
