@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import privgrad as pg
 from conftest import make_data, make_plan
@@ -78,6 +78,14 @@ def test_for_budget_meets_the_target_and_travels():
     with pytest.raises(pg.PrivacyError, match="delta"):
         make_plan().epsilon()
     assert make_plan(noise_multiplier=0.0).epsilon(delta=1e-5) == math.inf
+
+
+def test_a_batch_larger_than_the_data_is_refused_by_the_name_that_was_typed():
+    numbers: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5}
+    with pytest.raises(pg.PrivacyError, match="expected_batch_size to be at most num_examples = 1000, got 2000"):
+        pg.PrivacyPlan.for_budget(max_grad_norm=1.0, num_examples=1000, expected_batch_size=2000, steps=30, **numbers)
+    with pytest.raises(pg.PrivacyError, match="expected_cohort_size to be at most num_users = 10, got 11"):
+        pg.PrivacyPlan.for_users(num_users=10, expected_cohort_size=11, rounds=3, max_update_norm=1.0, **numbers)
 
 
 def test_exactly_the_plans_steps_and_any_start():
@@ -164,6 +172,10 @@ def test_data_sets_that_cannot_be_sampled_are_refused():
         plan.batches([])
     with pytest.raises(pg.SamplingError, match="only 31"):
         plan.batches(make_data(31))
+    with pytest.raises(pg.SamplingError, match="TensorDataset"):
+        plan.batches(make_data().tensors)
+    with pytest.raises(pg.SamplingError, match=r"pass its \.dataset"):
+        plan.batches(DataLoader(make_data()))  # pyright: ignore[reportArgumentType]
     assert sum(1 for _ in plan.batches(make_data(33))) == plan.steps
 
 

@@ -151,6 +151,7 @@ class PrivacyPlan:
         """
         require_integer("for_budget", "expected_batch_size", expected_batch_size, 1)
         require_integer("for_budget", "num_examples", num_examples, 1)
+        _require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
         sample_rate = expected_batch_size / num_examples
         return cls(
             sample_rate=sample_rate,
@@ -209,6 +210,7 @@ class PrivacyPlan:
             raise expected("for_users", "target_epsilon or noise_multiplier", "to be given", got, remedy)
         require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
         require_integer("for_users", "num_users", num_users, 1)
+        _require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         numbers: dict[str, Any] = {
             "steps": rounds,
             "expected_batch_size": expected_cohort_size,
@@ -290,3 +292,9 @@ class PrivacyPlan:
             collate=collate,
             processes=processes,
         )
+
+
+def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
+    """Raise PrivacyError, in the names that were typed, unless the part is at most the whole."""
+    if size > count:
+        raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
+    DataLoader,
     Dataset,
     TensorDataset,
     default_collate,  # pyright: ignore[reportUnknownVariableType]
@@ -60,30 +61,17 @@ def batches(
         An iterator of Batch; examples have leading dimension `size`, 0 included. Batches that hold a whole
         TensorDataset may share memory.
     Raises:
-        SamplingError: no length or no examples, or fewer examples than num_examples (raised by the call itself); a
-            collate whose rows are not one an example, or depend on their companions (raised by the iterator); fixed
-        batches in several processes.
+        SamplingError: no length or no examples, fewer examples than num_examples, or fixed batches in several
+            processes (raised by the call itself); a collate whose rows are not one
+            an example, or depend on their companions (raised by the iterator).
     Privacy:
         Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream: one
         a process, of its own entropy; under a seed one for all, of which each takes the words of its own examples.
         "fixed" is covered by no accountant here.
     """
-    function = "plan.batches"
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        remedy = "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
-        raise expected(function, "dataset", "to have a length", type(dataset).__name__, remedy, SamplingError)
-    data = cast(Sequence[Any], dataset)
-    if len(data) == 0:
-        raise expected(function, "dataset", "to hold examples", "none", "check its path", SamplingError)
-    if len(data) < num_examples:
-        remedy = "correct num_examples, the public count that rate and batch size rest on"
-        got = f"only {len(data)}"
-        raise expected(function, "dataset", f"to hold {num_examples} examples", got, remedy, SamplingError)
-    require_told(function, processes)
-    if scheme == "fixed" and processes.count > 1:
-        remedy = "draw Poisson batches, or train in one process"
-        raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
-    take = _taker(dataset, collate)
+    require_told("plan.batches", processes)
+    processes.together(lambda: _require_samplable(dataset, num_examples, scheme, processes))
+    data, take = cast(Sequence[Any], dataset), _taker(dataset, collate)
     stream = source.stream("sampling")
     rank, count = processes.rank, processes.count
 
@@ -100,6 +88,32 @@ def batches(
             yield Batch(take(chosen), len(chosen), sampling)
 
     return draws()
+
+
+def _require_samplable(
+    dataset: Dataset[Any] | Sequence[Any], num_examples: int, scheme: SamplingScheme, processes: Processes
+) -> None:
+    function = "plan.batches"
+
+    def refusal(condition: str, got: str, remedy: str) -> Exception:
+        return expected(function, "dataset", condition, got, remedy, SamplingError)
+
+    if isinstance(dataset, DataLoader):
+        raise refusal("to give single examples", "a DataLoader", "pass its .dataset: batches are drawn here")
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        remedy = "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
+        raise refusal("to have a length", type(dataset).__name__, remedy)
+    data = cast(Sequence[Any], dataset)
+    if len(data) == 0:
+        raise refusal("to hold examples", "none", "check its path")
+    if len(data) < num_examples:
+        remedy = "correct num_examples, the public count that rate and batch size rest on"
+        if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor) for column in data):
+            remedy = "pass torch.utils.data.TensorDataset(inputs, labels) if these are the columns of a table"
+        raise refusal(f"to hold {num_examples} examples", f"only {len(data)}", remedy)
+    if scheme == "fixed" and processes.count > 1:
+        remedy = "draw Poisson batches, or train in one process"
+        raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
 
 
 def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
