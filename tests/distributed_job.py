@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -203,6 +203,16 @@ def refusals(processes: Processes, folder: Path) -> Any:
     def wrapped() -> None:
         pg.PrivateGradient(DistributedDataParallel(small_model()), loss_fn, plan, processes=processes)
 
+    def wrapped_inside() -> None:
+        pg.PrivateGradient(nn.Sequential(DistributedDataParallel(small_model())), loss_fn, plan, processes=processes)
+
+    def wrapped_by_fsdp1() -> None:
+        inner = FullyShardedDataParallel(small_model(), device_id=torch.device("cpu"), use_orig_params=True)
+        pg.PrivateGradient(inner, loss_fn, plan, processes=processes)
+
+    def part_of_the_world() -> None:
+        Distributed(cast("dist.ProcessGroup", dist.new_group([0])))
+
     def groups() -> None:
         pg.PrivateGradient(model, loss_fn, make_plan(seed=0, group_size=2), processes=processes)
 
@@ -213,7 +223,8 @@ def refusals(processes: Processes, folder: Path) -> Any:
         next(make_plan(sampling="fixed").batches(data, processes=processes))
 
     said: dict[str, str] = {}
-    cases = (untold, untold_batches, foreign_batch, other_plans, wrapped, groups, not_private, fixed)
+    cases = [untold, untold_batches, foreign_batch, other_plans, wrapped, wrapped_inside, wrapped_by_fsdp1]
+    cases += [part_of_the_world, groups, not_private, fixed]
     for case in cases:
         try:
             case()

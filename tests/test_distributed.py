@@ -1,5 +1,6 @@
 """Several processes over gloo: real ones, two and four of them."""
 
+import fcntl
 import math
 import multiprocessing
 import os
@@ -48,10 +49,15 @@ def launched(count: int, folder: Path, *jobs: str) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """How many processes, and what each job gave."""
-    folder = tmp_path_factory.mktemp("together")
+    """How many processes, and what each job gave; done once, also where several workers of pytest-xdist ask for it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"together{request.param}"
+    folder.mkdir(exist_ok=True)
     jobs = [*JOBS, *(["every_optimizer", "losses"] if request.param == 2 else [])]
-    started(request.param, folder, *jobs)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / f"{jobs[-1]}.pt").exists():
+            started(request.param, folder, *jobs)
     return request.param, {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
 
@@ -135,6 +141,9 @@ REFUSED = {
     "foreign_batch": "the same processes",
     "other_plans": "the first process'",
     "wrapped": "pass its .module",
+    "wrapped_inside": "at '0'; pass its .module",
+    "wrapped_by_fsdp1": "pass its .module",
+    "part_of_the_world": "to be of all processes",
     "groups": "train in one process",
     "not_private": "train in one process",
     "fixed": "draw Poisson batches",

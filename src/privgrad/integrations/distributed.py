@@ -1,13 +1,13 @@
 """Many processes, launched by torchrun: data parallel, with whole models or sharded ones (FSDP2)."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
@@ -23,14 +23,16 @@ T = TypeVar("T")
 class Distributed(Processes):
     """The processes of torch.distributed: pass one to PrivateGradient and plan.batches, or to fit.
 
-    The model is a plain module, equal in all processes, or one that fully_shard has sharded; not one in
-    DistributedDataParallel, whose gradients were not private. A sharded model is gathered for the length of a private
-    step: its parameters lie whole in memory then, released gradients and the optimizer's state never do.
+    The model is a plain module, equal in all processes, or one that fully_shard has sharded; no part of it is in
+    DistributedDataParallel, whose gradients were not private, or FullyShardedDataParallel (FSDP1). A sharded model is
+    gathered for the length of a private step: its parameters lie whole in memory then, released gradients and the
+    optimizer's state never do.
 
     Args:
-        group: of torch.distributed; None is all processes.
+        group: of torch.distributed, of all processes: for another backend than the default group's; None is that.
     Raises:
-        PrivacyError: torch.distributed has not been initialized.
+        PrivacyError: torch.distributed has not been initialized, or the group leaves processes out: each group would
+            add a noise and keep a ledger of its own.
     Privacy:
         As one process: each example is clipped by the process it belongs to, and the first adds one noise of the
         plan's size to the sum over all. Its ledger is the record. The processes trust each other: what they exchange
@@ -41,6 +43,11 @@ class Distributed(Processes):
         if not (dist.is_available() and dist.is_initialized()):
             remedy = "call torch.distributed.init_process_group() first, and start with torchrun"
             raise expected("Distributed", "torch.distributed", "to be initialized", "no process group", remedy)
+        world, size = dist.get_world_size(), dist.get_world_size(group)
+        if size != world:
+            got = f"{size} of {world}" if size > 0 else "one without this process"
+            remedy = "leave group out, and start as many processes as train together"
+            raise expected("Distributed", "group", "to be of all processes", got, remedy)
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0) if group is not None else 0
@@ -76,10 +83,11 @@ class Distributed(Processes):
         return held[0]
 
     def begin(self, model: nn.Module) -> None:
-        if isinstance(model, DistributedDataParallel):
-            remedy, kind = "pass its .module: the processes' sums are added up before the noise", UnsupportedModuleError
-            got = "DistributedDataParallel"
-            raise expected("PrivateGradient", "model", "to be a plain or a fully sharded module", got, remedy, kind)
+        for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+                remedy = "pass its .module: the processes' sums are added up before the noise; fully_shard it to shard"
+                condition, got = "to be plain, or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
+                raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
 
