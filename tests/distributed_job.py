@@ -4,6 +4,7 @@ A job is a function of this file, or one of the faults of mutants/processes.py, 
 """
 
 import inspect
+import random
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_plan
@@ -50,6 +51,17 @@ DATA, PUBLIC = make_data(dtype=torch.float64), make_data(8, torch.float64)
 def everything() -> tuple[Tensor, Tensor]:
     inputs, labels = DATA.tensors
     return inputs, labels
+
+
+class Changing(Dataset[tuple[Tensor, Tensor]]):
+    """Each example flipped now and then, as views of images are."""
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, label = DATA[index]
+        return inputs * random.choice((-1, 1)), label
 
 
 def sharded(model: nn.Sequential) -> nn.Sequential:
@@ -213,6 +225,17 @@ def refusals(processes: Processes, folder: Path) -> Any:
     def part_of_the_world() -> None:
         Distributed(cast("dist.ProcessGroup", dist.new_group([0])))
 
+    def other_order() -> None:
+        plan.batches(TensorDataset(*(values.roll(processes.rank, 0) for values in everything())), processes=processes)
+
+    def other_length() -> None:
+        twice = [torch.cat([values, values]) for values in everything()]
+        plan.batches(TensorDataset(*(values[processes.rank :] for values in twice)), processes=processes)
+
+    def changing() -> None:
+        for _ in plan.batches(Changing(), processes=processes):
+            pass
+
     def groups() -> None:
         pg.PrivateGradient(model, loss_fn, make_plan(seed=0, group_size=2), processes=processes)
 
@@ -224,7 +247,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
 
     said: dict[str, str] = {}
     cases = [untold, untold_batches, foreign_batch, other_plans, wrapped, wrapped_inside, wrapped_by_fsdp1]
-    cases += [part_of_the_world, groups, not_private, fixed]
+    cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, fixed]
     for case in cases:
         try:
             case()

@@ -144,6 +144,8 @@ REFUSED = {
     "wrapped_inside": "at '0'; pass its .module",
     "wrapped_by_fsdp1": "pass its .module",
     "part_of_the_world": "to be of all processes",
+    "other_order": "in the same order",
+    "other_length": "in the same order",
     "groups": "train in one process",
     "not_private": "train in one process",
     "fixed": "draw Poisson batches",
@@ -154,7 +156,11 @@ REFUSED = {
 def test_what_would_be_wrong_is_refused_in_every_process(together: tuple[int, dict[str, Any]], case: str, words: str):
     for rank, said in enumerate(together[1]["refusals"]):
         mine = said[case]
-        assert words in mine or (case == "other_plans" and rank == 0 and "failure in another" in mine), mine
+        assert words in mine or (case.startswith("other_") and rank == 0 and "failure in another" in mine), mine
+
+
+def test_a_data_set_that_changes_its_items_by_chance_is_the_same_everywhere(together: tuple[int, dict[str, Any]]):
+    assert {said["changing"] for said in together[1]["refusals"]} == {"nothing"}
 
 
 def test_losses_agree_in_distribution(together: tuple[int, dict[str, Any]], tmp_path: Path):

@@ -3,6 +3,7 @@
 The rate that draws the batch is the field that the accountant is charged with.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, cast
@@ -24,6 +25,9 @@ from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_examples
 
 Collate = Callable[[list[Any]], Any]
+
+_COMPARED = 8  # items of the data set, between processes
+_REPEATS = 20  # of reading them, before a data set counts as one that does not change by chance
 
 
 def batches(
@@ -56,13 +60,15 @@ def batches(
         collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row is to
             depend on its own example only: pad to a public length, not to the batch's longest.
         processes: that train together: of several, each draws among its own examples, every so many-th of the data
-            set. Under a research seed their batches together are the one that a single process would draw.
+            set. Under a research seed their batches together are the one that a single process would draw. All make
+            this call, with the same data in the same order: its length and a few items, chosen anew in each call, are
+            compared, unless items change by themselves.
     Returns:
         An iterator of Batch; examples have leading dimension `size`, 0 included. Batches that hold a whole
         TensorDataset may share memory.
     Raises:
-        SamplingError: no length or no examples, fewer examples than num_examples, or fixed batches in several
-            processes (raised by the call itself); a collate whose rows are not one
+        SamplingError: no length or no examples, fewer examples than num_examples, fixed batches in several processes,
+            or a data set that is not the first process' (raised by the call itself); a collate whose rows are not one
             an example, or depend on their companions (raised by the iterator).
     Privacy:
         Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream: one
@@ -72,6 +78,8 @@ def batches(
     require_told("plan.batches", processes)
     processes.together(lambda: _require_samplable(dataset, num_examples, scheme, processes))
     data, take = cast(Sequence[Any], dataset), _taker(dataset, collate)
+    if processes.count > 1:
+        _require_same_data(take, len(data), processes)
     stream = source.stream("sampling")
     rank, count = processes.rank, processes.count
 
@@ -114,6 +122,44 @@ def _require_samplable(
     if scheme == "fixed" and processes.count > 1:
         remedy = "draw Poisson batches, or train in one process"
         raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
+
+
+def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Processes) -> None:
+    """Raise SamplingError in a process whose data set is not the first one's, by its length and a few of its items.
+
+    An example belongs to the process that its place in the data set names: at another place in each, it would be
+    clipped and summed twice.
+    """
+    condition, remedy = "to be the first process'", "give each the same data set in the same order: shuffle by a seed"
+    places = np.random.default_rng().integers(count, size=_COMPARED).tolist()
+    first_count, places = processes.same([count, places])
+
+    def digest() -> str:
+        if count != first_count:
+            got = f"{count} examples for its {first_count}"
+            raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
+        return _digest(take(torch.tensor(places)))
+
+    mine = processes.together(digest)
+    first = processes.same(mine)
+
+    def require() -> None:
+        # A data set that changes its items by chance is never the same, not even here.
+        if mine != first and all(digest() == mine for _ in range(_REPEATS)):
+            raise expected("plan.batches", "dataset", condition, "other examples in places", remedy, SamplingError)
+
+    processes.together(require)
+
+
+def _digest(examples: Any) -> str:
+    """Hash of a batch's content. PRIVATE: for comparison between processes only."""
+    state = hashlib.sha256()
+    for leaf in tree_flatten(examples)[0]:
+        if isinstance(leaf, Tensor):
+            state.update(leaf.detach().cpu().flatten().view(torch.uint8).numpy().data)
+        else:
+            state.update(repr(leaf).encode())
+    return state.hexdigest()
 
 
 def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
