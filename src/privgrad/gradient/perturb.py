@@ -41,6 +41,11 @@ class Perturbation:
     Attributes:
         is_public: False if the point is made of the private batch as a whole: then nothing is private.
         privacy_unit: what a row of the batch is: an "example", or a "user" with all of their examples.
+    Privacy:
+        A subclass of yours is believed: each row that `gradients` and `losses` return has to be made of that row of the
+        batch, public numbers and what was released, and `at` of the latter two. An ascent on the batch's mean moves the
+        contributions of all when one example comes or goes: each is still bounded, and the guarantee is void. Say
+        is_public = False of such a point.
     """
 
     is_public = True
