@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import norm
 
 import privgrad as pg
 from privgrad.accounting import Release, calibrate_noise_multiplier, epsilon, steps_for_budget
@@ -50,8 +51,6 @@ def test_pld_golden_values(q: float, sigma: float, steps: int, delta: float, gol
 
 def test_against_the_closed_form_of_the_gaussian_mechanism():
     """One full-batch release: delta(eps) = Phi(1/(2s) - eps s) - e^eps Phi(-1/(2s) - eps s) (Balle, Wang 2018)."""
-    from scipy.stats import norm
-
     for sigma in (0.5, 1.0, 4.0):
         found = cost(1.0, sigma, 1, 1e-5)
 
@@ -135,8 +134,23 @@ def test_delta_out_of_range_is_refused(delta: float):
 def test_extreme_noise_is_infinite_or_nothing_but_no_traceback():
     assert cost(0.1, 1e-6, 10, 1e-5) > 1e9
     assert cost(0.1, 1e160, 10, 1e-5) >= 0.0
+    assert cost(0.1, 1e-200, 1, 1e-5) == math.inf
+    assert cost(5e-324, 1.0, 1, 1e-5) >= 0.0
     sigma = calibrate_noise_multiplier(target_epsilon=1e-4, delta=1e-12, sample_rate=1.0, steps=2000)
     assert cost(1.0, sigma, 2000, 1e-12) <= 1e-4
+
+
+def test_rounding_makes_nothing_free():
+    """How likely some release is beyond a point, with an example (a little likelier) and without, bounds epsilon."""
+    sigma, q, steps, delta = 0.5, 1e-15, 10**12, 1e-15
+    at_least = 0.0
+    for point in np.linspace(0.0, 4.0, 30):
+        absent, present = norm.sf(point / sigma), norm.sf((point - 1) / sigma)
+        without = -math.expm1(steps * math.log1p(-absent))
+        more = (1 - without) * -math.expm1(steps * math.log1p(-q * (present - absent) / (1 - absent)))
+        if more > delta:
+            at_least = max(at_least, math.log1p((more - delta) / without))
+    assert 0 < at_least <= cost(q, sigma, steps, delta, "rdp") < 10
 
 
 def test_a_target_that_cannot_be_met_is_refused():
