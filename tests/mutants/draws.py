@@ -148,6 +148,24 @@ def default_seed(patch: Patch) -> None:
     patch.setattr(RandomSource, "__init__", wrong)
 
 
+def off_the_grid(patch: Patch) -> None:
+    """Noise in floating point, of the size that it would have on the grid."""
+    real = noise.add_noise
+
+    def wrong(clipped: ClippedSum, *, on_grid: bool = False, **options: Any) -> NoisyGradient:
+        if on_grid:
+            _, sensitivity = noise.grid_of(clipped, options["noise_multiplier"])
+            clipped = ClippedSum(clipped.values, sensitivity)
+        return real(clipped, **options)
+
+    everywhere(patch, real, wrong)
+
+
+def rounding_forgotten(patch: Patch) -> None:
+    real = noise.grid_of
+    everywhere(patch, real, lambda clipped, sigma: (real(clipped, sigma)[0], clipped.sensitivity))
+
+
 def silent_seed(patch: Patch) -> None:
     real = RandomSource.__init__
 
@@ -276,6 +294,18 @@ NOISE = [
         "noise of a failed step drawn again",
         streams_that_stay,
         "test_oracle.test_noise_of_a_release_that_was_not_charged_is_not_drawn_again",
+    ),
+    Mutant(
+        "a grid that is planned and forgotten",
+        off_the_grid,
+        "test_noise_on_grid.test_every_release_of_the_oracle_is_on_the_grid",
+        {"engine": "hooks", "dtype": torch.float32},
+    ),
+    Mutant(
+        "a sensitivity not widened by the rounding to the grid",
+        rounding_forgotten,
+        "test_noise_on_grid.test_rounded_neighbouring_sums_stay_within_the_sensitivity_that_is_noised",
+        {"count": 1000, "sigma": 0.7},
     ),
     Mutant("a random stream that can be copied", copied_streams, "test_noise.test_a_stream_has_one_holder"),
     Mutant("a random stream shared with a fork", forked_streams, "test_noise.test_a_stream_has_one_holder"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, ledger, plan, training
+from privgrad import accounting, checkpoint, ledger, plan, training
 from privgrad.accounting import Release
 
 
@@ -140,6 +141,33 @@ def other_numbers_taken(patch: Patch) -> None:
         real(self, self.plan_facts or facts)
 
     patch.setattr(pg.Ledger, "bind", wrong)
+
+
+def checksums_of(planted: Callable[[str, bytes], tuple[str, bytes]]) -> Callable[[Patch], None]:
+    """Plants what a line's checksum is taken of, in place of the checksum before it and the line."""
+
+    def plant(patch: Patch) -> None:
+        real, seal = ledger._sealed, ledger._SEAL
+
+        def wrong(head: str, body: bytes) -> tuple[bytes, str]:
+            _, checksum = real(*planted(head, body))
+            return body[:-1] + seal + checksum.encode() + b'"}', checksum
+
+        everywhere(patch, real, wrong)
+
+    return plant
+
+
+def whatever_torch_loads(patch: Patch) -> None:
+    """A checkpoint is taken for whole if torch can load it."""
+
+    def wrong(path: Path) -> Any:
+        try:
+            return torch.load(path, weights_only=True)
+        except Exception as error:
+            raise ValueError("its bytes are not those that were written") from error
+
+    everywhere(patch, checkpoint.read_checkpoint, wrong)
 
 
 def lost_steps_forgotten(patch: Patch) -> None:
@@ -284,6 +312,18 @@ LEDGER = [
         "test_ledger.test_a_ledger_cut_at_any_byte_keeps_its_whole_lines_and_takes_more",
     ),
     Mutant(
+        "a line of the ledger that was edited",
+        checksums_of(lambda head, body: (head, b"{}")),
+        "test_ledger.test_lines_removed_moved_repeated_or_exchanged_are_refused",
+        {"how": "of another ledger"},
+    ),
+    Mutant(
+        "checksums of the ledger's lines that do not chain",
+        checksums_of(lambda head, body: ("", body)),
+        "test_ledger.test_lines_removed_moved_repeated_or_exchanged_are_refused",
+        {"how": "moved"},
+    ),
+    Mutant(
         "a ledger gone on with under other numbers",
         other_numbers_taken,
         "test_ledger.test_a_ledger_of_other_numbers_is_refused",
@@ -307,6 +347,11 @@ CHECKPOINTS = [
         "a checkpoint saved amid an update",
         halves_saved,
         "test_training.test_interrupted_amid_an_update_nothing_half_done_is_saved",
+    ),
+    Mutant(
+        "a checkpoint whose bytes were changed",
+        whatever_torch_loads,
+        "test_training.test_no_byte_of_a_checkpoint_changes_unseen",
     ),
     Mutant("checkpoints that run code", code_run_by_checkpoints, "test_training.test_a_checkpoint_cannot_run_code"),
 ]
