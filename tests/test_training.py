@@ -8,7 +8,7 @@ import random
 import signal
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan
+from conftest import loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad import ledger, training
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.integrations.distributed import Distributed
@@ -35,12 +35,13 @@ def accuracy(model: nn.Module) -> dict[str, float]:
 
 
 def run(
-    folder: Path | None, *, seed: int | None = 5, steps: int = STEPS, **options: Any
+    folder: Path | None, *, seed: int | None = 5, steps: int = STEPS, delta: float | None = None, **options: Any
 ) -> tuple[nn.Module, FitResult]:
+    """Train; without a delta no evaluation computes an epsilon, which takes longer than the training."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
     model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    plan = make_plan(steps=steps, seed=seed, delta=1e-5)
+    plan = make_plan(steps=steps, seed=seed, delta=delta)
     numbers: dict[str, Any] = {"progress": False, "evaluate": accuracy, "evaluations": 3, "checkpoint_seconds": 0.05}
     result = pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=folder, **(numbers | options))
     return model, result
@@ -51,7 +52,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def test_fit_trains_evaluates_and_accounts():
-    model, result = run(None)
+    model, result = run(None, delta=1e-5)
     assert result.updates == STEPS
     assert [row["step"] for row in result.curve] == [20, 40, 60]
     assert result.curve[-1]["epsilon"] == result.ledger.epsilon(delta=1e-5)
@@ -91,12 +92,18 @@ def train_noting_releases(
 
 @dataclass
 class Tally:
-    """What was seen over many kills. `least` is the smallest charged - released after any of them."""
+    """What was seen over many kills.
+
+    Attributes:
+        between: kills that left a charge behind whose release was not seen to leave.
+        least: the smallest charged - released after any of them.
+    """
 
     kills: int = 0
     resumes: int = 0
     released: int = 0
     charged: int = 0
+    between: int = 0
     least: int = 1 << 30
 
 
@@ -106,7 +113,7 @@ def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options:
     What was charged is read from the ledger, what was released from a file that the children append to by themselves.
     The other processes, if there are any, must end of their own accord.
     """
-    released, waits, tally = folder.with_name("released"), random.Random(0), Tally()
+    released, waits, tally = folder.with_name("released"), random.Random(seed_of(0)), Tally()
     released.touch()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
@@ -120,7 +127,7 @@ def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options:
             process.start()
         process = waits.choice(processes)
         assert begun.wait(120)
-        noted, deadline = released.stat().st_size, time.monotonic() + 120
+        noted, deadline = released.stat().st_size + waits.randrange(30), time.monotonic() + 120
         # Every other one amid opening, resuming and first steps, the rest amid training, however busy the machine is.
         while tally.kills % 2 and released.stat().st_size <= noted and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -133,17 +140,21 @@ def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options:
             assert not ended.is_alive(), "it waits for one that was killed"
         tally.kills += 1
         tally.resumes += tally.released > 0
+        # Without a seed a charge whose release is lost stays ahead for ever; under one its step is released again.
+        ahead = tally.charged - tally.released if options["seed"] is None else 0
         steps = [int(line) for line in released.read_text().split()]
         # Under a seed, a step that is computed again is the same release: distinct steps are what was paid for.
         # Of several processes, each writes down the release that all take.
         tally.released = len(steps) if options["seed"] is None and ranks == 1 else len(set(steps))
         ledger = pg.Ledger(folder / "ledger.jsonl", read_only=True) if tally.charged or steps else pg.Ledger()
         assert ledger.releases >= tally.charged, "a charge was lost"
+        tally.between += ledger.releases > tally.charged and ledger.releases - tally.released > ahead
         tally.charged = ledger.releases
         tally.least = min(tally.least, tally.charged - tally.released)
         assert tally.least >= 0
-        paid = make_plan().epsilon(delta=1e-5, steps=tally.released)
-        assert ledger.epsilon(delta=1e-5) >= paid
+        accountant = "pld" if tally.kills == kills else "rdp"  # which is quick
+        paid = make_plan().epsilon(delta=1e-5, steps=tally.released, accountant=accountant)
+        assert ledger.epsilon(delta=1e-5, accountant=accountant) >= paid
     return tally
 
 
@@ -159,7 +170,9 @@ def test_killed_at_random_moments_everything_released_was_charged(
 ):
     steps = 20 * kills
     tally = kill_again_and_again(tmp_path / "killed", kills, ranks=ranks, seed=seed, steps=steps)
-    print(tally)  # noqa: T201
+    if record := os.environ.get("PRIVGRAD_TEST_KILLS_TO"):
+        with open(record, "a") as file:
+            print(json.dumps({"seed": seed, "ranks": ranks, **asdict(tally)}), file=file)
     assert tally.resumes >= kills // 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -278,7 +291,7 @@ def test_another_runs_settings_are_refused(tmp_path: Path, options: dict[str, An
     ways = {name: options.pop(name, None) for name in ("clip", "precondition")}
     model = make_model()
     optimizer = kind(model.named_parameters(), **({"lr": 0.05} | options))
-    plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
+    plan = make_plan(steps=STEPS, seed=5)
     with pytest.raises(pg.PrivacyError, match=message):
         pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=tmp_path, **ways)
 
@@ -288,7 +301,7 @@ def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pyt
     stop_after(20, monkeypatch, tmp_path)
     model = make_model()
 
-    plan = make_plan(steps=STEPS, seed=5, delta=1e-5)
+    plan = make_plan(steps=STEPS, seed=5)
     ledger = pg.Ledger(tmp_path / "ledger.jsonl")
     oracle = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
     with pytest.raises(pg.SamplingError, match="again"):
@@ -428,20 +441,21 @@ def test_damaged_checkpoints_are_refused_and_charge_nothing(tmp_path: Path, how:
 
 def test_no_byte_of_a_checkpoint_changes_unseen(tmp_path: Path):
     """Torch itself loads a tensor with a bit turned over as if nothing had happened."""
+    path = tmp_path / "small.pt"
+    write_checkpoint({"weight": torch.ones(3)}, path)
+    whole = path.read_bytes()
+    changed = [whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :] for i in range(len(whole))]
+    for content in changed + [whole[:length] for length in range(len(whole))]:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="not those that were written"):
+            read_checkpoint(path)
     run(tmp_path, steps=3)
     path = tmp_path / "checkpoint.pt"
     whole = path.read_bytes()
-    for place in [*range(0, len(whole), 11), *range(len(whole) - 40, len(whole))]:
+    for place in (0, len(whole) // 3, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match="not those that were written"):
-            read_checkpoint(path)
-        if place % (11 * 150) == 0:
-            with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt"):
-                run(tmp_path, steps=4)
-    for length in range(0, len(whole), 101):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="not those that were written"):
-            read_checkpoint(path)
+        with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt.*not those that were written"):
+            run(tmp_path, steps=4)
     assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 3
     path.write_bytes(whole)
     run(tmp_path, steps=4)
@@ -545,7 +559,7 @@ def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
 def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFixture[str]):
     run(None)
     assert capfd.readouterr().out == ""
-    run(None, progress=True)
+    run(None, progress=True, delta=1e-5)
     shown = capfd.readouterr().out
     assert "60/60" in shown
     assert "/s" in shown
