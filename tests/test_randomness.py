@@ -354,6 +354,22 @@ def test_a_gradient_made_in_a_forked_child_has_noise_of_its_own():
     assert not np.isclose(theirs, ours, rtol=1e-3).any()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_is_known_though_its_number_is_the_parents(monkeypatch: pytest.MonkeyPatch):
+    """As in a new namespace of processes."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    stream = RandomSource().stream("noise")
+    stream.normal(0, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            stream.normal(0, 2)
+        except pg.PrivacyError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 if __name__ == "__main__":
     for name in KINDS:
         found = measured(RandomSource(22).stream(name), name, int(sys.argv[1]))

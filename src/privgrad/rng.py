@@ -22,6 +22,13 @@ from privgrad.errors import expected
 
 BLOCK = 1 << 18  # normals in a block: small enough for cache, large enough that threads seldom meet at the GIL
 _ZEROS = bytes(8 * BLOCK)  # encrypted, they are the key stream: at most 8 bytes a normal
+_forks: list[None] = []
+os.register_at_fork(after_in_child=lambda: _forks.append(None))
+
+
+def this_process() -> tuple[int, int]:
+    """What a fork changes: the forks behind a process, and its number, which in a new namespace may be its parent's."""
+    return os.getpid(), len(_forks)
 
 
 class RandomSource:
@@ -67,7 +74,7 @@ class Stream:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._process = os.getpid()
+        self._process = this_process()
 
     def __reduce__(self) -> str:
         remedy = "construct a new PrivateGradient: two copies would draw the same noise"
@@ -145,7 +152,7 @@ class Stream:
         return Cipher(algorithms.AES(self._key), modes.CTR(nonce)).encryptor()
 
     def _require_own_process(self) -> None:
-        if os.getpid() != self._process:
+        if this_process() != self._process:
             remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
             raise expected("Stream", "a random stream", "to stay in its process", "use in a fork", remedy)
 
