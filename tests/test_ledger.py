@@ -1,9 +1,15 @@
 """The ledger: durable, whole, and with one writer."""
 
+import copy
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -77,6 +83,63 @@ def test_a_ledger_of_other_numbers_is_refused(tmp_path: Path, other: dict[str, A
     ledger.close()
     with pytest.raises(pg.PrivacyError, match=next(iter(other))):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(**other), ledger=path)
+
+
+def in_two_threads(*works: Callable[[], object]) -> list[BaseException | None]:
+    """Begin all at once; what each ended with."""
+    together = threading.Barrier(len(works))
+
+    def run(work: Callable[[], object]) -> BaseException | None:
+        together.wait()
+        try:
+            work()
+        except pg.PrivacyError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(run, works))
+
+
+def test_threads_that_share_a_ledger_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One draw serves one of them, one plan binds it, and the file's lines are whole and in order."""
+    real = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.05)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    ledger = pg.Ledger(tmp_path / "ledger.jsonl")
+    plans = [make_plan(), make_plan(max_grad_norm=2.0)]
+    ended = in_two_threads(*(lambda plan=plan: ledger.bind(plan.public_facts) for plan in plans))
+    assert sum(error is None for error in ended) == 1
+    for draw in ("a", "b"):
+        ended = in_two_threads(*[lambda draw=draw: charge(ledger, draw)] * 2)
+        assert [type(error) for error in ended if error is not None] == [pg.SamplingError]
+    assert in_two_threads(lambda: charge(ledger, "c"), lambda: charge(ledger, "d")) == [None, None]
+    assert ledger.releases == pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 4
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_ledger_has_one_holder(tmp_path: Path, in_memory: bool):
+    """A second one's releases, or budget, would be beside the record."""
+    ledger = pg.Ledger(None if in_memory else tmp_path / "ledger.jsonl")
+    ledger.bind(make_plan().public_facts)
+    charge(ledger, "a")
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(pg.PrivacyError, match="one holder"):
+            duplicate(ledger)
+    child = os.fork()
+    if child == 0:
+        try:
+            charge(ledger, "b")
+        except pg.PrivacyError:
+            os._exit(ledger.releases)  # looking is free
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    charge(ledger, "b")
 
 
 def test_a_longer_run_on_an_old_ledger_composes(tmp_path: Path):

@@ -14,7 +14,9 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -28,6 +30,7 @@ from privgrad.errors import (
     require_nonnegative,
     require_rate,
 )
+from privgrad.rng import this_process
 from privgrad.types import SamplingScheme
 
 _VERSION = 2
@@ -37,6 +40,9 @@ _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 class Ledger:
     """Counts releases, and their epsilon; in memory, or in a file that survives the process.
+
+    Threads may share one. No second holder may charge to it: it can be neither copied nor pickled, and a fork may only
+    look.
 
     Args:
         path: file to append to, made if absent; None keeps the record in memory.
@@ -58,6 +64,8 @@ class Ledger:
         self._size = 0
         self._head = ""
         self._heads: set[str] = set()
+        self._turn = threading.RLock()
+        self._process = this_process()
         if self.path is not None:
             self._open(self.path)
 
@@ -90,10 +98,11 @@ class Ledger:
         Raises:
             PrivacyError: the ledger was kept under other numbers.
         """
-        if not self.plan_facts:
-            self._append({"ledger_version": _VERSION, "plan": dict(plan_facts)})
-            self.plan_facts = dict(plan_facts)
-            return
+        with self._one_at_a_time():
+            if not self.plan_facts:
+                self._append({"ledger_version": _VERSION, "plan": dict(plan_facts)})
+                self.plan_facts = dict(plan_facts)
+                return
         differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
         if differing:
             raise expected(
@@ -112,17 +121,19 @@ class Ledger:
             limit: as in charge.
             repeatable: whether a draw that is already charged may be recomputed, as under a research seed.
         """
-        if draw in self._draws:
+        with self._one_at_a_time():
+            is_known, spent = draw in self._draws, self.releases
+        if is_known:
             if not repeatable:
                 remedy = "draw a new one: the accounting counts each draw once"
                 got = f"draw {draw} again"
                 raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
-        elif self.releases >= limit:
+        elif spent >= limit:
             raise expected(
                 "Ledger.charge",
                 "releases",
                 f"to stay within the plan's {limit} steps",
-                f"{self.releases} charged and one more asked for",
+                f"{spent} charged and one more asked for",
                 "stop here, or make a plan with more steps and pay for it",
                 BudgetExceededError,
             )
@@ -144,9 +155,6 @@ class Ledger:
         Privacy:
             When this returns, the charge is on disk (fsync), or in memory if the ledger has no path.
         """
-        if digest is not None and self._draws.get(draw) == digest:
-            return
-        self.admit(draw, limit=limit, repeatable=False)
         line: dict[str, Any] = {
             "draw": draw,
             "noise_multiplier": release.noise_multiplier,
@@ -155,10 +163,14 @@ class Ledger:
         }
         if digest is not None:
             line["digest"] = digest
-        if self._checked(line) != release:
-            raise expected("Ledger.charge", "release", "to count once", release, "charge each release by itself")
-        self._append(line)
-        self._count(release, line)
+        with self._one_at_a_time():
+            if digest is not None and self._draws.get(draw) == digest:
+                return
+            self.admit(draw, limit=limit, repeatable=False)
+            if self._checked(line) != release:
+                raise expected("Ledger.charge", "release", "to count once", release, "charge each release by itself")
+            self._append(line)
+            self._count(release, line)
 
     def close(self) -> None:
         """Release the file and its lock. The ledger still answers, but takes no more charges."""
@@ -166,6 +178,19 @@ class Ledger:
             os.close(self._descriptor)
         self._descriptor = None
         self._read_only = True
+
+    def __reduce__(self) -> str:
+        remedy = "pass the ledger itself, or open its file with read_only=True"
+        raise expected("Ledger", "a ledger", "to have one holder", "a request to copy it", remedy)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Generator[None]:
+        """From what is looked up to what is written, no other thread comes between; nor does a fork charge."""
+        if this_process() != self._process:
+            remedy = "open one in the process that charges: neither would know of the other's releases"
+            raise expected("Ledger", "a ledger", "to be charged in its own process", "a charge in a fork", remedy)
+        with self._turn:
+            yield
 
     def _checked(self, line: Mapping[str, Any]) -> Release:
         """The release that a line tells of, which must be one of the plan's."""
