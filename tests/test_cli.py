@@ -13,6 +13,7 @@ import pytest
 
 from privgrad import data
 from privgrad.cli import main
+from privgrad.ledger import Ledger
 
 pytest.importorskip("sklearn")
 
@@ -25,7 +26,7 @@ validation = 240
 name = "mlp"
 hidden = 8
 [privacy]
-target_epsilon = 8.0
+target_epsilon = 1.0
 delta = 1e-5
 max_grad_norm = 1.0
 num_examples = 1197
@@ -104,7 +105,7 @@ def test_compare_tunes_reports_and_goes_on(tmp_path: Path):
     assert "research only" in done.stderr
     records = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()]
     assert [record["phase"] for record in records] == (["tuning"] * 2 + ["final"] * 2) * 2
-    assert all(0 < record["epsilon"] <= 8.0 for record in records)
+    assert all(0 < record["epsilon"] <= 1.0 for record in records)
     assert all((record["test_accuracy"] is None) == (record["phase"] == "tuning") for record in records)
     best = {
         name: max((r for r in records if r["method"] == name), key=lambda r: r["validation_accuracy"] or 0)["lr"]
@@ -139,18 +140,27 @@ def test_train_epsilon_and_calibrate_agree(here: Here, tmp_path: Path):
     (ledger,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
     told = last_json(here("epsilon", ledger, "--delta", "1e-5", "--json"))
     assert told["releases"] == 6
-    assert told["epsilon_pld"] == row["epsilon"] <= 8.0
+    assert told["epsilon_pld"] == row["epsilon"] <= 1.0
     assert told["epsilon_pld"] <= told["epsilon_rdp"]
     rate = 120 / 1197
     numbers = ("--delta", "1e-5", "--sample-rate", rate, "--json")
-    found = last_json(here("calibrate", "--target-epsilon", 8, "--steps", 6, *numbers))
+    found = last_json(here("calibrate", "--target-epsilon", 1, "--steps", 6, *numbers))
     assert found["noise_multiplier"] == told["noise_multiplier"]
     sigma = ("--noise-multiplier", found["noise_multiplier"])
-    assert last_json(here("calibrate", "--target-epsilon", 8, *sigma, *numbers))["steps"] == 6
+    assert last_json(here("calibrate", "--target-epsilon", 1, *sigma, *numbers))["steps"] == 6
     by_numbers = last_json(here("epsilon", *sigma, "--steps", 6, *numbers))
     assert by_numbers["epsilon_pld"] == told["epsilon_pld"]
     assert "6" in here("epsilon", ledger, "--delta", "1e-5").stdout
     assert "fixed research seed" not in (tmp_path / "runs/one/index.html").read_text()
+
+
+def test_a_folder_in_which_something_trains_is_not_moved_aside(here: Here, tmp_path: Path):
+    (tmp_path / "one.toml").write_text(ONE)
+    ledger = Ledger(tmp_path / "runs/one/runs/a/ledger.jsonl")
+    assert "to have no writer" in here("train", "one.toml", "--restart", code=2).stderr
+    ledger.close()
+    (tmp_path / "one.toml").write_text(ONE.replace("num_examples = 1197", "num_examples = 1437"))  # ends after the move
+    assert "runs/one-1" in here("train", "one.toml", "--restart", code=2).stderr
 
 
 def test_fixed_batches_are_labelled_everywhere(here: Here, tmp_path: Path):
@@ -193,7 +203,7 @@ BAD_SPECS = {
     "delta above 1": ("delta = 1e-5", "delta = 1.5", "delta"),
     "wrong count": ("num_examples = 1197", "num_examples = 1437", "1197"),
     "nothing to tune on": ("validation = 240", "validation = 0", "validation"),
-    "target out of reach": ("target_epsilon = 8.0", "target_epsilon = -1.0", "target_epsilon"),
+    "target out of reach": ("target_epsilon = 1.0", "target_epsilon = -1.0", "target_epsilon"),
     "options that do not fit": ("options = { momentum = 0.5 }", "options = { nesterov = true }", "to suit SGD"),
     "missing value": ("delta = 1e-5\n", "", "got nothing"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),
@@ -227,7 +237,9 @@ def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
 
 def test_a_stopped_training_saves_and_says_how_to_go_on(tmp_path: Path):
     """SIGTERM to a real process; the next run makes the rest of the updates."""
-    (tmp_path / "one.toml").write_text(ONE.replace("steps = 6", "steps = 3000"))
+    (tmp_path / "one.toml").write_text(
+        ONE.replace("steps = 6", "steps = 1000").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
+    )
     script = Path(sys.executable).with_name("privgrad")
     process = subprocess.Popen([str(script), "train", "one.toml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final-seedNone/ledger.jsonl"
@@ -239,7 +251,7 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(tmp_path: Path):
     assert "go on" in process.communicate(timeout=60)[1]
     assert process.returncode == 130
     done = last_json(privgrad("train", "one.toml", "--json", folder=tmp_path))
-    assert done["methods"][0]["updates"] == 3000  # what the signal came amid was finished, and saved
+    assert done["methods"][0]["updates"] == 1000  # what the signal came amid was finished, and saved
 
 
 def test_train_takes_one_method(here: Here, tmp_path: Path):

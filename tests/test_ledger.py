@@ -142,6 +142,43 @@ def test_a_ledger_has_one_holder(tmp_path: Path, in_memory: bool):
     charge(ledger, "b")
 
 
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced", "grown"])
+def test_a_ledger_that_is_taken_from_its_writer_takes_no_charge(tmp_path: Path, how: str):
+    path, kept = tmp_path / "ledger.jsonl", tmp_path / "kept"
+    ledger = pg.Ledger(path)
+    ledger.bind(make_plan().public_facts)
+    charge(ledger, "a")
+    whole = path.read_bytes()
+    if how == "grown":
+        path.write_bytes(whole + b"\n")
+    else:
+        path.rename(kept)
+    if how == "replaced":
+        path.write_bytes(whole)
+    elif how == "removed":
+        kept.unlink()
+    with pytest.raises(pg.PrivacyError, match="left to its one writer"):
+        charge(ledger, "b")
+    assert ledger.releases == 1
+    if how == "removed":
+        return
+    if how == "grown":
+        path.write_bytes(whole)
+    else:
+        kept.replace(path)
+    charge(ledger, "b")
+    assert pg.Ledger(path, read_only=True).releases == 2
+
+
+def test_a_ledger_of_a_relative_path_follows_no_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = pg.Ledger("ledger.jsonl")
+    ledger.bind(make_plan().public_facts)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    charge(ledger, "a")
+
+
 def test_a_longer_run_on_an_old_ledger_composes(tmp_path: Path):
     path, data = tmp_path / "ledger.jsonl", make_data()
     for steps, start in ((3, 0), (5, 3)):
@@ -179,7 +216,7 @@ def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_really_full_device_refuses_the_charge():
     ledger = pg.Ledger()
-    ledger._descriptor = os.open("/dev/full", os.O_WRONLY)
+    ledger.path, ledger._descriptor = Path("/dev/full"), os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(pg.PrivacyError, match="No space left"):
         ledger.bind({"sample_rate": 1.0})
     with pytest.raises(pg.PrivacyError, match="closed"):

@@ -38,6 +38,16 @@ _LONGEST_LINE = 1 << 20  # bytes: what is no ledger shall not fill the memory
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 
+def is_in_use(path: Path) -> bool:
+    """Whether someone writes to the ledger of that path now."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class Ledger:
     """Counts releases, and their epsilon; in memory, or in a file that survives the process.
 
@@ -55,7 +65,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).absolute()
         self.plan_facts: dict[str, Any] = {}
         self._read_only = read_only
         self._counts: dict[Release, int] = {}
@@ -215,6 +225,7 @@ class Ledger:
             )
         if self._descriptor is None:
             return
+        self._require_in_place(self._descriptor)
         sealed, head = _sealed(self._head, json.dumps(line).encode())
         data = sealed + b"\n"
         if len(data) > _LONGEST_LINE:
@@ -241,6 +252,19 @@ class Ledger:
                 error.strerror,
                 "free space, then resume; nothing was charged and nothing released",
             ) from error
+
+    def _require_in_place(self, descriptor: int) -> None:
+        """Raise PrivacyError unless the file is still where it was opened, and ends where this writer left it."""
+        held, got = os.fstat(descriptor), "another file there"
+        try:
+            in_place = self.path is not None and os.path.samestat(held, os.stat(self.path))
+        except OSError as error:
+            in_place, got = False, error.strerror
+        if in_place and held.st_size != self._size:
+            in_place, got = False, f"{held.st_size} bytes, not {self._size}"
+        if not in_place:
+            remedy = "put it back as it was, then resume; nothing was charged and nothing released"
+            raise expected("Ledger.charge", f"{self.path}", "to be left to its one writer", got, remedy)
 
     def _end_at(self, size: int, head: str) -> None:
         self._size, self._head = size, head

@@ -35,7 +35,7 @@ from privgrad.experiments.tasks import (
     public_gradient,
     warm_start,
 )
-from privgrad.ledger import Ledger
+from privgrad.ledger import Ledger, is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.training import FitResult, fit
@@ -204,9 +204,17 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, 
 
 
 def restart(out: Path) -> Path | None:
-    """Move an existing folder aside, so that no ledger is lost; return where it went."""
+    """Move an existing folder aside, so that no ledger is lost; return where it went.
+
+    Raises:
+        PrivacyError: a training runs there.
+    """
     if not out.exists():
         return None
+    for path in out.rglob("ledger.jsonl"):
+        if is_in_use(path):
+            remedy = "let the training there end, or stop it, first"
+            raise expected("experiments", f"{path}", "to have no writer", "one", remedy)
     aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
     shutil.move(out, aside)
     return aside
