@@ -1,7 +1,7 @@
 """Small public fixtures: a plan, a model, data, a loss."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
+from privgrad import accounting
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not here is a reason to skip, not to wait
 _TEST_SEED = int(os.environ.get("PRIVGRAD_TEST_SEED", "0"))
@@ -52,6 +53,15 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def first_batch(plan: pg.PrivacyPlan, data: TensorDataset) -> pg.Batch:
     """The first batch of the plan that holds an example."""
     return next(batch for batch in plan.batches(data) if batch.size > 0)
+
+
+@pytest.fixture(scope="module")
+def by_rdp() -> Iterator[None]:
+    """For tests that are not about epsilon: accounting by RDP alone. A plan takes it milliseconds, and PLD seconds."""
+    real = accounting._epsilon
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accounting, "_epsilon", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
+        yield
 
 
 @pytest.fixture

@@ -21,10 +21,12 @@ from privgrad.experiments.spec import Candidate, MethodTable, check_spec, encode
 from test_data_sparse import write_tweets
 
 RUNNER = CliRunner()
-
+pytestmark = pytest.mark.usefixtures("by_rdp")
 
 # What items read that may not be here.
 NEEDS: dict[str, Callable[[], Any]] = {
+    "adadps/federated": lambda: LOADERS["debian-maintainers"](limit=1),
+    "adadps/federated-eps8": lambda: LOADERS["debian-maintainers"](limit=1),
     "adadps/stackoverflow": lambda: LOADERS["debian-tags"](limit=300),
     "adadps/stackoverflow-eps1": lambda: LOADERS["debian-tags"](limit=300),
     "dp-adam/fig1-text": lambda: encoder_folder("sentence-transformers/all-MiniLM-L6-v2"),
