@@ -198,7 +198,7 @@ def write_lists(folder: Path, sources: int = 60) -> None:
             packages.append(
                 f"Package: p{number}{kind}\n"
                 + (f"Source: p{number} (1.2)\n" if kind else "")
-                + f"Maintainer: Some One <some@one>\nDescription: no\nDescription-md5: {md5}\n"
+                + f"Maintainer: Some One <some@{number % 5}>\nDescription: no\nDescription-md5: {md5}\n"
                 + f"Tag: role::program,\n Section: no{tag},\n implemented-in::c\n"
                 + f"Section: {SECTIONS[number % 3]}\n"
             )
@@ -250,6 +250,23 @@ def test_debian_tags_read_words_off_the_untagged(tmp_path: Path):
     assert loaded.public_counts is not None
     # synopsis, in, c++, the, second, sentence, a, third, common, end: of 60 untagged packages; extra: of 30
     assert loaded.public_counts[:12].tolist() == [0] + [60] * 10 + [30]
+
+
+def test_maintainers_are_users_with_all_their_packages(tmp_path: Path):
+    write_lists(tmp_path)
+    tags = data.debian_tags(tmp_path, words=20, length=6)
+    loaded = data.debian_maintainers(tmp_path, words=20, length=6, limit=None, validation=2, cap=7)
+    inputs, labels, counts = loaded.train.tensors
+    assert (inputs.shape, labels.shape) == ((3, 7, 6), (3, 7, 3))
+    assert counts.tolist() == [7, 7, 6]
+    assert (labels.sum(2) == 1).all()
+    assert all(map(torch.equal, loaded.test.tensors, tags.test.tensors))
+    everyone = data.debian_maintainers(tmp_path, words=20, length=6, limit=5, cap=100)
+    assert int(everyone.train.tensors[2].sum()) == len(tags.train)
+    of_three = data.debian_maintainers(tmp_path, words=20, length=6, limit=3, cap=100).train.tensors[2]
+    assert len(loaded.validation) + int(of_three.sum()) == len(tags.train)  # the last two are held out
+    with pytest.raises(pg.PrivacyError, match="limit and validation to fit the users, got 5 with at least 5 packages"):
+        data.debian_maintainers(tmp_path, limit=5, validation=1)
 
 
 def test_public_examples_are_taken_out_of_the_training_part(tmp_path: Path):

@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -324,6 +325,16 @@ def _other(package: _Package, pool: Sequence[_Package], rng: random.Random, *, s
 def _read_index(function: str, path: PathLike | None) -> tuple[str, list[_Package], list[_Package]]:
     """The suites, and the packages of the training and the test part, those of a source together, in a fixed order."""
     folder = find_folder(function, path, _LISTS, "*_dists_*_main_*Translation-en*", _REMEDY)
+    lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
+    stats = [file.stat() for file in lists]
+    return _parsed(function, folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
+
+
+@lru_cache(maxsize=1)  # of a process that loads the same lists for several experiments
+def _parsed(
+    function: str, folder: Path, versions: tuple[tuple[int, int], ...]
+) -> tuple[str, list[_Package], list[_Package]]:
+    """As _read_index, for lists in these versions; not to be written to."""
     lists = {kind: _lists(folder, kind) for kind in ("Packages", "Translation-en")}
     descriptions: dict[str, tuple[str, str]] = {}
     for file in lists["Translation-en"]:

@@ -459,7 +459,7 @@ def _require_precondition(table: PreconditionTable, place: str) -> None:
     function = getattr(side_information if table.by_counts else precondition, table.rule)
     # What the experiment gives itself, in small.
     public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
-    given = {"gradient": public, "counts": torch.ones(1), "parameter": "p", "dim": 0, "source": "none"}
+    given = {"gradient": public, "counts": torch.ones(10_000), "parameter": "p", "dim": 0, "source": "none"}
     parameters = inspect.signature(function).parameters
     for name in table.options:
         _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
