@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,41 @@ def test_what_cannot_be_opened_ends_in_one_error(tmp_path: Path):
         pg.Ledger(tmp_path / "absent", read_only=True)
     with pytest.raises(pg.PrivacyError, match="line 1"):
         pg.Ledger(tmp_path / "file", read_only=True)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for read_only in (True, False):
+        with pytest.raises(pg.PrivacyError, match="no file that keeps"):
+            pg.Ledger(tmp_path / "pipe", read_only=read_only)
+
+
+def test_what_json_does_not_know_is_refused_with_the_remedy(tmp_path: Path):
+    plan = make_plan(sample_rate=Fraction(1, 4))
+    with pytest.raises(pg.PrivacyError, match=r"float\("):
+        pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
+
+
+def test_refusals_say_how_to_go_on(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    written(path, "a")
+    ledger = pg.Ledger(path)
+    with pytest.raises(pg.PrivacyError, match=r"PrivacyPlan\(noise_multiplier=1\.0, steps="):
+        ledger.bind(make_plan(noise_multiplier=2.0).public_facts)
+    with pytest.raises(pg.BudgetExceededError, match=r"start=private_grad\.ledger\.releases"):
+        ledger.charge(RELEASE, draw="b", limit=1)
+    ledger.close()
+    path.write_bytes(path.read_bytes() + b"x\n")
+    with pytest.raises(pg.PrivacyError, match="at least 1 releases .* the epsilon of all steps"):
+        pg.Ledger(path)
+
+
+def test_a_ledger_tells_that_its_end_was_cut_off(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    whole = written(path, "a")
+    assert not pg.Ledger(path, read_only=True).was_cut_off
+    path.write_bytes(whole[:-5])
+    assert pg.Ledger(path, read_only=True).was_cut_off
 
 
 def test_a_charge_is_on_disk_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -60,6 +60,8 @@ class Ledger:
     Raises:
         PrivacyError: the file is not a ledger, is damaged or of another version, cannot be written, or another process
             is writing to it.
+    Attributes:
+        was_cut_off: whether the file ended in a line that was never finished, for which nothing was released.
     Privacy:
         Holds public numbers and, under a research seed, hashes of released gradients: safe to publish.
     """
@@ -67,6 +69,7 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
         self.path = None if path is None else Path(path).absolute()
         self.plan_facts: dict[str, Any] = {}
+        self.was_cut_off = False
         self._read_only = read_only
         self._counts: dict[Release, int] = {}
         self._draws: dict[str, str | None] = {}
@@ -88,6 +91,11 @@ class Ledger:
     def releases(self) -> int:
         """How many releases have been charged."""
         return sum(self._counts.values())
+
+    @property
+    def seeded_releases(self) -> int:
+        """How many releases were drawn under a research seed: whoever knows it can take their noise away."""
+        return sum(digest is not None for digest in self._draws.values())
 
     @property
     def head(self) -> str:
@@ -115,12 +123,16 @@ class Ledger:
                 return
         differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
         if differing:
+            remedy = "keep the plan, or start a new ledger and add the two epsilons up"
+            if "noise_multiplier" in differing:
+                sigma = self.plan_facts.get("noise_multiplier")
+                remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
             raise expected(
                 "Ledger.bind",
                 f"the plan's {', '.join(differing)}",
                 f"to be as recorded ({', '.join(str(self.plan_facts.get(name)) for name in differing)})",
                 ", ".join(str(plan_facts[name]) for name in differing),
-                "keep the plan, or start a new ledger and add the two epsilons up",
+                remedy,
             )
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
@@ -144,7 +156,8 @@ class Ledger:
                 "releases",
                 f"to stay within the plan's {limit} steps",
                 f"{spent} charged and one more asked for",
-                "stop here, or make a plan with more steps and pay for it",
+                "stop here, or make a plan with more steps and pay for it; to go on with a run that was interrupted, "
+                "load its model and draw plan.batches(..., start=private_grad.ledger.releases)",
                 BudgetExceededError,
             )
 
@@ -226,7 +239,11 @@ class Ledger:
         if self._descriptor is None:
             return
         self._require_in_place(self._descriptor)
-        sealed, head = _sealed(self._head, json.dumps(line).encode())
+        try:
+            sealed, head = _sealed(self._head, json.dumps(line).encode())
+        except TypeError as error:
+            remedy = "give the plan plain numbers: float(...), int(...)"
+            raise expected("Ledger.bind", "what is recorded", "to be plain numbers", error, remedy) from error
         data = sealed + b"\n"
         if len(data) > _LONGEST_LINE:
             remedy = "shorten what describes the run"
@@ -273,6 +290,9 @@ class Ledger:
     def _open(self, path: Path) -> None:
         condition = "to be a readable file" if self._read_only else "to be a file that takes more lines"
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                got = f"the folder {path}" if path.is_dir() else f"{path}, no file that keeps what it is given"
+                raise expected("Ledger", "path", condition, got, "give a ledger's path: ledger.jsonl in a run's folder")
             if not self._read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -294,8 +314,9 @@ class Ledger:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            remedy = "wait until it ends, or close() its ledger if it is in this process"
             raise expected(
-                "Ledger", "path", "to have one writer", f"{path}, in use", "close() it there first"
+                "Ledger", "path", "to have one writer", f"{path}, in use by another training", remedy
             ) from error
 
     def _end_last_line(self, descriptor: int) -> None:
@@ -307,11 +328,18 @@ class Ledger:
     def _read(self, path: Path) -> None:
         def damaged(number: int, raw: bytes, condition: str) -> PrivacyError:
             got = repr(raw[:60].decode(errors="replace"))
-            return expected("Ledger", f"line {number} of {path}", condition, got, "restore the file from a copy")
+            remedy = "restore the file from a copy"
+            if number > 1:
+                remedy += f" that has all its lines; without one, at least {self.releases} releases were made, and at"
+                remedy += " most the plan's steps: start a new ledger and add the epsilon of all steps"
+            elif not raw.startswith(_FIRST):
+                remedy = f"give a ledger's path, or {remedy}"
+            return expected("Ledger", f"line {number} of {path}", condition, got, remedy)
 
         with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
                 if _is_cut_off(raw, _FIRST if number == 1 else _LATER):
+                    self.was_cut_off = True
                     break  # so its gradient never left the oracle
                 line, body = _parsed(raw), raw.removesuffix(b"\n")
                 if number == 1 and "ledger_version" in line and line["ledger_version"] != _VERSION:
