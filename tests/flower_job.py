@@ -84,7 +84,7 @@ FAULTS: dict[str, Callable[[ArrayRecord], ArrayRecord]] = {
     "huge": changed(lambda update: {name: 1e6 * value for name, value in update.items()}),
     "overflowing": changed(lambda update: {name: 1e38 * value.sign() for name, value in update.items()}),
     "wrong shape": changed(lambda update: first(update, lambda value: value[:1])),
-    "integers": changed(lambda update: {name: value.int() for name, value in update.items()}),
+    "integers": changed(lambda update: {name: (100 * value).int() for name, value in update.items()}),
     "missing name": changed(lambda update: dict(list(update.items())[1:])),
     "additional name": changed(lambda update: update | {"more": torch.ones(3)}),
     "other names": changed(lambda update: {f"x{name}": value for name, value in update.items()}),

@@ -93,7 +93,7 @@ class PrivateStrategy(Strategy):
             self._nodes = self._await_nodes(grid)
         self._drawn = drawn = self._draw()
         online = set(grid.get_node_ids())
-        cohort = {self._nodes[user]: user for user in drawn.examples[0].tolist()}
+        cohort = {self._nodes[user]: user for user in cast("list[int]", drawn.examples[0].tolist())}
         self._cohort = {node: user for node, user in cohort.items() if node in online}
         # Flower counts the rounds of one start; the plan's go on after a resume.
         public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm}
