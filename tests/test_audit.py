@@ -367,7 +367,7 @@ def test_the_command_fails_where_a_bound_passes_its_claim(here: Here, tmp_path: 
 def test_a_specification_is_audited_with_a_canary_among_its_data(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "one.toml").write_text(ONE.replace("target_epsilon = 8.0", "noise_multiplier = 0.6"))
+    (tmp_path / "one.toml").write_text(ONE.replace("target_epsilon = 1.0", "noise_multiplier = 0.6"))
     told = last_json(here("audit", "one.toml", "--trials", 400, "--confidence", 0.9999, "--json"))
     (row,) = told["audits"]
     assert row["name"] == "DP-AdamBC, step"
