@@ -410,7 +410,7 @@ def test_refusals_say_how_to_go_on(tmp_path: Path):
         ledger.charge(RELEASE, draw="b", limit=1)
     ledger.close()
     path.write_bytes(path.read_bytes() + b"x\n")
-    with pytest.raises(pg.PrivacyError, match="at least 1 releases .* the epsilon of all steps"):
+    with pytest.raises(pg.PrivacyError, match=r"at least 1 releases .* the epsilon of all steps"):
         pg.Ledger(path)
 
 

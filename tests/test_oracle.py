@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,48 @@ def test_threads_get_noise_of_their_own():
         gradients = list(pool.map(oracle, plan.batches(make_data())))
     assert len({tuple(gradient.values["2.bias"].tolist()) for gradient in gradients}) == 40
     assert oracle.ledger.releases == 40
+
+
+@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+def test_oracles_of_one_model_take_turns(engine: Any):
+    """Amid a step the model is not itself: another thread would take the gradient of something else."""
+    plan, model = make_plan(sample_rate=1.0, expected_batch_size=32, noise_multiplier=0.0), make_model()
+    within = [0, 0]
+
+    def slow_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        within[0] += 1
+        within[1] = max(within)
+        time.sleep(0.02)
+        losses = loss_fn(model, batch)
+        within[0] -= 1
+        return losses
+
+    oracles = [pg.PrivateGradient(model, slow_loss, plan, engine=engine) for _ in range(2)]
+    batches = [first_batch(plan, make_data()) for _ in oracles]
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda oracle, batch: oracle(batch), oracles, batches)
+    assert within == [0, 1]
+    assert all(torch.equal(value, two.values[name]) for name, value in one.values.items())
+
+
+def test_processes_that_torch_hears_of_later_are_not_overlooked(monkeypatch: pytest.MonkeyPatch):
+    oracle, batch = pg.PrivateGradient(make_model(), loss_fn, make_plan()), first_batch(make_plan(), make_data())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(pg.PrivacyError, match="to be told of the others"):
+        oracle(batch)
+    assert oracle.ledger.releases == 0
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_ledger_goes_on_with_a_seed_or_without_as_it_began(tmp_path: Path, seed: int | None):
+    path, plan = tmp_path / "ledger.jsonl", make_plan(seed=seed)
+    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    oracle(first_batch(plan, make_data()))
+    oracle.ledger.close()
+    assert pg.Ledger(path, read_only=True).seeded_releases == (0 if seed is None else 1)
+    with pytest.raises(pg.PrivacyError, match="research_seed"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(seed=4 if seed is None else None), ledger=path)
 
 
 def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch):

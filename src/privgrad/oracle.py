@@ -4,11 +4,12 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from privgrad.rng import RandomSource
 from privgrad.types import Batch, ClippedSum, NoisyGradient, count_examples, map_examples
 
 _ENGINES = {"hooks": Hooks, "vmap": Vmap}
+# An engine changes the model while it works: in two threads at once, each would take the other's gradients.
+_TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class PrivateGradient:
     """Turn a batch into a released gradient: per example gradient, clip; sum; noise; charge; divide by B.
 
     Args:
-        model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it.
+        model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it. Threads that
+            call for one model take turns; models that share modules are for one thread.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
         perturb: where gradients are taken: perturb.BAM(radius) at a point of each example's own, perturb.SAT(radius)
@@ -118,7 +122,8 @@ class PrivateGradient:
         self._processes = processes = ALONE if processes is None else processes
         require_told("PrivateGradient", processes)
         processes.begin(model)
-        with processes.gathered(model):
+        self._turn = _TURNS.setdefault(model, threading.RLock())
+        with self._turn, processes.gathered(model):
             require_supported(model)
             self._precondition = precondition = None if precondition is None else precondition.begun(model)
         self._perturb = Perturbation(0.0) if perturb is None else perturb.begun()
@@ -135,6 +140,7 @@ class PrivateGradient:
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
         # Made of the private batch itself, a transform reveals it whatever noise follows.
         self._release, facts = plan.release, plan.public_facts
+        facts["research_seed"] = plan.seed is not None
         facts["side_information"] = None if precondition is None else precondition.source
         facts["perturbation"] = None if perturb is None else self._perturb.described(plan.steps)
         facts["noise_generator"] = noise_generator(trainable(model).values(), on_grid=plan.noise_on_grid)
@@ -145,7 +151,6 @@ class PrivateGradient:
         if processes.count > 1:
             self._require_shared(facts)
         processes.together(lambda: self._ledger.bind(facts))
-        self._lock = threading.Lock()
         self._make_streams()
         self._step = 0
         self._checked: frozenset[str] = frozenset()
@@ -186,7 +191,7 @@ class PrivateGradient:
         Privacy:
             One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
         """
-        with self._lock, self._processes.gathered(self._model):
+        with self._turn, self._processes.gathered(self._model):
             parameters = trainable(self._model)
             self._processes.together(lambda: self._admit(batch, parameters))
             try:
@@ -203,6 +208,7 @@ class PrivateGradient:
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise what speaks against this step, before the work is done."""
+        require_told("PrivateGradient", self._processes)  # torch may have heard of others since
         self._require_drawn_as_planned(batch)
         # Once is enough here; but what an earlier process released may be computed again.
         repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
