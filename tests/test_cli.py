@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from conftest import make_plan
 from privgrad import data
+from privgrad.accounting import Release
 from privgrad.cli import main
 from privgrad.ledger import Ledger
 
@@ -161,6 +163,23 @@ def test_a_folder_in_which_something_trains_is_not_moved_aside(here: Here, tmp_p
     ledger.close()
     (tmp_path / "one.toml").write_text(ONE.replace("num_examples = 1197", "num_examples = 1437"))  # ends after the move
     assert "runs/one-1" in here("train", "one.toml", "--restart", code=2).stderr
+
+
+def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.bind(make_plan().public_facts)
+    assert "nothing was charged" in here("epsilon", path, "--delta", "1e-5").stderr
+    ledger.charge(Release(1.0, 0.25), draw="a", limit=9)
+    assert here("epsilon", path, "--delta", "1e-5").stderr == ""
+    ledger.charge(Release(1.0, 0.25), draw="b", limit=9, digest="0")
+    assert "1 releases were drawn under a research seed" in here("epsilon", path, "--delta", "1e-5").stderr
+    ledger.close()
+    path.write_bytes(path.read_bytes()[:-5])
+    assert "cut off" in here("epsilon", path, "--delta", "1e-5").stderr
+    assert "ledger.jsonl in a run's folder" in here("epsilon", tmp_path, "--delta", "1e-5", code=2).stderr
+    (tmp_path / "notes.txt").write_text("my notes")
+    assert "give a ledger's path" in here("epsilon", "notes.txt", "--delta", "1e-5", code=2).stderr
 
 
 def test_fixed_batches_are_labelled_everywhere(here: Here, tmp_path: Path):

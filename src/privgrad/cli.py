@@ -133,6 +133,8 @@ def epsilon(
         record = Ledger(ledger, read_only=True)
         covered = record.plan_facts["sampling"] == "poisson"
         answer |= {"releases": record.releases, "covered_by_accountant": covered, **record.plan_facts}
+        for note in _notes(record):
+            _tell("note", "yellow", note)
         if delta > 1 / record.plan_facts["num_examples"]:
             _tell("note", "yellow", "delta is above 1 / num_examples: publishing one whole record would pass")
         answer |= _epsilons(lambda kind: record.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
@@ -341,6 +343,16 @@ def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:
 
 def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
     return _epsilons(lambda kind: accounting.epsilon([release], delta=delta, accountant=kind))
+
+
+def _notes(ledger: Ledger) -> Iterator[str]:
+    """What its numbers alone would not tell."""
+    if ledger.seeded_releases:
+        yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise protects nobody"
+    if not ledger.releases:
+        yield "nothing was charged here: of a model trained beside this file, the ledger is missing"
+    if ledger.was_cut_off:
+        yield "the last line was cut off as it was written: nothing was released for it, and it is not counted"
 
 
 def _show(answer: dict[str, Any], as_json: bool) -> None:
