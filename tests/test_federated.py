@@ -2,6 +2,8 @@
 
 import copy
 import math
+import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from privgrad.data import by_user
 from privgrad.federated import LocalTraining, Reported, local_update
 from privgrad.models import SparseLinear
 
+ROOT = Path(__file__).parents[1]
 OWNERS = [3] * 9 + [0] * 5 + [7] * 8 + [1] * 2 + [5] * 1
 
 
@@ -318,3 +321,20 @@ def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path):
     resumed, result = trained(tmp_path / "parts", None)
     assert result.ledger.releases == 6
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_the_page_on_federated_training_runs():
+    text = (ROOT / "docs/federated.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for old, new in {"50": "3", "rounds=100": "rounds=2", "1e-3,": "1e-1,"}.items():
+        assert old in block
+        block = block.replace(old, new)
+    model, (inputs, labels), _ = users_of("mlp")
+    names: dict[str, Any] = {"inputs": inputs, "labels": labels, "writers": OWNERS, "model": model}
+    exec(block, names | {"loss_fn": cross_entropy})
+
+
+def test_the_example_trains(capsys: pytest.CaptureFixture[str]):
+    names = runpy.run_path(str(ROOT / "examples/federated.py"))
+    assert names["accuracy"] > 0.8
+    assert "user-level epsilon" in capsys.readouterr().out
