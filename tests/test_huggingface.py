@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from conftest import make_plan
-from killed import how_it_ended
+from scripts import example, how_it_ended
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
@@ -34,6 +35,7 @@ from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, 
 
 LENGTH = 6
 STEPS = 12
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 
 
 def bert(**changed: Any) -> nn.Module:
@@ -221,6 +223,10 @@ def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: 
     assert resumed.state.global_step == resumed.private_grad.ledger.releases == STEPS
     logged = [[(row["step"], row.get("learning_rate")) for row in t.state.log_history] for t in (whole, resumed)]
     assert logged[0] == logged[1]
+    resumed.private_grad.ledger.close()
+    again = make_trainer(tmp_path / "cut", make(), data)
+    assert again.train(resume_from_checkpoint=True).global_step == STEPS
+    assert equal(whole.private_step.model, again.private_step.model)
 
 
 def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
@@ -392,3 +398,19 @@ def test_adapters_that_no_loss_reaches_are_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match=r"every trainable parameter to get a gradient, got none for .*lora_A"):
         trainer.train()
     assert trainer.private_grad.ledger.releases == 0
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured = example("huggingface", monkeypatch)(steps=2, folder=str(tmp_path / "one"))
+    assert 0 <= measured["eval_accuracy"] <= 1
+    assert (tmp_path / "one" / "ledger.jsonl").exists()
+    assert 0 < example("lora", monkeypatch)(steps=3, folder=str(tmp_path / "other")) < 10
+
+
+def test_the_documents_code_runs(tmp_path: Path):
+    document = Path(__file__).parent.parent / "docs" / "integrations.md"
+    (code,) = re.findall(r"```python\n(from transformers.*?)```", document.read_text(), re.DOTALL)
+    plan = make_plan(steps=2)
+    names = {"pg": pg, "plan": plan, "model": bert(), "train_set": texts(), "folder": str(tmp_path)}
+    exec(code, names)
+    assert names["trainer"].private_grad.ledger.releases == 2  # pyright: ignore

@@ -1,6 +1,7 @@
 """PrivateStrategy: the step is the oracle's, the rest is Lightning's; killed runs go on."""
 
 import os
+import re
 import signal
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from killed import how_it_ended
+from scripts import example, how_it_ended
 
 pytest.importorskip("lightning")
 from lightning import pytorch as L
@@ -29,6 +30,8 @@ pytestmark = [
         "The '.*_dataloader' does not have many workers",  # Lightning's advice
         "Checkpoint directory .* exists and is not empty",
         "Be aware that when using `ckpt_path`, callbacks",
+        "Starting from v1.9.0, `tensorboardX` has been removed",
+        "The number of training batches .* is smaller than the logging interval",
         "`isinstance.treespec, LeafSpec.` is deprecated",  # in its use of torch
     )
 ]
@@ -271,3 +274,20 @@ def test_validation_alone_needs_no_plan(tmp_path: Path):
     (measured,) = trainer.validate(Classifier(), DataLoader(make_data(), batch_size=32), verbose=False)
     assert 0 <= measured["accuracy"] <= 1
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert 0 <= example("lightning_module", monkeypatch)(steps=2, folder=str(tmp_path)) <= 1
+    assert (tmp_path / "ledger.jsonl").exists()
+
+
+def test_the_documents_code_runs(tmp_path: Path):
+    document = Path(__file__).parent.parent / "docs" / "integrations.md"
+    (code,) = re.findall(r"```python\n(from lightning.*?)```", document.read_text(), re.DOTALL)
+
+    class Training(Classifier):
+        validation_step = L.LightningModule.validation_step
+
+    names: dict[str, Any] = {"plan": planned(steps=2), "module": Training(), "train_set": make_data()}
+    exec(code, names | {"folder": str(tmp_path)})
+    assert (tmp_path / "ledger.jsonl").read_text().count("\n") == 3

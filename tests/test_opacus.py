@@ -1,7 +1,9 @@
 """Our optimizers under Opacus' engine: they know its noise, and train as under our own oracle."""
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,19 +15,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
+from scripts import example
 
 pytest.importorskip("opacus")
 import opacus.optimizers.optimizer as opacus_optimizer
-from opacus import GradSampleModule, PrivacyEngine
+from opacus import GradSampleModule, PrivacyEngine, privacy_engine
 from opacus.optimizers import DistributedDPOptimizer
 from opacus.schedulers import ExponentialNoise
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from privgrad.integrations.opacus import connect, plan_of
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in ("Secure RNG turned off", "Full backward hook is firing when gradients are computed with respect")
+    for message in ("Secure RNG turned off", "Full backward hook is firing", "Optimal order is the largest alpha")
 ]
 SIGMA, C, BATCH = 2.0, 0.5, 8
 
@@ -161,6 +165,24 @@ def test_opacus_own_loop_trains_with_its_own_batches():
     assert inner.state[next(model.parameters())]["step"] == len(loader)
 
 
+def test_batches_taken_in_parts_are_one_step():
+    torch.manual_seed(0)
+    model = Indifferent()
+    inner = pg.optim.AdamBC(model.named_parameters())
+    module, optimizer, loader = private(model, inner)
+    seen: list[pg.NoisyGradient] = []
+    connect(optimizer)
+    inner.register_step_pre_hook(lambda *given: seen.append(given[2]["grad"]))
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as parts:
+        for inputs, labels in parts:
+            optimizer.zero_grad()
+            F.cross_entropy(module(inputs), labels).backward()
+            optimizer.step()
+    assert len(seen) == len(loader)
+    for gradient in seen:
+        assert_noise_is_known(gradient, SIGMA * C / BATCH)
+
+
 def unwrapped(model: nn.Module, inner: Any) -> Any:
     return inner
 
@@ -226,3 +248,30 @@ def test_scripts_that_no_plan_describes_are_refused():
     _, optimizer, loader = private(model, torch.optim.SGD(model.parameters()), loss_reduction="sum")
     with pytest.raises(pg.PrivacyError, match="to average, got DPOptimizer, sum"):
         plan_of(optimizer, loader, num_examples=32, epochs=1, delta=1e-3)
+
+
+def test_the_example_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(privacy_engine, "get_noise_multiplier", lambda **_: SIGMA)
+    theirs, ours = example("opacus_bridge", monkeypatch)(epochs=1)
+    assert 0 <= theirs <= 1
+    assert 0 <= ours <= 1
+
+
+def test_the_documents_code_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(privacy_engine, "get_noise_multiplier", lambda **_: SIGMA)
+    document = Path(__file__).parent.parent / "docs" / "migration.md"
+    before, bridged, moved, alone = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"pg": pg, "torch": torch, "F": F, "DataLoader": DataLoader, "PrivacyEngine": PrivacyEngine}
+    names["train_set"] = make_data(200)
+    small = {"256": "20", "60_000": "200", "2_350": "100", "epochs=10": "epochs=2", "range(10)": "range(2)"}
+    small |= {"plan, train_set)": "plan, train_set, progress=False)"}
+    for code in (before, bridged, moved, alone):
+        for old, new in small.items():
+            code = code.replace(old, new)
+        if code.startswith(("engine", "from privgrad.integrations.opacus import connect")):
+            names["model"] = make_model()
+        exec(code, names)
+    theirs, bridged_epsilon, ours = map(float, capsys.readouterr().out.split()[-3:])
+    assert theirs == bridged_epsilon
+    assert ours == pytest.approx(theirs, rel=0.05)
+    assert names["plan"].expected_batch_size == 20

@@ -1,11 +1,23 @@
-"""A training in a process of its own, that a signal may end."""
+"""Trainings as users start them: an example, or a process that a signal may end."""
 
 import os
+import runpy
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+
+from privgrad import accounting
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The main function of a script in examples/, with a noise multiplier that needs no search."""
+    monkeypatch.setattr(accounting, "calibrate_noise_multiplier", lambda **_: 2.0)
+    return runpy.run_path(str(Path(__file__).parent.parent / "examples" / f"{name}.py"))["main"]
 
 
 def how_it_ended(work: Callable[[], object]) -> int:

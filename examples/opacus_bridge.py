@@ -1,0 +1,56 @@
+"""DP-AdamBC in a script for Opacus, and the same script on our own engine: python examples/opacus_bridge.py"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from opacus import PrivacyEngine
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import privgrad as pg
+from privgrad.integrations.opacus import connect, plan_of
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, reduction="none")
+
+
+def main(epochs: int = 10) -> tuple[float, float]:
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
+    train_set = TensorDataset(images[:1400], labels[:1400])
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    ours = copy.deepcopy(model)
+
+    def accuracy(model: nn.Module) -> float:
+        return (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()
+
+    engine = PrivacyEngine()
+    private_model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=pg.optim.AdamBC(model.named_parameters(), lr=5e-3),
+        data_loader=DataLoader(train_set, batch_size=140),
+        target_epsilon=3.0,
+        target_delta=1e-4,
+        epochs=epochs,
+        max_grad_norm=1.0,
+    )
+    connect(optimizer)  # the only line that is new
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(private_model(inputs), targets).backward()
+            optimizer.step()
+    print(f"Opacus: accuracy {accuracy(model):.3f} at epsilon {engine.get_epsilon(1e-4):.2f}")
+
+    plan = plan_of(optimizer, loader, num_examples=1400, epochs=epochs, delta=1e-4)
+    result = pg.fit(ours, loss_fn, pg.optim.AdamBC(ours.named_parameters(), lr=5e-3), plan, train_set, progress=False)
+    print(f"privgrad: accuracy {accuracy(ours):.3f} at epsilon {result.ledger.epsilon(delta=1e-4):.2f}")
+    return accuracy(model), accuracy(ours)
+
+
+if __name__ == "__main__":
+    main()
