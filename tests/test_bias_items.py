@@ -15,6 +15,8 @@ from privgrad.experiments.reproduce import _prepared, reproduce
 from privgrad.experiments.runs import Record, read_records
 from privgrad.experiments.spec import Spec, check_spec
 
+pytestmark = pytest.mark.usefixtures("by_rdp")
+
 
 def smoke(name: str) -> tuple[Spec, dict[str, Any]]:
     raw = _prepared(name, smoke=True)
@@ -27,7 +29,7 @@ def key_of(record: Record) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def figure5(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def figure5(by_rdp: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     out = tmp_path_factory.mktemp("fig5")
     return reproduce("bam/fig5", out, smoke=True, progress=False)[0], out
 

@@ -564,3 +564,10 @@ def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFix
     assert "60/60" in shown
     assert "/s" in shown
     assert "epsilon" in shown
+
+
+def test_an_optimizer_of_another_model_is_refused_before_anything_is_spent(tmp_path: Path):
+    optimizer = pg.optim.SGD(make_model().named_parameters(), lr=0.1)
+    with pytest.raises(pg.PrivacyError, match="optimizer to update the model that is trained"):
+        pg.fit(make_model(), loss_fn, optimizer, make_plan(), make_data(), folder=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()

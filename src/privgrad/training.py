@@ -115,7 +115,8 @@ def fit(
             says so. Under a research seed lost steps are computed again, identically, and cost nothing again.
         progress: show a progress bar on the terminal.
         processes: that train together; see integrations.distributed. Each calls fit alike, `evaluate` included. The
-            first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them.
+            first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them. Under
+            a research seed, if steps were lost, only the same number, for they have to come out the same.
     Returns:
         FitResult.
     Raises:
@@ -130,6 +131,10 @@ def fit(
     if not isinstance(optimizer, PrivateOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
         raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
+    own, updated = set(model.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
+    if not updated <= own:
+        remedy = "make it from the same model's named_parameters()"
+        raise expected("fit", "optimizer", "to update the model that is trained", "parameters of another", remedy)
     processes = ALONE if processes is None else processes
     ledger = Ledger(Path(folder) / "ledger.jsonl") if folder is not None and processes.rank == 0 else Ledger()
     checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"

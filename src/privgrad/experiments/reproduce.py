@@ -142,6 +142,8 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
     """The method with one entry of each grid; of a grid that is to grow, all."""
     cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
     small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
+    if "warm_start" in method:
+        small["warm_start"] = method["warm_start"] | {"epochs": 1}
     return small | {key: _smallest(method[key], {}) for key in ("perturb", "local") if key in method}
 
 
