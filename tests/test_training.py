@@ -571,3 +571,11 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_spent(tmp_p
     with pytest.raises(pg.PrivacyError, match="optimizer to update the model that is trained"):
         pg.fit(make_model(), loss_fn, optimizer, make_plan(), make_data(), folder=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_without_its_ledger_is_refused_and_none_is_begun(tmp_path: Path):
+    run(tmp_path)
+    (tmp_path / "ledger.jsonl").unlink()
+    with pytest.raises(pg.PrivacyError, match=r"ledger.jsonl beside its checkpoint, got no such file; put it back"):
+        run(tmp_path)
+    assert not (tmp_path / "ledger.jsonl").exists()

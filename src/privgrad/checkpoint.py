@@ -55,5 +55,5 @@ def damage_refused(path: Path | None) -> Generator[None]:
             f"{path}",
             "to be a complete checkpoint of this run",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "restore the file and its ledger together, or train in a new folder and add the two epsilons up",
+            "restore this file from a copy, never the ledger, or train in a new folder and add the two epsilons up",
         ) from error

@@ -115,8 +115,8 @@ def fit(
             says so. Under a research seed lost steps are computed again, identically, and cost nothing again.
         progress: show a progress bar on the terminal.
         processes: that train together; see integrations.distributed. Each calls fit alike, `evaluate` included. The
-            first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them. Under
-            a research seed, if steps were lost, only the same number, for they have to come out the same.
+            first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them.
+            Under a research seed, if steps were lost, only the same number: they have to come out the same.
     Returns:
         FitResult.
     Raises:
@@ -136,8 +136,8 @@ def fit(
         remedy = "make it from the same model's named_parameters()"
         raise expected("fit", "optimizer", "to update the model that is trained", "parameters of another", remedy)
     processes = ALONE if processes is None else processes
-    ledger = Ledger(Path(folder) / "ledger.jsonl") if folder is not None and processes.rank == 0 else Ledger()
     checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"
+    ledger = _ledger_beside(checkpoint) if checkpoint is not None and processes.rank == 0 else Ledger()
     try:
         oracle = PrivateGradient(
             model,
@@ -197,6 +197,14 @@ def fit(
         return run.result
     finally:
         ledger.close()
+
+
+def _ledger_beside(checkpoint: Path) -> Ledger:
+    path = checkpoint.with_name("ledger.jsonl")
+    if checkpoint.exists() and not path.exists():
+        remedy = "put it back, or train in a new folder and add the two epsilons up"
+        raise expected("fit", f"{path}", "beside its checkpoint", "no such file", remedy)
+    return Ledger(path)
 
 
 @dataclass
