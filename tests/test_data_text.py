@@ -427,3 +427,53 @@ def test_a_spec_loads_its_data(tmp_path: Path, tokenizer: Path):
     assert make_data(check_spec(raw | {"data": table}, "test")).input_shape == (2, 8)
     with pytest.raises(pg.PrivacyError, match=r"data.words to be absent for snli"):
         make_data(check_spec(raw | {"data": table | {"words": 3}}, "test"))
+
+
+# StackOverflow
+
+
+def write_stackoverflow(folder: Path, users: int = 6) -> None:
+    """Users of two to seven posts, every third of them without a known tag."""
+    h5py = pytest.importorskip("h5py")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "stackoverflow.word_count").write_text("the\t90\nhow\t50\nto\t40\nsort\t7\n")
+    (folder / "stackoverflow.tag_count").write_text('{"rare": 1, "python": 9, "c": 5}')
+    for part in ("train", "test"):
+        with h5py.File(folder / f"stackoverflow_{part}.h5", "w") as file:
+            for user in range(users):
+                posts = range(user + 2)
+                columns = {
+                    "title": [b"how to" for _ in posts],
+                    "tokens": [b"sort the unknown" for _ in posts],
+                    "tags": [b"rare" if post % 3 == 2 else b"c|python" for post in posts],
+                }
+                for name, values in columns.items():
+                    file[f"examples/0000{user}/{name}"] = values
+
+
+def test_stackoverflow_is_read_by_user(tmp_path: Path):
+    write_stackoverflow(tmp_path)
+    loaded = data.stackoverflow(tmp_path, words=3, tags=2, length=6, limit=3, minimum=2, cap=3, validation=1)
+    inputs, labels, counts = loaded.train.tensors
+    assert counts.tolist() == [3, 2, 2]  # of two, three and four posts, two, two and three have a known tag
+    assert inputs[0, 0].tolist() == [2, 3, 1, 0, 0, 0]  # how to the
+    assert labels.shape == (3, 3, 2)
+    assert (labels == 1).all()
+    assert len(loaded.validation) == 3  # four with a tag, capped
+    assert len(loaded.test) == 7
+    assert loaded.public_counts is not None
+    assert loaded.public_counts.tolist() == [0, 90, 50, 40]
+    with pytest.raises(pg.PrivacyError, match="limit and validation to fit the users, got 4 with at least 3"):
+        data.stackoverflow(tmp_path, tags=2, limit=5, minimum=3)
+
+
+def test_stackoverflow_that_cannot_be_read_is_refused(tmp_path: Path):
+    with pytest.raises(pg.PrivacyError, match="stackoverflow: expected the data to be found"):
+        data.stackoverflow(tmp_path)
+    write_stackoverflow(tmp_path)
+    for name in ("stackoverflow_test.h5", "stackoverflow.tag_count", "stackoverflow.word_count"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"{ damaged")
+        with pytest.raises(pg.PrivacyError, match="to be readable"):
+            data.stackoverflow(tmp_path, tags=2, limit=2, minimum=2)
+        (tmp_path / name).write_bytes(content)

@@ -11,6 +11,7 @@ from privgrad.data.debian import debian_maintainers, debian_sections, debian_tag
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
+from privgrad.data.stackoverflow import stackoverflow
 from privgrad.data.synthetic import heavy_tail
 from privgrad.data.text import brown, ptb, snli
 from privgrad.data.users import by_user
@@ -34,6 +35,7 @@ __all__ = [
     "ptb",
     "sentence_pairs",
     "snli",
+    "stackoverflow",
     "tweets",
 ]
 
@@ -52,5 +54,6 @@ LOADERS: dict[str, Callable[..., DataSet]] = {
     "ptb": ptb,
     "sentence-pairs": sentence_pairs,
     "snli": snli,
+    "stackoverflow": stackoverflow,
     "tweets": tweets,
 }

@@ -63,6 +63,7 @@ DataName = Literal[
     "ptb",
     "sentence-pairs",
     "snli",
+    "stackoverflow",
     "tweets",
 ]
 
@@ -116,6 +117,7 @@ class DataTable(_Table):
     other_public: int | None = Field(default=None, ge=0)
     minimum: int | None = Field(default=None, ge=1)
     cap: int | None = Field(default=None, ge=1)
+    tags: int | None = Field(default=None, ge=1)
 
 
 class ModelTable(_Table):

@@ -1,0 +1,121 @@
+"""StackOverflow as TensorFlow Federated has it: questions and answers by user, to be tagged."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from privgrad.data.dataset import DataSet
+from privgrad.data.sources import PathLike, cache, find_folder
+from privgrad.data.users import by_user
+from privgrad.errors import expected, require_integer
+
+_REMEDY = (
+    "give the folder with stackoverflow_train.h5, stackoverflow_test.h5, stackoverflow.word_count and "
+    "stackoverflow.tag_count (tensorflow_federated's datasets.stackoverflow fetches them)"
+)
+_Rows = list[tuple[str, np.ndarray, np.ndarray]]  # user, words, tags
+
+
+def stackoverflow(
+    path: PathLike | None = None,
+    *,
+    words: int = 10_000,
+    tags: int = 500,
+    length: int = 128,
+    limit: int = 400,
+    minimum: int = 10,
+    cap: int = 256,
+    validation: int = 0,
+) -> DataSet:
+    """Which of the most frequent tags does a post have? Bags of words, by user: the paper's federated task.
+
+    The training part is as by_user makes it: word ids (U, M, length), 0 for none, tags (U, M, tags), and how many posts
+    each user has. Title and text are one bag; posts without any of the tags are left out. Validation is posts of
+    other training users, the test part those of users of the test file, as many as train.
+
+    Args:
+        path: folder with TensorFlow Federated's files; None is the cache.
+        words, tags: how many of the most frequent, by the files that come with the data; >= 1.
+        length: words kept of a post, >= 1.
+        limit: how many users train, in the order of their names; >= 1.
+        minimum: users with fewer posts are left out, >= 1.
+        cap: posts kept of a user, >= 1.
+        validation: how many users to hold out, >= 0.
+    Raises:
+        PrivacyError: no files, damaged ones, h5py not installed, or too few users.
+    Privacy:
+        Which words and tags are frequent was counted over all users: NOT private.
+    """
+    numbers = {"words": words, "tags": tags, "length": length, "limit": limit, "minimum": minimum, "cap": cap}
+    for name, value in numbers.items():
+        require_integer("stackoverflow", name, value, 1)
+    require_integer("stackoverflow", "validation", validation, 0)
+    folder = find_folder("stackoverflow", path, cache("stackoverflow"), "stackoverflow_train.h5", _REMEDY)
+    try:
+        with (folder / "stackoverflow.word_count").open(encoding="utf-8") as file:
+            lines = [line.split() for line, _ in zip(file, range(words), strict=False)]
+        counted = {word: int(count) for word, count in lines}
+        tag_counts: Counter[str] = Counter(json.loads((folder / "stackoverflow.tag_count").read_text(encoding="utf-8")))
+        ids = {word: index for index, word in enumerate(counted, start=1)}
+        known = {tag: index for index, (tag, _) in enumerate(tag_counts.most_common(tags))}
+        read = (
+            _users(folder / f"stackoverflow_{part}.h5", ids, known, length, minimum, cap) for part in ("train", "test")
+        )
+        train, test = (_first(users, count) for users, count in zip(read, (limit + validation, limit), strict=True))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise expected("stackoverflow", f"the files in {folder}", "to be readable", error, _REMEDY) from error
+    found = len({user for user, _, _ in train})
+    if found < limit + validation or not test:
+        got = f"{found} with at least {minimum} tagged posts"
+        raise expected("stackoverflow", "limit and validation", "to fit the users", got, "ask for fewer")
+    private = set(list(dict.fromkeys(user for user, _, _ in train))[:limit])
+    own, others = ([row for row in train if (row[0] in private) == wanted] for wanted in (True, False))
+    return DataSet(
+        name="StackOverflow (TensorFlow Federated), tags by user",
+        train=by_user(_tensors(own, length, len(known)), (user for user, _, _ in own), cap=cap),
+        validation=TensorDataset(*_tensors(others, length, len(known))),
+        test=TensorDataset(*_tensors(test, length, len(known))),
+        num_classes=len(known),
+        input_shape=(length,),
+        vocabulary=len(ids) + 1,
+        public_counts=torch.tensor([0, *counted.values()]),
+        score="recall@5",
+    )
+
+
+def _users(
+    file: Path, ids: Mapping[str, int], tags: Mapping[str, int], length: int, minimum: int, cap: int
+) -> Iterator[_Rows]:
+    """The posts of each user who has enough of them, at most cap."""
+    import h5py
+
+    with h5py.File(file) as opened:
+        examples: Any = opened["examples"]
+        for user in sorted(examples):
+            columns = (examples[user][name][()] for name in ("title", "tokens", "tags"))
+            rows: _Rows = []
+            for title, text, told in zip(*columns, strict=True):
+                known = [tags[tag] for tag in told.decode().split("|") if tag in tags]
+                if known:
+                    post = [ids[word] for word in f"{title.decode()} {text.decode()}".split() if word in ids]
+                    rows.append((user, np.array(post[:length], np.int64), np.array(known)))
+            if len(rows) >= minimum:
+                yield rows[:cap]
+
+
+def _first(users: Iterator[_Rows], count: int) -> _Rows:
+    return [row for rows, _ in zip(users, range(count), strict=False) for row in rows]
+
+
+def _tensors(rows: _Rows, length: int, tags: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), tags)
+    for row, (_, words, known) in enumerate(rows):
+        inputs[row, : len(words)] = torch.from_numpy(words)
+        labels[row, known] = 1
+    return inputs, labels
