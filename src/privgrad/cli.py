@@ -200,13 +200,18 @@ def audit(
         games = games_of(load_spec(spec), method, epsilon)
         count, each = len(games), 1 - (1 - confidence) / len(games)
         found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
-    done = _audited(count, found, out)
+    about = (
+        f"Claims at one delta; all bounds hold together with {confidence:g}. A sixth of the runs chooses thresholds."
+    )
+    if spec is not None:
+        about = f"NOT private: made of the data of {spec.name}. Each claim is of one step of rate 1. {about}"
+    done = _audited(count, found, out, about)
     passed = all(one.passed for one in done)
     if as_json:
         rows = [one.as_record() for one in done]
         print(json.dumps(_finite({"passed": passed, "confidence": confidence, "audits": rows})))  # noqa: T201
     else:
-        _out.print(_audit_table(done, confidence))
+        _out.print(_audit_table(done, about))
     raise typer.Exit(0 if passed else 1)
 
 
@@ -292,9 +297,10 @@ def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bo
     _out.print(f"Report: {index}")
 
 
-def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None) -> list[auditing.Audit]:
+def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, about: str) -> list[auditing.Audit]:
     """All audits, each on disk once it is done."""
-    about = {"command": _command(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
+    run = {"command": _command(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
+    head = f"{run['date']}, `{run['command']}`. {about}\n\n"
     done: list[auditing.Audit] = []
     with _stoppable("what is done is in --out"), Progress(console=_err) as bar:
         task = bar.add_task("", total=count)
@@ -303,8 +309,8 @@ def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None) -> l
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
                 with (out / "audits.jsonl").open("w" if len(done) == 1 else "a") as file:
-                    file.write(json.dumps(_finite(one.as_record() | about)) + "\n")
-                (out / "audits.md").write_text(_markdown(done))
+                    file.write(json.dumps(_finite(one.as_record() | run)) + "\n")
+                (out / "audits.md").write_text(head + _markdown(done))
             bar.update(task, advance=1, description=one.name)
     return done
 
@@ -319,8 +325,8 @@ def _audit_cells(one: auditing.Audit) -> list[str]:
     return [one.name, *numbers, f"{one.trials:,}", "yes" if one.passed else "NO"]
 
 
-def _audit_table(done: list[auditing.Audit], confidence: float) -> Table:
-    table = Table(title=f"Lower bounds on epsilon that hold together with {confidence:g}")
+def _audit_table(done: list[auditing.Audit], about: str) -> Table:
+    table = Table(title="Lower bounds on epsilon", caption=about)
     for name in _AUDIT_COLUMNS:
         table.add_column(name)
     for one in done:
