@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
         lambda: nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(12, 3)),
         lambda n: torch.randint(0, 6, (n, 3)),
     ),
+    "weight norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+        lambda n: torch.randn(n, 4, dtype=torch.float64),
+    ),
     "convolution": (
         lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
         lambda n: torch.randn(n, 1, 4, 4, dtype=torch.float64),
@@ -189,6 +193,72 @@ def test_a_user_moves_the_sum_by_at_most_the_bound(clip: pg.clip.Clipping, data:
     assert norm(moved) <= bound * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize(("scale", "lr", "epochs"), [(1e6, 100.0, 1), (1e6, 1e6, 1), (1.0, 3.0, 10)])
+def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: float, lr: float, epochs: int):
+    """Not by what fills their rows up, where training diverges, nor by rounding of products, where it is chaotic."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    model, owners = nn.Sequential(*layers), [user for user in range(10) for _ in range(3)] + [99] * 7
+    inputs, labels = torch.randn(len(owners), 4) * scale, torch.randint(0, 3, (len(owners),))
+    sums = list[dict[str, Tensor]]()
+    for rows in (slice(None), slice(0, 30)):
+        users = by_user((inputs[rows], labels[rows]), owners[rows], cap=8)
+        plan = plan_for(len(users), max_update_norm=1.0)
+        local = LocalTraining(lr, batch_size=2, epochs=epochs)
+        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, engine=engine)
+        released = oracle(next(plan.batches(users))).values
+        sums.append({name: value * len(users) for name, value in released.items()})
+    assert norm({name: sums[0][name] - sums[1][name] for name in sums[0]}) <= 1 + 1e-4
+
+
+def test_counts_are_believed_only_where_they_can_be_right():
+    model, _, users = users_of("linear")
+    plan, (inputs, labels, counts) = plan_for(5, rounds=9), users.tensors
+    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))
+    right = oracle(next(plan.batches(users))).values
+    for dtype in (torch.uint8, torch.int8, torch.int32):
+        narrow = TensorDataset(inputs, labels, counts.to(dtype))
+        found = oracle(next(plan.batches(narrow))).values
+        assert all(torch.equal(found[name], right[name]) for name in right)
+    for wrong, message in (
+        (TensorDataset(inputs, labels, counts + 1), "counts to be from 0 to 8"),
+        (TensorDataset(inputs, labels, counts - 9), "counts to be from 0 to 8"),
+        (TensorDataset(inputs, labels, counts > 0), "users' examples and their counts"),
+        (TensorDataset(inputs, labels[:, :2], counts), r"of tensors \(users, examples, ...\)"),
+    ):
+        with pytest.raises(pg.PrivacyError, match=message):
+            pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))(
+                next(plan.batches(wrong))
+            )
+
+
+def test_what_users_report_has_the_models_names_and_real_numbers():
+    model, _, _ = users_of("linear")
+    good = {name: torch.zeros(2, *p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+    plan = plan_for(2)
+    for updates, message in (
+        (good | {"other": torch.zeros(2, 3)}, "the model's parameters, got other"),
+        (good | {"bias": torch.zeros(2, 3, dtype=torch.complex64)}, "real floating-point numbers"),
+        (good | {"bias": torch.zeros(2, 3, dtype=torch.int64)}, "real floating-point numbers"),
+    ):
+        drawn = next(plan.batches(TensorDataset(torch.arange(2))))
+        with pytest.raises(pg.PrivacyError, match=message):
+            pg.PrivateGradient(model, cross_entropy, plan, perturb=Reported())(pg.Batch(updates, 2, drawn.sampling))
+
+
+def test_a_devices_update_refuses_what_the_server_would():
+    model, (inputs, labels), users = users_of("linear")
+    public = pg.PublicGradient(model, cross_entropy, (inputs, labels), source="public: made up")
+    one, local = tuple(tensor[:1] for tensor in users.tensors), LocalTraining(0.1, batch_size=3)
+    adam = pg.precondition.public_adam(public, keep=0.9)
+    with pytest.raises(pg.PrivacyError, match="precondition to divide only"):
+        local_update(model, cross_entropy, one, local, max_update_norm=1.0, precondition=adam)
+    for bound in (0.0, -1.0, math.nan):
+        with pytest.raises(pg.PrivacyError, match="local_update: expected max_update_norm"):
+            local_update(model, cross_entropy, one, local, max_update_norm=bound)
+
+
 def test_the_divisor_and_the_noise_are_those_of_the_expected_cohort():
     model, _, users = users_of("linear")
     plan = plan_for(
@@ -290,6 +360,7 @@ def test_users_are_rows_of_their_own_examples():
     for arguments, message in (
         (((torch.zeros(3),), OWNERS), "users to be one an example"),
         (((torch.zeros(2),), "ab"), "with at least 2 examples"),
+        (((torch.zeros(2),), [1.0, math.nan]), "users to be known, got nan at example 1"),
     ):
         with pytest.raises(pg.PrivacyError, match=f"by_user: expected .*{message}"):
             by_user(*arguments, cap=4, minimum=2)

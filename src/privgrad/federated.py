@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import expected, require_positive
 from privgrad.gradient.clipping import Flat, clipped_sum
 from privgrad.gradient.engines import LossFunction, trainable
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.local import LocalTraining, Reported
-from privgrad.gradient.precondition import Preconditioner
+from privgrad.gradient.precondition import Preconditioner, require_scales_only
 
 __all__ = ["LocalTraining", "Reported", "local_update"]
 
@@ -45,15 +45,15 @@ def local_update(
         NOT private: the server's noise is what makes it so. Clipped here so that an honest device sends no more than it
         has to; the server clips again.
     """
+    require_positive("local_update", "max_update_norm", max_update_norm, "give the plan's max_grad_norm")
     own = local.begun()
-    transform = None
     if precondition is not None:
-        transform = precondition.begun(model).transform(
-            step, epoch_steps=1, parameters=trainable(model), raw_mean=_refused
-        )
-        own.divide(transform.inverse_scales)
-    chunk = own.gradients(Hooks(model, own.losses(loss_fn)), user, own.radius(step))
-    clipped, _ = clipped_sum([chunk], like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
+        parameters = trainable(model)
+        transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=_refused)
+        own.divide(require_scales_only(transform))
+    engine = Hooks(model, own.losses(loss_fn))
+    chunks = [own.gradients(engine, part, own.radius(step)) for part in own.parts(user, 1)]
+    clipped, _ = clipped_sum(chunks, like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
     return dict(clipped.values)
 
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,14 +21,14 @@ from privgrad.gradient.factors import Factor
 from privgrad.gradient.groups import group_means, group_of
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.perturb import Perturbation
-from privgrad.gradient.precondition import Preconditioner, Transform, require_transform
+from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.shifted import shifted
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_told
 from privgrad.rng import RandomSource
-from privgrad.types import Batch, ClippedSum, NoisyGradient, count_examples, map_examples
+from privgrad.types import Batch, ClippedSum, NoisyGradient, count_examples
 
 _ENGINES = {"hooks": Hooks, "vmap": Vmap}
 # An engine changes the model while it works: in two threads at once, each would take the other's gradients.
@@ -265,9 +264,8 @@ class PrivateGradient:
         raw_mean = partial(self._raw_mean, batch, "perturb")
         # Masks of their own in each process; what is public was the same in all.
         inverse_scales = self._perturb.divide(transform.inverse_scales)
-        if inverse_scales is not transform.inverse_scales and (transform.shift or transform.keep < 1):
-            remedy = "take precondition.fixed, public_rmsprop or public_adagrad"
-            raise expected("PrivateGradient", "precondition", "to divide only", "one that adds a share", remedy)
+        if inverse_scales is not transform.inverse_scales:
+            require_scales_only(transform)
         with seeded(word + self._processes.rank), self._perturb.at(radius, parameters, raw_mean):
             return clipped_sum(
                 self._chunks(batch, index, radius, transform, parameters),
@@ -392,8 +390,7 @@ class PrivateGradient:
             return found
 
         if self._plan.group_size == 1:
-            ranges = (slice(start, start + size) for start in range(0, batch.size, size))
-            chunks = (gradients_of(map_examples(itemgetter(part), batch.examples)) for part in ranges)
+            chunks = map(gradients_of, self._perturb.parts(batch.examples, size))
         else:
             words = self._group_stream.uint64(index, batch.size)
             chunks = group_means(gradients_of, batch.examples, group_of(words, self._plan.divisor), size)

@@ -30,8 +30,12 @@ def by_user(tensors: Sequence[Tensor], users: Iterable[Hashable], *, cap: int, m
     require_integer("by_user", "minimum", minimum, 1)
     rows = dict[Hashable, list[int]]()
     total = 0
-    for index, user in enumerate(users):
-        rows.setdefault(user.item() if isinstance(user, Tensor) else user, []).append(index)
+    for index, named in enumerate(users):
+        user: Hashable = named.item() if isinstance(named, Tensor) else named
+        if user != user:  # NaN: each would be a user of its own
+            remedy = "leave examples without a user out"
+            raise expected("by_user", "users", "to be known", f"{user} at example {index}", remedy)
+        rows.setdefault(user, []).append(index)
         total += 1
     if not tensors or any(len(tensor) != total for tensor in tensors):
         got = f"{total} users of {', '.join(str(len(tensor)) for tensor in tensors) or 'no'} examples"

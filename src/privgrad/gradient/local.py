@@ -3,7 +3,8 @@
 Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,8 @@ class LocalTraining(Perturbation):
         PrivacyError: a number out of its range.
     Privacy:
         A user's update depends on that user's examples and the released weights alone: clipped to C, the sum has
-        sensitivity C for users.
+        sensitivity C for users. Up to rounding: products of many users round otherwise than those of few. Training
+        that is stable keeps this small; with learning rates at which it is chaotic it may grow to the size of C.
     Reference:
         Li et al. 2022 (AdaDPS), algorithm 3; McMahan et al. 2018 (DP-FedAvg). Deviations: mini-batches are in the
         order of the user's examples in every epoch; a cohort is drawn by a cryptographic stream, the noise by
@@ -79,20 +81,45 @@ class LocalTraining(Perturbation):
         self._inverse_scales = {name: _narrow(scales) for name, scales in inverse_scales.items()}
         return {}
 
+    def parts(self, examples: Any, size: int) -> Iterator[Any]:
+        """Users whose mini-batches are as wide come together, so that nobody's arithmetic follows from the others'."""
+        *tensors, count_U = _require_users(examples)
+        if len(count_U) and not 0 <= int(count_U.min()) <= int(count_U.max()) <= tensors[0].shape[1]:
+            remedy = (
+                "make the data set by privgrad.data.by_user, whose last tensor says how many examples each user has"
+            )
+            raise expected("LocalTraining", "counts", f"to be from 0 to {tensors[0].shape[1]}", "others", remedy)
+        alike = dict[tuple[int, ...], list[int]]()
+        for user, count in enumerate(cast("list[int]", count_U.tolist())):
+            if count > 0:
+                alike.setdefault(self._widths(count), []).append(user)
+        for users in alike.values():
+            for start in range(0, len(users), size):
+                chosen = torch.tensor(users[start : start + size], device=count_U.device)
+                yield (*(tensor[chosen] for tensor in tensors), count_U[chosen])
+
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
         *tensors, count_U = _require_users(examples)
-        most, moved = int(count_U.max()), dict[str, Factor]()
-        starts = [*range(0, most, self.batch_size)] or [0]
-        for start in starts * self.epochs:
-            # A few widths only: the engine looks closely at each that is new.
-            width = min(self.batch_size, tensors[0].shape[1] - start, 1 << (max(most - start, 1) - 1).bit_length())
-            part = (*(tensor[:, start : start + width] for tensor in tensors), (count_U - start).clamp(0, width))
+        (widths,) = {self._widths(count) for count in cast("list[int]", count_U.tolist())}  # as `parts` gives them
+        moved, user_U1 = dict[str, Factor](), torch.arange(len(count_U), device=count_U.device)[:, None]
+        for index, width in [*enumerate(widths)] * self.epochs:
+            left_U = (count_U - index * self.batch_size).clamp(max=width)
+            column_M = torch.arange(width, device=count_U.device)
+            # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
+            place_UM = index * self.batch_size + torch.where(column_M < left_U[:, None], column_M, 0)
+            part = (*(tensor[user_U1, place_UM] for tensor in tensors), left_U)
             found = engine.at(part, moved, -radius) if moved else engine(part)
             for name, factor in found.items():
                 scales = self._inverse_scales.get(name)
                 step = factor if scales is None else factor.scaled(scales)
                 moved[name] = (moved[name] + step if name in moved else step).settled()
         return {name: factor * radius for name, factor in moved.items()}
+
+    def _widths(self, count: int) -> tuple[int, ...]:
+        """Of the mini-batches of a user with so many examples; the last is filled up to a power of four."""
+        full, rest = divmod(count, self.batch_size)
+        last = min(self.batch_size, 4 ** math.ceil(math.log(rest, 4))) if rest else 0
+        return (self.batch_size,) * full + ((last,) if rest else ())
 
 
 class Reported(Perturbation):
@@ -116,6 +143,11 @@ class Reported(Perturbation):
 
         def of_updates(model: nn.Module, updates: Mapping[str, Tensor]) -> Tensor:
             parameters = dict(model.named_parameters())
+            unknown = sorted(set(updates) - set(parameters))
+            if unknown:
+                remedy = "name them as model.named_parameters() does"
+                raise expected("Reported", "updates", "to be of the model's parameters", ", ".join(unknown), remedy)
+            _require_real(updates)
             return torch.stack([(updates[n] * parameters[n]).flatten(1).sum(1) for n in updates]).sum(0)
 
         return of_updates
@@ -124,7 +156,13 @@ class Reported(Perturbation):
         return count_examples(examples)
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
+        _require_real(examples)
         return {name: Dense(updates_UP) for name, updates_UP in examples.items()}
+
+
+def _require_real(updates: Mapping[str, Tensor]) -> None:
+    if not all(updates_UP.is_floating_point() for updates_UP in updates.values()):
+        raise expected("Reported", "updates", "to be real floating-point numbers", "others", "leave them out")
 
 
 def _require_users(users: Any) -> tuple[Tensor, ...]:
@@ -134,10 +172,18 @@ def _require_users(users: Any) -> tuple[Tensor, ...]:
         PrivacyError: they are not made as data.by_user makes them.
     """
     held = cast("tuple[Tensor, ...]", users)
-    if not isinstance(users, tuple | list) or len(held) < 2 or held[-1].dim() != 1 or held[-1].is_floating_point():
-        remedy = "make the data set by privgrad.data.by_user"
+    remedy = "make the data set by privgrad.data.by_user"
+    if not isinstance(users, tuple | list) or len(held) < 2 or held[-1].dim() != 1 or not _counts(held[-1]):
         raise expected("LocalTraining", "a batch", "of users' examples and their counts", "another", remedy)
-    return tuple(held)
+    *tensors, count_U = held
+    shape = (len(count_U), tensors[0].shape[1] if tensors[0].dim() > 1 else -1)
+    if any(tuple(tensor.shape[:2]) != shape for tensor in tensors):
+        raise expected("LocalTraining", "a batch", "of tensors (users, examples, ...)", "others", remedy)
+    return (*tensors, count_U.long())
+
+
+def _counts(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def _narrow(scales: Tensor) -> Tensor:

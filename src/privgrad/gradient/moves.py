@@ -90,6 +90,8 @@ class EachWeight:
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
         rows: list[Sequence[Tensor]] = []
+        size = next(iter(self._moves.values())).factor.examples
+        grads = grads if grads.examples == size else grads.merge(grads.examples // size)
         for part in self._parts(grads.shape):
             points = {name: point.requires_grad_() for name, point in self._points(part).items()}
             with torch.enable_grad():

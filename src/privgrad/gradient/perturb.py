@@ -3,8 +3,9 @@
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from privgrad.errors import expected
 from privgrad.gradient.engines import LossFunction, replaced
 from privgrad.gradient.factors import Factor
-from privgrad.types import NoisyGradient, PrivacyUnit
+from privgrad.types import NoisyGradient, PrivacyUnit, count_examples, map_examples
 
 Mode = Literal["sam", "exact"]
 Radius = float | Callable[[int], float]
@@ -117,6 +118,11 @@ class Perturbation:
     def microbatch_size(self, engine: Engine, examples: Any) -> int:
         """How many rows of the batch to take at once, where nobody says."""
         return engine.microbatch_size(examples)
+
+    def parts(self, examples: Any, size: int) -> Iterator[Any]:
+        """The batch in parts of at most so many rows, for `gradients`; by public rules, each row in at most one."""
+        for start in range(0, count_examples(examples), size):
+            yield map_examples(itemgetter(slice(start, start + size)), examples)
 
     def divide(self, inverse_scales: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Take over, for one step, dividing by public scales; return those that are left to divide `gradients` by."""

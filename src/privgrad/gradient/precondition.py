@@ -42,6 +42,18 @@ class Transform:
     shift: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
+def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
+    """The inverse scales of a transform that does nothing else.
+
+    Raises:
+        PrivacyError: it mixes a public share into the gradients.
+    """
+    if transform.shift or transform.keep < 1:
+        remedy = "take precondition.fixed, public_rmsprop or public_adagrad"
+        raise expected("LocalTraining", "precondition", "to divide only", "one that adds a share", remedy)
+    return transform.inverse_scales
+
+
 class Preconditioner(ABC):
     """What PrivateGradient asks for a Transform at every step.
 
