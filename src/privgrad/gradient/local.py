@@ -3,7 +3,6 @@
 Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -116,10 +115,11 @@ class LocalTraining(Perturbation):
         return {name: factor * radius for name, factor in moved.items()}
 
     def _widths(self, count: int) -> tuple[int, ...]:
-        """Of the mini-batches of a user with so many examples; the last is filled up to a power of four."""
-        full, rest = divmod(count, self.batch_size)
-        last = min(self.batch_size, 4 ** math.ceil(math.log(rest, 4))) if rest else 0
-        return (self.batch_size,) * full + ((last,) if rest else ())
+        """Of the mini-batches of a user with so many examples, filled up: to few widths, for users are taken together
+        by these.
+        """
+        quarter = -(-self.batch_size // 4)
+        return (quarter,) if count <= quarter else (self.batch_size,) * -(-count // self.batch_size)
 
 
 class Reported(Perturbation):
