@@ -31,13 +31,13 @@ def opacus(setup: Setup, *, ghost: bool) -> Step:
         model: nn.Module = ModuleValidator.fix(model)  # its own LSTM in place of torch's
     batch = setup.batch
     adam = torch.optim.Adam(model.parameters())
-    numbers = {
+    numbers: dict[str, Any] = {
         "noise_multiplier": NOISE_MULTIPLIER,
         "max_grad_norm": MAX_GRAD_NORM,
         "expected_batch_size": setup.batch_size,
     }
     if ghost:
-        fast = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM)
+        fast = GradSampleModuleFastGradientClipping(model, max_grad_norm=MAX_GRAD_NORM)  # pyright: ignore[reportArgumentType]
         fast_optimizer = DPOptimizerFastGradientClipping(adam, **numbers)
 
         def ghost_step() -> None:

@@ -286,7 +286,7 @@ def test_the_documents_code_runs(tmp_path: Path):
     (code,) = re.findall(r"```python\n(from lightning.*?)```", document.read_text(), re.DOTALL)
 
     class Training(Classifier):
-        validation_step = L.LightningModule.validation_step
+        validation_step = L.LightningModule.validation_step  # pyright: ignore[reportAssignmentType]
 
     names: dict[str, Any] = {"plan": planned(steps=2), "module": Training(), "train_set": make_data()}
     exec(code, names | {"folder": str(tmp_path)})
