@@ -1,7 +1,10 @@
 """Trainings as users start them: an example, or a process that a signal may end."""
 
 import os
+import random
 import runpy
+import signal
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import privgrad as pg
+from conftest import seed_of
 from privgrad import accounting
 
 
@@ -22,6 +27,44 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def how_it_ended(work: Callable[[], object]) -> int:
     """Run `work` in a copy of this process; its exit code, negative for a signal, as subprocess has it."""
+    return os.waitstatus_to_exitcode(os.waitpid(started(work), 0)[1])
+
+
+def kill_again_and_again(train: Callable[[], object], folder: Path, kills: int) -> None:
+    """Start a training and SIGKILL it a random moment after a few releases, that often; compare after each.
+
+    What was charged is read from folder/ledger.jsonl, what was released from a file that the children append to.
+    """
+    noted, waits, charged = folder.with_name("released"), random.Random(seed_of(0)), 0
+    noted.touch()
+
+    def noting_releases() -> None:
+        descriptor, original = os.open(noted, os.O_WRONLY | os.O_APPEND), pg.PrivateGradient.__call__
+
+        def noting(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
+            gradient = original(self, batch)
+            os.write(descriptor, f"{batch.sampling.step}\n".encode())
+            return gradient
+
+        pg.PrivateGradient.__call__ = noting  # pyright: ignore[reportAttributeAccessIssue]
+        train()
+
+    for _ in range(kills):
+        before, child = noted.read_text().count("\n"), started(noting_releases)
+        enough, deadline = before + waits.randrange(8, 12), time.monotonic() + 60
+        while noted.read_text().count("\n") < enough and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(waits.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, "it ended before it was killed"
+        ledger = pg.Ledger(folder / "ledger.jsonl", read_only=True)
+        # Under a seed a step that is computed again is the same release: distinct steps are what is to be paid for.
+        assert ledger.releases >= max(charged, len(set(noted.read_text().split()))) > before // 2
+        charged = ledger.releases
+
+
+def started(work: Callable[[], object]) -> int:
+    """The process that does `work`, a copy of this one."""
     child = os.fork()
     if child == 0:
         warnings.simplefilter("ignore")
@@ -32,4 +75,4 @@ def how_it_ended(work: Callable[[], object]) -> int:
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child

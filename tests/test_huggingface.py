@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from conftest import make_plan
-from scripts import example, how_it_ended
+from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
@@ -244,13 +245,60 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.private_grad.ledger.releases == STEPS
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
+    folder, steps = tmp_path / "run", 60
+
+    def trainer(folder: Path) -> PrivateTrainer:
+        return make_trainer(folder, bert(), texts(), planned={"seed": seed, "steps": steps, "delta": 1e-3})
+
+    def train() -> None:
+        trainer(folder).train(resume_from_checkpoint=any(folder.glob("checkpoint-*/trainer_state.json")))
+
+    kill_again_and_again(train, folder, kills=2)
+    resumed = trainer(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps that were lost: they are what this is about
+        resumed.train(resume_from_checkpoint=True)
+    assert resumed.private_grad.ledger.releases == steps
+    assert resumed.private_grad.ledger.epsilon(delta=1e-3) == resumed.private_grad.plan.epsilon()
+    if seed is not None:
+        whole = trainer(tmp_path / "whole")
+        whole.train()
+        assert resumed.state.global_step == steps
+        assert equal(whole.private_step.model, resumed.private_step.model)
+
+
+def test_a_damaged_checkpoint_is_refused_whatever_byte_has_changed(tmp_path: Path):
+    trainer = make_trainer(tmp_path, bert(), texts(), planned={"steps": 5})
+    trainer.train()
+    path = tmp_path / "checkpoint-5" / "privgrad.pt"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(pg.PrivacyError, match=r"PrivateTrainer: .*privgrad\.pt to be a complete checkpoint"):
+            trainer.train(resume_from_checkpoint=True)
+    path.write_bytes(whole)
+    assert trainer.train(resume_from_checkpoint=True).global_step == 5
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
-    make_trainer(tmp_path / "one", bert(), texts(), planned={"steps": 5}).train()
-    other = make_trainer(tmp_path / "other", bert(), texts(), planned={"steps": 5})
-    with pytest.raises(pg.PrivacyError, match="expected the ledger to be the checkpoint's"):
+    planned = {"steps": 5, "seed": None}  # under one seed, both would be the same run
+    make_trainer(tmp_path / "one", bert(), texts(), planned=planned).train()
+    other = make_trainer(tmp_path / "other", bert(), texts(), planned=planned)
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: 5 steps, more than its ledger"):
         other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
     with pytest.raises(pg.PrivacyError, match="to find a checkpoint"):
         other.train(resume_from_checkpoint=True)
+    other.train()
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: made beside another ledger"):
+        other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
+    other.private_grad.ledger.close()
+    model = bert()
+    sgd = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    changed = make_trainer(tmp_path / "other", model, texts(), optimizer=sgd, planned=planned)
+    with pytest.raises(pg.PrivacyError, match="another run's: optimizer AdamBC, now SGD"):
+        changed.train(resume_from_checkpoint=True)
 
 
 def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):

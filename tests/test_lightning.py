@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from scripts import example, how_it_ended
+from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("lightning")
 from lightning import pytorch as L
@@ -178,11 +178,34 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.strategy.private_grad.ledger.releases == STEPS
 
 
+@pytest.mark.parametrize("seed", [None, 5])
+def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
+    folder, plan = tmp_path / "run", planned(seed=seed, steps=60, delta=1e-3)
+
+    def resume() -> tuple[Any, Any]:
+        trainer = make_trainer(folder, plan, **saving(folder))
+        # Lightning writes a checkpoint to another file first.
+        done = sorted(folder.glob("step=*.ckpt"), key=lambda path: int(path.stem.partition("=")[2].partition("-")[0]))
+        return trainer, fit(trainer, Classifier(), ckpt_path=done[-1] if done else None)
+
+    kill_again_and_again(resume, folder, kills=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps that were lost: they are what this is about
+        trainer, module = resume()
+    ledger = trainer.strategy.private_grad.ledger
+    assert ledger.releases == plan.steps
+    assert ledger.epsilon(delta=1e-3) == plan.epsilon()
+    if seed is not None:
+        whole = fit(make_trainer(tmp_path / "whole", plan), Classifier())
+        assert trainer.global_step == plan.steps
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), module.parameters(), strict=True))
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     plan = planned(steps=5)
     fit(make_trainer(tmp_path / "one", plan, **saving(tmp_path)), Classifier())
     other = make_trainer(tmp_path / "other", plan)
-    with pytest.raises(pg.PrivacyError, match="expected the ledger to be the checkpoint's"):
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: 5 steps, more than its ledger"):
         fit(other, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
     plain = L.Trainer(max_steps=5, default_root_dir=tmp_path, accelerator="cpu", logger=False)
     with warnings.catch_warnings():

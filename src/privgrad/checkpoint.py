@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -44,15 +44,53 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(BytesIO(content), weights_only=True)
 
 
+class Record(Protocol):
+    """What is asked of the ledger beside a checkpoint."""
+
+    @property
+    def releases(self) -> int: ...
+
+    def went_through(self, head: str) -> bool: ...
+
+
+def require_resumable(
+    state: Mapping[str, Any], *, version: int, seed: int | None, settings: Mapping[str, str], ledger: Record
+) -> None:
+    """Raise ValueError, which says what differs, unless the run that is described can go on from the state.
+
+    Args:
+        state: with the keys "version", "seed", "settings", "oracle" (of PrivateGradient), "ledger" (its head).
+        version, seed, settings: of the run that asks.
+        ledger: as it is now.
+    Privacy:
+        A state that its ledger has not charged, or that is beside another ledger, would make steps free.
+    """
+    if state["version"] != version:
+        raise ValueError(f"version {state['version']}")
+    if state["seed"] != seed:
+        raise ValueError(f"seed {state['seed']}, not the plan's {seed}")
+    if state["settings"] != settings:
+        changed = [name for name, value in settings.items() if state["settings"].get(name) != value]
+        was = ", ".join(f"{n} {state['settings'].get(n)}, now {settings[n]}" for n in changed)
+        raise ValueError(f"another run's: {was}")
+    if state["oracle"]["step"] > ledger.releases:
+        raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
+    if not ledger.went_through(state["ledger"]):
+        raise ValueError("made beside another ledger, or one that has lost lines since")
+
+
 @contextmanager
-def damage_refused(path: Path | None) -> Generator[None]:
-    """Whatever goes wrong in the block, where that checkpoint is read and taken apart, becomes one PrivacyError."""
+def damage_refused(function: str, what: object) -> Generator[None]:
+    """Whatever goes wrong in the block, where a checkpoint is read and taken apart, becomes one PrivacyError.
+
+    `function` and `what`, its path, are named in it.
+    """
     try:
         yield
     except Exception as error:  # a damaged file fails in as many ways as there are bytes
         raise expected(
-            "fit",
-            f"{path}",
+            function,
+            f"{what}",
             "to be a complete checkpoint of this run",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
             "restore this file from a copy, never the ledger, or train in a new folder and add the two epsilons up",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
+from privgrad.checkpoint import damage_refused, read_checkpoint, require_resumable, write_checkpoint
 from privgrad.errors import BudgetExceededError, expected, require_integer
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
@@ -227,7 +227,7 @@ class _Run:
         """Load the checkpoint, or make the first one; return the first step to do."""
         state = self.processes.same(self.processes.together(self._stored))
         if state is not None:
-            with damage_refused(self.checkpoint):
+            with damage_refused("fit", self.checkpoint):
                 self._load(state)
         if self.oracle.plan.seed is None:
             self._go_on_after_lost_steps(self.processes.same(self.result.ledger.releases))
@@ -307,20 +307,10 @@ class _Run:
                 remedy += " train in a new folder and add the two epsilons up"
                 raise expected("fit", f"{self.checkpoint}", condition, "no such file", remedy)
             return None
-        with damage_refused(self.checkpoint):
+        with damage_refused("fit", self.checkpoint):
             state = read_checkpoint(self.checkpoint)
-            if state["version"] != _CHECKPOINT_VERSION:
-                raise ValueError(f"version {state['version']}")
-            if state["seed"] != self.oracle.plan.seed:
-                raise ValueError(f"seed {state['seed']}, not the plan's {self.oracle.plan.seed}")
-            if state["settings"] != self.settings:
-                changed = [name for name, value in self.settings.items() if state["settings"].get(name) != value]
-                was = ", ".join(f"{n} {state['settings'].get(n)}, now {self.settings[n]}" for n in changed)
-                raise ValueError(f"another run's: {was}")
-            if state["oracle"]["step"] > ledger.releases:
-                raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
-            if not ledger.went_through(state["ledger"]):
-                raise ValueError("made beside another ledger, or one that has lost lines since")
+            seed, settings = self.oracle.plan.seed, self.settings
+            require_resumable(state, version=_CHECKPOINT_VERSION, seed=seed, settings=settings, ledger=ledger)
             return state
         return None
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from privgrad.checkpoint import damage_refused, require_resumable
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.optim import PrivateOptimizer
 from privgrad.oracle import PrivateGradient
 from privgrad.sampling import Collate
 from privgrad.types import Batch, NoisyGradient
 
-_VERSION = 1
+_VERSION = 2
 _PATIENCE = 10  # updates within which every parameter has to move: a warm-up may begin with a learning rate of zero
 
 
@@ -78,13 +79,7 @@ class HostedStep:
 
     def state_dict(self) -> dict[str, Any]:
         """What the host's checkpoint needs beside model and optimizer. Post-processing; no key."""
-        return {
-            "version": _VERSION,
-            "seed": self.private_grad.plan.seed,
-            "settings": self._settings,
-            "private_grad": self.private_grad.state_dict(),
-            "ledger": self.private_grad.ledger.head,
-        }
+        return {**self._facts, "oracle": self.private_grad.state_dict(), "ledger": self.private_grad.ledger.head}
 
     def load_state_dict(self, state: Mapping[str, Any], *, updates: int) -> None:
         """Go on from a checkpoint. What was released since is spent; under a research seed it is computed again.
@@ -96,16 +91,11 @@ class HostedStep:
             PrivacyError: the state is another run's, or its ledger is not this one.
         """
         plan, ledger = self.private_grad.plan, self.private_grad.ledger
-        ours = {"version": _VERSION, "seed": plan.seed, "settings": self._settings}
-        theirs = {name: state.get(name) for name in ours}
-        remedy = "restore checkpoint and ledger together, or train in a new folder and add the two epsilons up"
-        if theirs != ours:
-            raise expected(self._function, "the checkpoint", f"to be of {ours}", theirs, remedy)
-        if state["private_grad"]["step"] > ledger.releases or not ledger.went_through(state["ledger"]):
-            raise expected(self._function, "the ledger", "to be the checkpoint's", "another, or a shorter one", remedy)
-        self.private_grad.load_state_dict(state["private_grad"])
+        with damage_refused(self._function, "the checkpoint"):
+            require_resumable(state, **self._facts, ledger=ledger)
+            self.private_grad.load_state_dict(state["oracle"])
         if plan.seed is None:
-            lost = ledger.releases - state["private_grad"]["step"]
+            lost = ledger.releases - state["oracle"]["step"]
             if lost:
                 left = updates + max(0, plan.steps - ledger.releases)
                 warnings.warn(
@@ -114,6 +104,11 @@ class HostedStep:
                     stacklevel=3,
                 )
             self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": ledger.releases})
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What a checkpoint and the run that goes on from it have in common."""
+        return {"version": _VERSION, "seed": self.private_grad.plan.seed, "settings": self._settings}
 
     def require_unspent(self) -> None:
         """Raise BudgetExceededError if a run that starts anew would go on with a ledger that is begun."""

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.perturb import Perturbation
@@ -140,7 +141,8 @@ class PrivateTrainer(Trainer):
             resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if resume_from_checkpoint:
             folder = Path(resume_from_checkpoint)
-            state = torch.load(folder / _STATE, weights_only=True, map_location=self.args.device)
+            with damage_refused("PrivateTrainer", folder / _STATE):
+                state = read_checkpoint(folder / _STATE)
             updates = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
             self.private_step.load_state_dict(state, updates=updates)
         else:
@@ -172,7 +174,7 @@ class PrivateTrainer(Trainer):
         if not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.private_step.state_dict(), folder / _STATE)  # before the Trainer's last file makes it whole
+            write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file makes it whole
         super()._save_checkpoint(model, trial)
 
 
