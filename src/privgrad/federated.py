@@ -52,7 +52,7 @@ def local_update(
         transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=_refused)
         own.divide(require_scales_only(transform))
     engine = Hooks(model, own.losses(loss_fn))
-    chunks = [own.gradients(engine, part, own.radius(step)) for part in own.parts(user, 1)]
+    chunks = [found for _, found in own.chunks(engine, user, 1, own.radius(step))]
     clipped, _ = clipped_sum(chunks, like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
     return dict(clipped.values)
 

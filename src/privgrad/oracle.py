@@ -186,9 +186,9 @@ class PrivateGradient:
             SamplingError: not a Batch, drawn otherwise than the plan says, or used before.
             BudgetExceededError: the plan's steps are spent.
             PrivacyError: the loss is wrong (first batch), or the ledger cannot be written.
-            In every case nothing is released and nothing charged.
         Privacy:
             One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
+            Where it raises, nothing is released and nothing charged.
         """
         with self._turn, self._processes.gathered(self._model):
             parameters = trainable(self._model)
@@ -380,8 +380,7 @@ class PrivateGradient:
             return
         size = self._microbatch_size or self._perturb.microbatch_size(self._engine, batch.examples)
 
-        def gradients_of(examples: Any) -> Mapping[str, Factor]:
-            found, rows = self._perturb.gradients(self._engine, examples, radius), count_examples(examples)
+        def checked(rows: int, found: Mapping[str, Factor]) -> Mapping[str, Factor]:
             for name, factor in found.items():
                 # Two rows of one example would be clipped each by itself.
                 if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
@@ -389,8 +388,11 @@ class PrivateGradient:
                     raise expected(type(self._perturb).__name__, f"gradients of {name!r}", condition, "others", remedy)
             return found
 
+        def gradients_of(examples: Any) -> Mapping[str, Factor]:
+            return checked(count_examples(examples), self._perturb.gradients(self._engine, examples, radius))
+
         if self._plan.group_size == 1:
-            chunks = map(gradients_of, self._perturb.parts(batch.examples, size))
+            chunks = (checked(*chunk) for chunk in self._perturb.chunks(self._engine, batch.examples, size, radius))
         else:
             words = self._group_stream.uint64(index, batch.size)
             chunks = group_means(gradients_of, batch.examples, group_of(words, self._plan.divisor), size)

@@ -41,6 +41,7 @@ from privgrad.gradient.rules import find_rule
 from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
+_FEW = 1 << 20  # that are not worth a second one, whatever the model's size
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05  # of the audit, relative
 
 
@@ -181,7 +182,7 @@ class Hooks:
         parameters = sum(int(p.numel()) for p in trainable(self._model).values())
         room = max(_TOGETHER, 4 * parameters) if self._room is None else self._room
         size, most = count_examples(examples), max(1, room // max(1, self._floats))
-        if self._room is None and size * self._floats > 12 * parameters:
+        if self._room is None and size * self._floats > max(_FEW, 12 * parameters):
             # Inputs and output gradients of all layers are held at once: two parts keep that near an ordinary peak.
             most = min(most, -(-size // 2))
         return -(-size // -(-size // most))

@@ -3,7 +3,7 @@
 Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -80,46 +80,52 @@ class LocalTraining(Perturbation):
         self._inverse_scales = {name: _narrow(scales) for name, scales in inverse_scales.items()}
         return {}
 
-    def parts(self, examples: Any, size: int) -> Iterator[Any]:
-        """Users whose mini-batches are as wide come together, so that nobody's arithmetic follows from the others'."""
+    def chunks(
+        self, engine: Engine, examples: Any, size: int, radius: float
+    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+        """Each user's update; users with as many mini-batches come out together.
+
+        In every step all who have a mini-batch left train side by side. What a user's arithmetic looks like follows
+        from their own count alone: from how wide their mini-batches are, and how many.
+        """
         *tensors, count_U = _require_users(examples)
         if len(count_U) and not 0 <= int(count_U.min()) <= int(count_U.max()) <= tensors[0].shape[1]:
             remedy = (
                 "make the data set by privgrad.data.by_user, whose last tensor says how many examples each user has"
             )
             raise expected("LocalTraining", "counts", f"to be from 0 to {tensors[0].shape[1]}", "others", remedy)
-        alike = dict[tuple[int, ...], list[int]]()
-        for user, count in enumerate(cast("list[int]", count_U.tolist())):
-            if count > 0:
-                alike.setdefault(self._widths(count), []).append(user)
-        for users in alike.values():
+        narrow = -(-self.batch_size // 4)
+        for width, alike_U in ((narrow, count_U <= narrow), (self.batch_size, count_U > narrow)):
+            users = (alike_U & (count_U > 0)).nonzero()[:, 0]
+            users = users[torch.argsort(-(-count_U[users] // width), descending=True, stable=True)]
             for start in range(0, len(users), size):
-                chosen = torch.tensor(users[start : start + size], device=count_U.device)
-                yield (*(tensor[chosen] for tensor in tensors), count_U[chosen])
+                chosen = users[start : start + size]
+                yield from self._trained(engine, tensors, chosen, count_U[chosen], width, radius)
 
-    def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
-        *tensors, count_U = _require_users(examples)
-        (widths,) = {self._widths(count) for count in cast("list[int]", count_U.tolist())}  # as `parts` gives them
-        moved, user_U1 = dict[str, Factor](), torch.arange(len(count_U), device=count_U.device)[:, None]
-        for index, width in [*enumerate(widths)] * self.epochs:
-            left_U = (count_U - index * self.batch_size).clamp(max=width)
-            column_M = torch.arange(width, device=count_U.device)
+    def _trained(
+        self, engine: Engine, tensors: Sequence[Tensor], row_U: Tensor, count_U: Tensor, width: int, radius: float
+    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+        """Updates of users in the order of how many mini-batches they have, most first; whoever is done comes out."""
+        batches_U, there, moved = -(-count_U // width), len(count_U), dict[str, Factor]()
+        column_M = torch.arange(width, device=count_U.device)
+        steps = [self.epochs * batches for batches in cast("list[int]", batches_U.tolist())]
+        for step in range(steps[0] + 1):
+            before, there = there, sum(own > step for own in steps)
+            if there < before:
+                yield before - there, {name: factor[there:before] * radius for name, factor in moved.items()}
+                moved = {name: factor[:there] for name, factor in moved.items()}
+            if there == 0:
+                return
+            first_U = step % batches_U[:there] * width
+            left_U = (count_U[:there] - first_U).clamp(max=width)
             # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
-            place_UM = index * self.batch_size + torch.where(column_M < left_U[:, None], column_M, 0)
-            part = (*(tensor[user_U1, place_UM] for tensor in tensors), left_U)
+            place_UM = first_U[:, None] + torch.where(column_M < left_U[:, None], column_M, 0)
+            part = (*(tensor[row_U[:there, None], place_UM] for tensor in tensors), left_U)
             found = engine.at(part, moved, -radius) if moved else engine(part)
             for name, factor in found.items():
                 scales = self._inverse_scales.get(name)
-                step = factor if scales is None else factor.scaled(scales)
-                moved[name] = (moved[name] + step if name in moved else step).settled()
-        return {name: factor * radius for name, factor in moved.items()}
-
-    def _widths(self, count: int) -> tuple[int, ...]:
-        """Of the mini-batches of a user with so many examples, filled up: to few widths, for users are taken together
-        by these.
-        """
-        quarter = -(-self.batch_size // 4)
-        return (quarter,) if count <= quarter else (self.batch_size,) * -(-count // self.batch_size)
+                update = factor if scales is None else factor.scaled(scales)
+                moved[name] = (moved[name] + update if name in moved else update).settled()
 
 
 class Reported(Perturbation):

@@ -119,10 +119,15 @@ class Perturbation:
         """How many rows of the batch to take at once, where nobody says."""
         return engine.microbatch_size(examples)
 
-    def parts(self, examples: Any, size: int) -> Iterator[Any]:
-        """The batch in parts of at most so many rows, for `gradients`; by public rules, each row in at most one."""
+    def chunks(
+        self, engine: Engine, examples: Any, size: int, radius: float
+    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+        """The batch's `gradients`, at most so many rows at once, each with the number of its rows; each row in at most
+        one.
+        """
         for start in range(0, count_examples(examples), size):
-            yield map_examples(itemgetter(slice(start, start + size)), examples)
+            part = map_examples(itemgetter(slice(start, start + size)), examples)
+            yield count_examples(part), self.gradients(engine, part, radius)
 
     def divide(self, inverse_scales: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Take over, for one step, dividing by public scales; return those that are left to divide `gradients` by."""
