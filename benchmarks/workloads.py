@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from privgrad.data import heavy_tail
+from privgrad.models import WeightStandardization, ws_conv2d
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,30 +58,15 @@ def cnn() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-def standardized(weight: Tensor) -> Tensor:
-    """Zero mean and variance 1 / fan-in over each output channel."""
-    variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True)
-    return (weight - mean) * torch.rsqrt((variance * weight[0].numel()).clamp(min=1e-4))
-
-
-class Standardize(nn.Module):
-    """Weight standardization as a parametrization."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return standardized(weight)
-
-
 class StandardizedConv2d(nn.Conv2d):
     """Weight standardization as a layer of its own, unknown to any engine."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
-        return self._conv_forward(input, standardized(self.weight), self.bias)
+        return self._conv_forward(input, WeightStandardization()(self.weight), self.bias)
 
 
 def parametrized_conv(n_in: int, n_out: int) -> nn.Module:
-    return parametrize.register_parametrization(
-        nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), "weight", Standardize()
-    )
+    return ws_conv2d(n_in, n_out, 3, padding=1, bias=False, gain=False)
 
 
 def custom_conv(n_in: int, n_out: int) -> nn.Module:

@@ -105,7 +105,8 @@ class WeightStandardization(nn.Module):
     Args:
         channels: how many gains there are to learn, 1 at first; None for none.
     Reference:
-        De et al. 2022 (arXiv 2204.13650): (W - mean) / sqrt(max(fan-in var(W), 1e-4)).
+        De et al. 2022 (arXiv 2204.13650). Deviation: (W - mean) / sqrt(fan-in var(W) + 1e-4); they take the larger of
+        the two under the root.
     """
 
     def __init__(self, channels: int | None = None) -> None:
@@ -113,8 +114,10 @@ class WeightStandardization(nn.Module):
         self.gain = None if channels is None else nn.Parameter(torch.ones(channels, 1, 1, 1))
 
     def forward(self, weight: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
-        weight = (weight - mean) * torch.rsqrt((variance * weight[0].numel()).clamp(min=1e-4))
+        # One operator and its derivative: private training may need them for each example.
+        fan_in = weight[0].numel()
+        unit = F.layer_norm(weight.flatten(1), (fan_in,), eps=1e-4 / fan_in)
+        weight = (unit / fan_in**0.5).view_as(weight)
         return weight if self.gain is None else self.gain * weight
 
 

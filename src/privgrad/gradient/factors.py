@@ -67,7 +67,17 @@ class Factor(ABC):
 
     def written_out(self) -> "Dense":
         """The same with all gradients in memory."""
-        return Dense(torch.cat([part.dense() for part in self._split()]))
+        parts = self._split()
+        first = parts[0].dense()
+        if len(parts) == 1:
+            return Dense(first)
+        # Filled in place: joined at the end, all gradients would be in memory twice.
+        grads_BP, start = first.new_empty(self.examples, *self.shape), len(first)
+        grads_BP[:start] = first
+        for part in parts[1:]:
+            grads_BP[start : start + part.examples] = part.dense()
+            start += part.examples
+        return Dense(grads_BP)
 
     def merge(self, parts: int) -> "Factor":
         """Every `parts` neighbouring rows are one example: the sum of their gradients."""

@@ -3,7 +3,7 @@
 Shape suffixes: B examples, T places of an example, I inputs, O outputs, P a parameter's shape.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -83,28 +83,33 @@ class EachWeight:
     def move(self, weight: Tensor) -> Move:
         """How far each example's weight lies from the one that all share."""
         weight = weight.detach()
+        moved = weight.new_empty(self._examples, *weight.shape)
         with torch.no_grad():
-            moved = torch.cat([self._weights(self._points(part)) - weight for part in self._parts(weight.shape)])
+            for part in self._parts(weight.shape):
+                torch.sub(self._weights(self._points(part)), weight, out=moved[part])
         return Move(Dense(moved), moved.new_ones(len(moved)))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
-        rows: list[Sequence[Tensor]] = []
-        size = next(iter(self._moves.values())).factor.examples
+        size = self._examples
+        pulled = {own: own.new_empty(size, *own.shape) for own in self._own.values()}
         grads = grads if grads.examples == size else grads.merge(grads.examples // size)
         for part in self._parts(grads.shape):
             points = {name: point.requires_grad_() for name, point in self._points(part).items()}
             with torch.enable_grad():
                 weights = self._weights(points)
-            pulled = torch.autograd.grad(weights, list(points.values()), grads[part].dense().to(weights.dtype))
-            rows.append(pulled)
-        return {
-            own: Dense(torch.cat(parts)) for own, parts in zip(self._own.values(), zip(*rows, strict=True), strict=True)
-        }
+            found = torch.autograd.grad(weights, list(points.values()), grads[part].dense().to(weights.dtype))
+            for rows, values in zip(pulled.values(), found, strict=True):
+                rows[part] = values
+        return {own: Dense(rows) for own, rows in pulled.items()}
+
+    @property
+    def _examples(self) -> int:
+        return next(iter(self._moves.values())).factor.examples
 
     def _parts(self, shape: torch.Size) -> list[slice]:
-        few, size = cached(int(shape.numel())), next(iter(self._moves.values())).factor.examples
-        return [slice(start, start + few) for start in range(0, size, few)]
+        few = cached(int(shape.numel()))
+        return [slice(start, start + few) for start in range(0, self._examples, few)]
 
     def _points(self, part: slice) -> dict[str, Tensor]:
         """Some examples' parameters, shape (B, *P)."""
