@@ -64,13 +64,20 @@ class DirectGrid(Grid):
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         answers, kept, self.kept = list[Message](), self.kept, []
-        for message in messages:
+        for message in stamped(messages):
             self.sent.append(message)
             node = message.metadata.dst_node_id
-            message.metadata.__dict__["_message_id"] = message.object_id
             answer = self.app(message, Context(1, node, {}, RecordDict(), {}))
             (self.kept if node in self.late else answers).append(answer)
         return [*kept, *reversed(answers), *answers]  # each twice, in another order
+
+
+def stamped(messages: Iterable[Message]) -> list[Message]:
+    """With their ids, as Flower's grids send them."""
+    messages = list(messages)
+    for message in messages:
+        message.metadata.__dict__["_message_id"] = message.object_id
+    return messages
 
 
 def echo(message: Message, context: Context) -> Message:
@@ -107,7 +114,7 @@ def played(kind: str, users: tuple[int, ...] = (2, 5)) -> tuple[Any, dict[str, T
     """A round without noise in which some users send what is of that kind; and the step that the others' make."""
     strategy = make_strategy(make_plan(expected_cohort_size=USERS, rounds=1, noise_multiplier=0.0))
     before = {name: value.clone() for name, value in strategy.arrays.to_torch_state_dict().items()}
-    messages = list(strategy.configure_train(1, strategy.arrays, ConfigRecord(), DirectGrid()))
+    messages = stamped(strategy.configure_train(1, strategy.arrays, ConfigRecord(), DirectGrid()))
     generator, replies = torch.Generator().manual_seed(5), list[Message]()
     sums = {name: torch.zeros_like(value) for name, value in before.items()}
     for user, message in enumerate(messages):
@@ -116,7 +123,8 @@ def played(kind: str, users: tuple[int, ...] = (2, 5)) -> tuple[Any, dict[str, T
             sums = {name: sums[name] + update[name] for name in sums}
         try:
             sent = FAULTS[kind if user in users else "none"](ArrayRecord(update))
-            replies.append(Message(RecordDict({"arrays": sent}), reply_to=message))
+            told = MetricRecord({"num-examples": 10**user})
+            replies.append(Message(RecordDict({"arrays": sent, "told": told}), reply_to=message))
         except RuntimeError as error:  # Flower then sends what it says
             replies.append(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message))
     strategy.aggregate_train(1, replies)
@@ -166,11 +174,37 @@ def test_only_an_answer_to_this_round_counts():
     answers = grid.send_and_receive(strategy.configure_train(1, strategy.arrays, ConfigRecord(), grid))
     strategy.aggregate_train(1, answers)
     first = strategy.arrays
-    strategy.configure_train(2, first, ConfigRecord(), grid)
+    stamped(strategy.configure_train(2, first, ConfigRecord(), grid))
     strategy.aggregate_train(2, answers)
     assert strategy.arrays.object_id == first.object_id != make_strategy(make_plan()).arrays.object_id
     with pytest.raises(pg.PrivacyError, match="to be configured first"):
         strategy.aggregate_train(2, answers)
+
+
+@pytest.mark.parametrize("forged", ["sender", "message", "sender, of no message"])
+def test_nobody_answers_for_another(forged: str):
+    """Flower lets a device write another's id into its answer, and another message's that it would have to know."""
+    strategy = make_strategy(make_plan(expected_cohort_size=USERS, rounds=1, noise_multiplier=0.0))
+    before = strategy.arrays.to_torch_state_dict()
+    messages = stamped(strategy.configure_train(1, strategy.arrays, ConfigRecord(), DirectGrid()))
+    assert len({str(message.content.config_records["config"]["nonce"]) for message in messages}) == USERS
+    still, moved = (ArrayRecord({n: torch.full_like(v, x) for n, v in before.items()}) for x in (0.0, 0.1))
+    posing = Message(RecordDict({"arrays": moved}), reply_to=messages[0])
+    if forged.startswith("sender"):
+        posing.metadata.__dict__["_src_node_id"] = FIRST + 1
+    if forged != "sender":
+        known = messages[1].metadata.message_id if forged == "message" else ""
+        posing.metadata.__dict__["_reply_to_message_id"] = known
+    strategy.aggregate_train(1, [posing, *(Message(RecordDict({"arrays": still}), reply_to=m) for m in messages)])
+    assert all(torch.equal(value, before[name]) for name, value in strategy.arrays.to_torch_state_dict().items())
+
+
+def test_a_grid_that_gives_messages_no_ids_is_refused_before_a_charge():
+    strategy = make_strategy(make_plan(expected_cohort_size=USERS))
+    strategy.configure_train(1, strategy.arrays, ConfigRecord(), DirectGrid())
+    with pytest.raises(pg.PrivacyError, match="messages to have ids once they are sent"):
+        strategy.aggregate_train(1, [])
+    assert strategy.private_grad.ledger.releases == 0
 
 
 def test_an_empty_cohort_makes_a_noised_and_charged_round():

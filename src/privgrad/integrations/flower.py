@@ -1,13 +1,14 @@
 """Flower: a strategy whose round is one private step, and the client app that answers it with a user's update."""
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, Metadata, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -25,7 +26,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
-_ROUND, _USER, _NORM = "round", "user", "max-update-norm"
+_ROUND, _USER, _NORM, _NONCE = "round", "user", "max-update-norm", "nonce"
 _POLL = 1.0  # seconds between looks at who is connected
 
 
@@ -36,7 +37,8 @@ class PrivateStrategy(Strategy):
         strategy.start(grid, strategy.arrays, num_rounds=plan.steps, timeout=60)
 
     The cohort of a round is the plan's Poisson draw among n users, each of them one SuperNode. What a user sends is cut
-    to max_update_norm; nothing is taken of a user who is away, late, or sends what is not one update of this model.
+    to max_update_norm; nothing is taken of a user who is away, late, or sends what is not one update of this model. An
+    answer has to be to the very message that its user was sent, whose id nobody else is told.
     The sum is noised here, once, and divided by the public expected cohort, however many answered: an empty cohort
     makes a round like any other. What else clients send (num-examples, losses, reasons of errors) is not read.
 
@@ -77,7 +79,7 @@ class PrivateStrategy(Strategy):
         self._raw_metrics = tuple(raw_metrics)
         self._draws: Iterator[Batch] | None = None
         self._drawn: Batch | None = None
-        self._cohort: dict[int, int] = {}  # of a node, the user
+        self._sent = list[tuple[Metadata, int]]()  # of this round's messages, and the user of each
 
     @property
     def arrays(self) -> ArrayRecord:
@@ -91,21 +93,19 @@ class PrivateStrategy(Strategy):
         self._model.load_state_dict(arrays.to_torch_state_dict())
         if self._nodes is None:
             self._nodes = self._await_nodes(grid)
-        self._drawn = drawn = self._draw()
+        self._drawn, self._sent = (drawn := self._draw()), []
         online = set(grid.get_node_ids())
-        cohort = {self._nodes[user]: user for user in cast("list[int]", drawn.examples[0].tolist())}
-        self._cohort = {node: user for node, user in cohort.items() if node in online}
         # Flower counts the rounds of one start; the plan's go on after a resume.
         public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm}
-        return [
-            Message(
-                RecordDict({_ARRAYS: arrays, _CONFIG: ConfigRecord({**public, _USER: user})}),
-                dst_node_id=node,
-                message_type=MessageType.TRAIN,
-                group_id=str(server_round),
-            )
-            for node, user in self._cohort.items()
-        ]
+        messages = list[Message]()
+        for user in cast("list[int]", drawn.examples[0].tolist()):
+            if (node := self._nodes[user]) in online:
+                # A message's id is a hash of it: with the nonce, only its receiver can name it.
+                own = ConfigRecord({**public, _USER: user, _NONCE: secrets.token_hex(16)})
+                content = RecordDict({_ARRAYS: arrays, _CONFIG: own})
+                messages.append(Message(content, node, MessageType.TRAIN, group_id=str(server_round)))
+                self._sent.append((messages[-1].metadata, user))
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -114,7 +114,7 @@ class PrivateStrategy(Strategy):
         if self._drawn is None:
             remedy = "let start() run the rounds"
             raise expected("PrivateStrategy", "a round", "to be configured first", f"round {server_round}", remedy)
-        answers = self._answers(server_round, replies)
+        answers = self._answers(replies)
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         updates = [
             update
@@ -157,7 +157,7 @@ class PrivateStrategy(Strategy):
         Raises:
             PrivacyError: the state is another run's, or the ledger is not its own.
         """
-        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
+        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["oracle"]["step"])
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._draws = self._begin()
@@ -187,12 +187,22 @@ class PrivateStrategy(Strategy):
             time.sleep(_POLL)
         return _require_nodes(nodes, self._plan)
 
-    def _answers(self, server_round: int, replies: Iterable[Message]) -> dict[int, Message]:
-        """The first answer of each user of the cohort to this round's message."""
+    def _answers(self, replies: Iterable[Message]) -> dict[int, Message]:
+        """The first answer to each of this round's messages, by user.
+
+        The SuperLink tells who sends, but not whether the sender within the message is the same.
+
+        Raises:
+            PrivacyError: the grid gave the messages no ids, so that no answer can be told from another.
+        """
+        sent = {metadata.message_id: (metadata.dst_node_id, user) for metadata, user in self._sent}
+        if "" in sent:
+            remedy = "use Flower's own grids, which give them when they send"
+            raise expected("PrivateStrategy", "messages", "to have ids once they are sent", "none", remedy)
         answers = dict[int, Message]()
         for reply in replies:
-            user = self._cohort.get(reply.metadata.src_node_id)
-            if user is not None and reply.metadata.group_id == str(server_round) and reply.has_content():
+            node, user = sent.get(reply.metadata.reply_to_message_id, (None, -1))
+            if node == reply.metadata.src_node_id and reply.has_content():
                 answers.setdefault(user, reply)
         return answers
 
