@@ -279,6 +279,38 @@ def test_the_divisor_and_the_noise_are_those_of_the_expected_cohort():
     assert oracle.ledger.epsilon(delta=0.1) == pytest.approx(plan.epsilon(delta=0.1))
 
 
+def test_the_noise_is_one_draw_of_its_own_whoever_took_part():
+    """Where nobody has an example the noise alone is left: it is not a user's, nor the last round's."""
+    model, _, users = users_of("linear")
+    *tensors, counts = users.tensors
+    nobodys = TensorDataset(*tensors, torch.zeros_like(counts))
+
+    def released(data: TensorDataset, sigma: float) -> list[Tensor]:
+        plan = plan_for(5, expected_cohort_size=2, noise_multiplier=sigma, seed=2)
+        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+        return [torch.cat([v.flatten() for v in oracle(batch).values.values()]) for batch in plan.batches(data)]
+
+    means, noise = released(users, 0.0), released(nobodys, 2.0)
+    for both, mean, alone in zip(released(users, 2.0), means, noise, strict=True):
+        torch.testing.assert_close(both, mean + alone)
+    assert sum(float(mean.norm()) > 0.01 for mean in means) >= 2
+    assert all(not torch.equal(noise[index], noise[index - 1]) for index in range(3))
+
+
+def test_neither_cohorts_nor_noise_follow_from_the_round():
+    model, _, users = users_of("linear")
+    *tensors, counts = users.tensors
+    nobodys = TensorDataset(*tensors, torch.zeros_like(counts))
+    cohorts, noise = list[list[list[int]]](), list[Tensor]()
+    for _ in range(2):
+        plan = plan_for(5, expected_cohort_size=2, noise_multiplier=2.0, rounds=30)
+        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+        noise.append(oracle(next(plan.batches(nobodys))).values["weight"])
+        cohorts.append([batch.examples[0].tolist() for batch in plan.batches(TensorDataset(torch.arange(5)))])
+    assert cohorts[0] != cohorts[1]
+    assert not torch.equal(noise[0], noise[1])
+
+
 def test_reported_updates_are_clipped_again_and_nonsense_counts_as_nothing():
     model, _, _ = users_of("linear")
     good = {name: torch.full((1, *p.shape), 0.01, dtype=p.dtype) for name, p in model.named_parameters()}

@@ -15,6 +15,7 @@ from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
 from mutants.processes import PROCESSES
 from mutants.records import ACCOUNTING, CHECKPOINTS, LEDGER
+from mutants.users import USERS
 
 MUTANTS: dict[str, list[Mutant]] = {
     "Noise": NOISE,
@@ -23,6 +24,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Per-example gradients, model and loss": GRADIENTS,
     "BAM and SAT": PERTURBING,
     "AdaDPS": PRECONDITIONING,
+    "Users": USERS,
     "Optimizers": OPTIMIZERS,
     "Accounting and plan": ACCOUNTING,
     "Ledger": LEDGER,

@@ -1,0 +1,235 @@
+"""Faults of privacy for users: what one of them contributes, who is drawn, and what a round costs."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, realised_divisor
+from mutants.gradients import another_sum
+from mutants.mutant import Mutant, Patch, everywhere
+from privgrad import oracle
+from privgrad.data import users
+from privgrad.federated import LocalTraining
+from privgrad.gradient.factors import Dense, Factor
+from privgrad.types import ClippedSum
+
+Updates = Mapping[str, Tensor]
+
+
+def cap_forgotten(patch: Patch) -> None:
+    real = users.by_user
+    everywhere(patch, real, lambda tensors, users, *, cap, minimum=1: real(tensors, users, cap=999, minimum=minimum))
+
+
+def unclipped(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> tuple[ClippedSum, Any]:
+    total, raw = real(chunks, max_grad_norm=1e30, **options)
+    return ClippedSum(total.values, max_grad_norm), raw
+
+
+def devices_believed(patch: Patch) -> None:
+    """The server adds up what devices say they have clipped."""
+    real = oracle.clipped_sum
+    patch.setattr(oracle, "clipped_sum", lambda chunks, **options: unclipped(real, chunks, **options))
+
+
+def another_update(planted: Callable[[Updates, Tensor], Updates]) -> Callable[[Patch], None]:
+    """Plants other updates: (updates by parameter name, how many examples each user has) -> updates."""
+
+    def plant(patch: Patch) -> None:
+        real = LocalTraining._trained
+
+        def wrong(
+            self: Any, engine: Any, tensors: Any, rows: Tensor, counts: Tensor, *rest: Any
+        ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+            end = len(counts)  # those with the fewest mini-batches come out first
+            for size, found in real(self, engine, tensors, rows, counts, *rest):
+                updates = planted({name: f.dense() for name, f in found.items()}, counts[end - size : end])
+                yield size, {name: Dense(values) for name, values in updates.items()}
+                end -= size
+
+        patch.setattr(LocalTraining, "_trained", wrong)
+
+    return plant
+
+
+def weighed_by_examples(updates: Updates, counts: Tensor) -> Updates:
+    return {name: value * counts.view(-1, *[1] * (value.dim() - 1)) / 5 for name, value in updates.items()}
+
+
+def from_where_the_last_one_ended(updates: Updates, _: Tensor) -> Updates:
+    return {name: value.cumsum(0) for name, value in updates.items()}
+
+
+def padding_trained_on(patch: Patch) -> None:
+    def losses(_: LocalTraining, loss_fn: Any) -> Any:
+        def of_users(model: nn.Module, users: Any) -> Tensor:
+            shape, rows = users[0].shape[:2], tuple(tensor.flatten(0, 1) for tensor in users[:-1])
+            return loss_fn(model, rows).view(shape).mean(1)
+
+        return of_users
+
+    patch.setattr(LocalTraining, "losses", losses)
+
+
+def each_adds_its_share(users: int, _: int, options: dict[str, Any]) -> None:
+    """Each user of the cohort adds sigma C / sqrt(K), K the expected cohort: who is away takes noise along."""
+    options["noise_multiplier"] *= (users / options["divisor"]) ** 0.5
+
+
+def flowers(name: str, planted: Callable[..., Any]) -> Callable[[Patch], None]:
+    """Plants another method of the Flower strategy: (the real one, the strategy, its arguments) -> what it returns."""
+
+    def plant(patch: Patch) -> None:
+        from privgrad.integrations.flower import PrivateStrategy  # Flower is an extra
+
+        real = getattr(PrivateStrategy, name)
+        patch.setattr(PrivateStrategy, name, lambda self, *given: planted(real, self, *given))
+
+    return plant
+
+
+def free_unless_all_answer(real: Any, strategy: Any, server_round: int, replies: Iterable[Any]) -> Any:
+    replies = list(replies)
+    if len(strategy._answers(replies)) < len(strategy._sent):
+        strategy._drawn = None
+        return strategy.arrays, None
+    return real(strategy, server_round, replies)
+
+
+def sender_believed(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
+    users = {metadata.dst_node_id: user for metadata, user in strategy._sent}
+    answers = dict[int, Any]()
+    for reply in replies:
+        if reply.metadata.src_node_id in users and reply.has_content():
+            answers.setdefault(users[reply.metadata.src_node_id], reply)
+    return answers
+
+
+def each_answer(_: Any, strategy: Any, replies: Iterable[Any]) -> Any:
+    users = {metadata.message_id: user for metadata, user in strategy._sent}
+    known = [reply for reply in replies if reply.metadata.reply_to_message_id in users and reply.has_content()]
+    return {(users[reply.metadata.reply_to_message_id], index): reply for index, reply in enumerate(known)}
+
+
+def earlier_rounds_too(real: Any, strategy: Any, *given: Any) -> Any:
+    earlier, messages = strategy._sent, real(strategy, *given)
+    strategy._sent = earlier + strategy._sent
+    return messages
+
+
+def everyone_asked(real: Any, strategy: Any) -> Any:
+    users = torch.arange(strategy._plan.num_examples)
+    return replace(real(strategy), examples=(users,), size=len(users))
+
+
+def weighed_by_reports(patch: Patch) -> None:
+    from privgrad.integrations import flower
+
+    real = flower._update
+
+    def wrong(reply: Any, parameters: Any) -> Any:
+        update = real(reply, parameters)
+        examples = sum(record["num-examples"] for record in reply.content.metric_records.values())
+        return None if update is None else {name: examples * value for name, value in update.items()}
+
+    patch.setattr(flower, "_update", wrong)
+
+
+_ALONE = {"name": "linear", "engine": "hooks", "scaled": False}
+
+USERS = [
+    Mutant(
+        "the cap on a user's examples dropped",
+        cap_forgotten,
+        "test_federated.test_users_are_rows_of_their_own_examples",
+    ),
+    Mutant(
+        "a user's update not clipped",
+        another_sum(unclipped),
+        "test_federated.test_updates_are_those_of_a_loop_over_users",
+        _ALONE,
+    ),
+    Mutant(
+        "devices believed to have clipped",
+        devices_believed,
+        "test_federated.test_reported_updates_are_clipped_again_and_nonsense_counts_as_nothing",
+    ),
+    Mutant(
+        "users weighed by how many examples they have",
+        another_update(weighed_by_examples),
+        "test_federated.test_updates_are_those_of_a_loop_over_users",
+        _ALONE,
+    ),
+    Mutant(
+        "a user trains on from where the one before ended",
+        another_update(from_where_the_last_one_ended),
+        "test_federated.test_updates_are_those_of_a_loop_over_users",
+        _ALONE,
+    ),
+    Mutant(
+        "what fills users up is trained on",
+        padding_trained_on,
+        "test_federated.test_updates_are_those_of_a_loop_over_users",
+        _ALONE,
+    ),
+    Mutant(
+        "each user adds a share of the noise",
+        by_batch(each_adds_its_share),
+        "test_federated.test_the_noise_is_one_draw_of_its_own_whoever_took_part",
+    ),
+    Mutant(
+        "the cohort that was drawn as divisor",
+        by_batch(realised_divisor),
+        "test_federated.test_the_noise_is_one_draw_of_its_own_whoever_took_part",
+    ),
+    Mutant(
+        "the same noise in each round",
+        by_batch(one_step_for_ever),
+        "test_federated.test_the_noise_is_one_draw_of_its_own_whoever_took_part",
+    ),
+    Mutant(
+        "cohorts drawn at twice the rate",
+        poisson(lambda real, stream, step, rate, count: real(stream, step, 2 * rate, count)),
+        "test_federated.test_the_divisor_and_the_noise_are_those_of_the_expected_cohort",
+    ),
+    Mutant(
+        "cohorts and noise that follow from the round",
+        default_seed,
+        "test_federated.test_neither_cohorts_nor_noise_follow_from_the_round",
+    ),
+    Mutant(
+        "Flower: all are asked, for the price of a cohort",
+        flowers("_draw", everyone_asked),
+        "test_flower.test_the_plan_draws_the_cohorts_and_each_node_is_one_user",
+    ),
+    Mutant(
+        "Flower: a round is free where a device has gone",
+        flowers("aggregate_train", free_unless_all_answer),
+        "test_flower.test_who_is_away_or_late_contributes_nothing_and_an_answer_counts_once",
+    ),
+    Mutant(
+        "Flower: devices weighed by the examples they report",
+        weighed_by_reports,
+        "test_flower.test_nonsense_contributes_nothing_and_costs_as_any_round",
+        {"kind": "nan"},
+    ),
+    Mutant(
+        "Flower: a second answer counts",
+        flowers("_answers", each_answer),
+        "test_flower.test_who_is_away_or_late_contributes_nothing_and_an_answer_counts_once",
+    ),
+    Mutant(
+        "Flower: an answer to an earlier round counts",
+        flowers("configure_train", earlier_rounds_too),
+        "test_flower.test_only_an_answer_to_this_round_counts",
+    ),
+    Mutant(
+        "Flower: an answer counts for whom it names as its sender",
+        flowers("_answers", sender_believed),
+        "test_flower.test_nobody_answers_for_another",
+        {"forged": "sender"},
+    ),
+]
