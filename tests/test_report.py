@@ -16,8 +16,9 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad.experiments.records import summarize, tuned
-from privgrad.experiments.report import summary_table, write_report
+from privgrad.experiments import figures
+from privgrad.experiments.records import summarize, tuned, tuned_names
+from privgrad.experiments.report import summary_table, total_text, write_report
 
 FIXED_WARNING = "it is NOT covered by the accountant"
 SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."
@@ -35,6 +36,18 @@ PLAN = {
     "target_epsilon": 3.0,
     "seed": None,
 }
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Asked for by tests whose plots are looked at."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are tested without drawing, which takes most of a report's time."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(figures, "png", lambda _: b"not drawn")
 
 
 def final(method: str = "DP-AdamBC", seed: int = 0, accuracy: float | None = 0.9, **changes: Any) -> dict[str, Any]:
@@ -140,16 +153,30 @@ def test_a_rate_at_the_edge_of_the_grid_is_marked(
     records = [tuning(lr=lr) for lr in tried] + [final(lr=chosen)]
     assert summarize(records)[0]["lr_at_edge"] is edge
     assert ("⚠ learning rate at the edge" in words(write(tmp_path, records))) is bool(edge)
-    assert (tmp_path / "report" / "learning_rate.png").exists() is (len(set(tried)) > 1)
+    assert (tmp_path / "report" / "tuning.png").exists() is (len(set(tried)) > 1)
 
 
-def test_a_clipping_norm_at_the_edge_is_marked_and_rates_are_those_of_the_chosen_norm(tmp_path: Path) -> None:
-    records = [tuning(lr=lr, max_grad_norm=norm) for norm in (0.1, 1.0) for lr in (0.001, 0.01 * norm, 1.0)]
+def test_a_clipping_norm_at_the_edge_is_marked_and_each_value_shows_its_best(tmp_path: Path) -> None:
+    accuracies = {(0.1, 0.01): 0.5, (0.1, 0.1): 0.6, (1.0, 0.01): 0.9, (1.0, 0.1): 0.7, (1.0, 1.0): 0.2}
+    records = [tuning(lr=lr, accuracy=a, max_grad_norm=norm) for (norm, lr), a in accuracies.items()]
+    records.append(tuning(lr=0.01, accuracy=0.8, max_grad_norm=1.0))  # another seed: a mean, not a maximum
     records.append(final(lr=0.01, max_grad_norm=1.0))
     row = summarize(records)[0]
-    assert (row["max_grad_norm"], row["norm_at_edge"], row["lr_at_edge"]) == (1.0, True, False)
-    assert [lr for lr, _ in tuned(records)["DP-AdamBC"]] == [0.001, 0.01, 1.0]
-    assert "⚠ clipping norm at the edge" in words(write(tmp_path, records))
+    assert (row["max_grad_norm"], row["norm_at_edge"], row["lr_at_edge"]) == (1.0, True, True)
+    assert tuned(records)["DP-AdamBC"] == [(0.01, pytest.approx(0.85)), (0.1, 0.7), (1.0, 0.2)]
+    assert tuned(records, "max_grad_norm")["DP-AdamBC"] == [(0.1, 0.6), (1.0, pytest.approx(0.85))]
+    assert tuned_names(records) == ["lr", "max_grad_norm"]
+    page = words(write(tmp_path, records))
+    assert "⚠ learning rate and clipping norm at the edge" in page
+    assert "against learning rate and clipping norm C; rings mark" in page
+    assert cells((tmp_path / "report/index.html").read_text())["DP-AdamBC"][3].startswith("0.01 C 1 ")
+
+
+def test_of_losses_the_smallest_is_best() -> None:
+    records = [
+        tuning(lr=0.1, accuracy=None, validation_loss=loss, max_grad_norm=norm) for norm, loss in ((1, 0.3), (2, 0.5))
+    ]
+    assert tuned(records)["DP-AdamBC"] == [(0.1, 0.3)]
 
 
 def test_what_is_measured_on_training_examples_says_so(tmp_path: Path) -> None:
@@ -166,6 +193,28 @@ def test_a_method_with_a_lost_number_gets_no_mean_and_no_epsilon() -> None:
     assert (row["test_accuracy_mean"], row["test_accuracy_std"], row["epsilon"]) == (None, None, None)
 
 
+def test_a_report_about_users_speaks_of_users(tmp_path: Path) -> None:
+    plan = PLAN | {"privacy_unit": "user", "perturbation": "w minus its weights after an epoch"}
+    records = [tuning(lr=lr, score="recall@5", local_lr=lr) for lr in (0.1, 0.01)]
+    page = words(write(tmp_path, [*records, final(score="recall@5", local_lr=0.01)], plan=plan))
+    told = page.split("Specification")[0]
+    for fact in (
+        "reaches a test recall@5 of 90.0 %",
+        "Test recall@5",
+        "adding or removing one user",
+        "all of a user's examples together",
+        "every user enters each cohort independently",
+        "each user in a cohort trains on its own examples; these updates are clipped",
+        "expected cohort size: 256; rounds: 400",
+        "Training users n",
+        "Clipping norm C, of a user’s update",
+        "A user contributes w minus its weights",
+        "Validation recall@5 in tuning against learning rate and local learning rate",
+    ):
+        assert fact in told
+    assert not re.search(r"accurac|\bbatch|\bsteps?\b|one example", told, flags=re.IGNORECASE)
+
+
 def test_the_page_shows_the_numbers_of_summarize(tmp_path: Path) -> None:
     records = [final("A", seed, 0.90 + seed / 100, fraction_floored=0.93) for seed in range(3)]
     records += [final("B", seed, 0.70 + seed / 50, lr=1e-3) for seed in range(3)] + [tuning("C")]
@@ -178,6 +227,41 @@ def test_the_page_shows_the_numbers_of_summarize(tmp_path: Path) -> None:
         assert float(seconds) == pytest.approx(row["seconds"])
     assert [table[name][5] for name in "AB"] == ["93 %", "–"]
     assert table["C"] == ["–", "–", "–", "–", "0", "–", "–"]
+
+
+def test_the_terminal_table_is_whole_at_80_columns() -> None:
+    """Whatever the names and numbers: no column vanishes, no number is cut, no line is wider."""
+    several = {"max_grad_norm": 0.316, "radius": 0.02, "local_lr": 31.6}
+    records = [
+        tuning("AdaDPS, by rank, momentum", lr, score="recall@5", **several | {"max_grad_norm": norm})
+        for lr, norm in ((3.2e-05, 0.316), (1e-4, 1.0))
+    ]
+    records += [
+        final("AdaDPS, by rank, momentum", seed, accuracy, lr=3.2e-05, test_loss=loss, fraction_floored=1.0, **several)
+        for seed, accuracy, loss in ((0, 0.99, 12.345), (1, 0.5, 1234.5))
+    ]
+    records += [
+        final("Averyveryverylongnamewithoutanyspaces", epsilon=float("inf"), accuracy=float("nan")),
+        final("fixed", sampling="fixed", epsilon=1e9),
+    ]
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(summary_table(records))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    held = {word for line in text.splitlines() for cell in re.split("[│┃]", line) for word in cell.split()}
+    numbers = "74.5 % 34.6 623.423 864.194 1000000 3.2e-05 0.316 0.02 31.6 100 not finite private covered edge floored"
+    assert held >= {*numbers.split(), "recall@5", "seeds"}
+
+
+def test_the_total_is_told_in_words() -> None:
+    total = {"value": 41.2, "runs": 42, "covered": True, "by_training_loss": False}
+    assert total_text(total, tuned=True).startswith(
+        "These 42 trainings used the same data: together they cost ε = 41.20, tuning included. This,"
+    )
+    assert "no ε covers that" in total_text(total | {"by_training_loss": True}, tuned=True)
+    assert "which they were not" in total_text(total | {"covered": False}, tuned=False)
+    assert total_text(total | {"runs": 1}, tuned=False) == "This training alone used the data: it cost ε = 41.20."
 
 
 def test_the_terminal_table_has_every_method_and_reads_no_markup() -> None:
@@ -256,13 +340,13 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
         "Clipping norm: 0.5",
         "noise multiplier (noise over clipping norm): 1.875",
         "expected batch size: 256; steps: 400",
-        "These 42 trainings used the same data: together they cost ε = 41.20 . This,",
-        "NOT PRIVATE Validation and test accuracies",
+        "These 42 trainings used the same data: together they cost ε = 41.20. This,",
+        "NOT PRIVATE Accuracies, losses and curves, in validation and test, were measured without noise",
     ):
         assert fact in text
     tuned = [tuning(lr=0.01), tuning(lr=0.1), final()]
     text = words(write(tmp_path, tuned, total_epsilon={"value": 41.2, "runs": 42}))
-    assert "These 42 trainings used the same data: together they cost ε = 41.20 , tuning included" in text
+    assert "These 42 trainings used the same data: together they cost ε = 41.20, tuning included" in text
 
 
 @pytest.mark.parametrize(
@@ -369,11 +453,11 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert evil in words(page.replace("&lt;", "‹").replace("&gt;", "›")).replace("‹", "<").replace("›", ">")
 
 
-def test_the_plots_are_pictures_with_something_on_them(tmp_path: Path) -> None:
+def test_the_plots_are_pictures_with_something_on_them(tmp_path: Path, drawn: None) -> None:
     records = [tuning(name, lr) for name in "AB" for lr in (0.1, 0.01, 0.001)]
     records += [final(name, seed, 0.9 + seed / 100) for name in "AB" for seed in range(3)]
     write(tmp_path, records)
-    for name in ("accuracy.png", "learning_rate.png"):
+    for name in ("accuracy.png", "tuning.png"):
         image = pixels(tmp_path / "report" / name)
         assert image.format == "PNG"
         assert min(image.size) > 500
@@ -402,7 +486,7 @@ def test_the_smallest_report_is_one_run_and_an_empty_context(tmp_path: Path) -> 
         [final("手法 😀", lr=0.1), final("手法 😀", 1, lr=0.2), final("", 0)],
     ],
 )
-def test_odd_records_still_make_a_report(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+def test_odd_records_still_make_a_report(tmp_path: Path, drawn: None, records: list[dict[str, Any]]) -> None:
     table = cells(write(tmp_path, records))
     assert list(table) == list(dict.fromkeys(record["method"] for record in records))
     assert pixels(tmp_path / "report" / "accuracy.png").size[0] > 500
@@ -411,7 +495,7 @@ def test_odd_records_still_make_a_report(tmp_path: Path, records: list[dict[str,
 def test_a_second_report_leaves_no_plot_of_the_first(tmp_path: Path) -> None:
     write(tmp_path, [tuning(lr=0.1), tuning(), final()])
     write(tmp_path, [final()])
-    assert not (tmp_path / "report" / "learning_rate.png").exists()
+    assert not (tmp_path / "report" / "tuning.png").exists()
 
 
 @pytest.mark.parametrize("records", [[], [tuning()]])

@@ -133,7 +133,7 @@ def test_the_grid_grows_until_its_best_is_inside(tmp_path: Path):
     shown = tmp_path / "table.txt"
     assert "DP-AdamBC" in shown.read_text()
     assert table.row_count == 16
-    assert all((tmp_path / name).stat().st_size > 0 for name in ("index.html", "groups.png", "learning_rate.png"))
+    assert all((tmp_path / name).stat().st_size > 0 for name in ("index.html", "groups.png", "tuning.png"))
 
 
 def test_an_interrupted_item_is_shown_as_far_as_it_is(tmp_path: Path):

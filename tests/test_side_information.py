@@ -12,8 +12,9 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from privgrad import data
 from privgrad.data.dataset import with_other_public
+from privgrad.experiments.context import context
 from privgrad.experiments.report import write_report
-from privgrad.experiments.runs import compare, context
+from privgrad.experiments.runs import compare
 from privgrad.experiments.spec import check_spec, make_data
 from privgrad.side_information import by_rank, frequencies, tfidf
 

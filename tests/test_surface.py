@@ -60,7 +60,7 @@ SIGNATURES = {
     pg.audit.method_game: "name mechanism epsilon delta canaries",
     pg.audit.rows: "methods epsilons delta trials confidence",
     pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "
-    "average evaluate evaluations folder checkpoint_seconds progress processes",
+    "average evaluate evaluations on_evaluation raw_observers folder checkpoint_seconds progress processes",
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",

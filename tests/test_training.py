@@ -1,10 +1,12 @@
 """fit(): checkpoint, resume, and a process killed at any moment."""
 
+import io
 import json
 import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 import warnings
@@ -16,13 +18,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad import ledger, training
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
+from privgrad.diagnostics import RawWatch
 from privgrad.integrations.distributed import Distributed
+from privgrad.progress import bars
 from privgrad.training import FitResult
 
 STEPS = 60
@@ -235,7 +240,7 @@ def test_averaged_weights_are_evaluated_and_go_on_after_an_interruption(
     _, resumed = run(tmp_path, average=0.9)
     assert resumed.averaged is not None
     assert equal(resumed.averaged, whole.averaged)
-    with pytest.raises(pg.PrivacyError, match=r"another run's: average 0.9"):
+    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of average 0.9"):
         run(tmp_path, average=0.99)
     with pytest.raises(pg.PrivacyError, match=r"average to be in \[0, 1\)"):
         run(None, average=1.0)
@@ -558,12 +563,44 @@ def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
 
 def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFixture[str]):
     run(None)
-    assert capfd.readouterr().out == ""
-    run(None, progress=True, delta=1e-5)
-    shown = capfd.readouterr().out
+    assert capfd.readouterr() == ("", "")
+    _, result = run(None, progress=True, delta=1e-5)
+    out, shown = capfd.readouterr()
+    assert out == ""
     assert "60/60" in shown
-    assert "/s" in shown
-    assert "epsilon" in shown
+    assert "examples/s" in shown
+    assert f"ε {math.ceil(100 * result.ledger.epsilon(delta=1e-5)) / 100:.2f}" in shown
+    assert len(shown.strip().splitlines()) == 1  # no terminal: no flood of lines
+
+
+def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns():
+    """On a terminal, under a bar of runs, amid a training: nothing is cut."""
+    bar = bars(shown=True)
+    bar.live.console = Console(width=80, force_terminal=True, file=io.StringIO())
+    bar.add_task("runs", total=48, completed=12, note="final  DP-AdamBC  lr 0.002  seed 100")
+    lines: list[str] = []
+
+    def look(model: nn.Module) -> dict[str, float]:
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(bar.get_renderable())
+        lines.extend(console.export_text().splitlines())
+        return accuracy(model)
+
+    run(None, progress=bar, delta=1e-5, evaluate=look, evaluations=2)
+    runs, steps = lines[-2:]
+    assert re.search(r"runs .*12/48 -:--:-- final  DP-AdamBC  lr 0.002  seed 100", runs)
+    assert re.search(r"steps .*59/60 0:00:0\d ε \d\.\d\d  [\d,]+ examples/s  accuracy 0\.\d+ *$", steps)
+    assert max(map(len, lines)) <= 80
+    assert len(bar.tasks) == 1  # what was added is gone
+
+
+def test_each_evaluation_is_told_as_it_is_made_and_steps_are_watched():
+    told: list[Any] = []
+    watch, plain = RawWatch(), run(None)
+    watched, result = run(None, on_evaluation=told.append, raw_observers=[watch.observe])
+    assert told == result.curve
+    assert watch.steps == STEPS
+    assert equal(watched, plain[0])
 
 
 def test_an_optimizer_of_another_model_is_refused_before_anything_is_spent(tmp_path: Path):

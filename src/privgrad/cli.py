@@ -286,14 +286,18 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
 
 def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bool) -> None:
     # matplotlib is an extra, and slow to import: only what draws pays for it.
-    from privgrad.experiments.records import summarize
-    from privgrad.experiments.report import summary_table, write_report
+    from privgrad.experiments.context import context
+    from privgrad.experiments.records import in_phase, summarize
+    from privgrad.experiments.report import summary_table, total_text, write_report
 
-    index = write_report(records, runs.context(spec, records, folder, command=_command()), folder)
+    said = context(spec, records, folder, command=_command())
+    index = write_report(records, said, folder)
     if as_json:
         print(json.dumps(_finite({"report": str(index), "methods": summarize(records)})))  # noqa: T201
         return
     _out.print(summary_table(records))
+    if said["total_epsilon"] is not None:
+        _out.print(Text(total_text(said["total_epsilon"], tuned=bool(in_phase(records, "tuning")))))
     _out.print(f"Report: {index}")
 
 

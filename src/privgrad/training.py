@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
@@ -36,9 +30,10 @@ from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient
+from privgrad.oracle import PrivateGradient, RawStep
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes
+from privgrad.progress import bars
 from privgrad.sampling import Collate
 from privgrad.types import Batch
 
@@ -88,9 +83,11 @@ def fit(
     average: float | None = None,
     evaluate: Evaluate | None = None,
     evaluations: int = 10,
+    on_evaluation: Callable[[Mapping[str, Any]], object] | None = None,
+    raw_observers: Sequence[Callable[[RawStep], None]] = (),
     folder: str | os.PathLike[str] | None = None,
     checkpoint_seconds: float = 60.0,
-    progress: bool = True,
+    progress: bool | Progress = True,
     processes: Processes | None = None,
 ) -> FitResult:
     """Train for the plan's steps; with a folder, durably: run it again after any interruption, and it goes on.
@@ -109,11 +106,13 @@ def fit(
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
             public or held-out data: what it returns is published as it is.
         evaluations: how many times to evaluate, evenly spread, the last after the last step.
+        on_evaluation: called with each new row of the curve, in the first process: integrations.tensorboard, say.
+        raw_observers: functions that are given each step before its noise; see diagnostics. NOT private.
         folder: where ledger.jsonl and checkpoint.pt live; None keeps nothing.
         checkpoint_seconds: at most this much training is lost by a killed process (an exception loses none, unless in
             several processes). What was released and lost stays charged; the run then ends with fewer updates, and
             says so. Under a research seed lost steps are computed again, identically, and cost nothing again.
-        progress: show a progress bar on the terminal.
+        progress: show a progress bar on standard error; or the bars (privgrad.progress) to put it under.
         processes: that train together; see integrations.distributed. Each calls fit alike, `evaluate` included. The
             first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them.
             Under a research seed, if steps were lost, only the same number: they have to come out the same.
@@ -167,6 +166,7 @@ def fit(
                 raise expected("fit", "average", "to be of a whole model", "a sharded one", remedy)
             averaged = AveragedModel(model, avg_fn=partial(_averaged, average))
         result = FitResult(ledger=ledger, averaged=None if averaged is None else averaged.module)
+        oracle.raw_observers += raw_observers
         run = _Run(model, averaged, optimizer, oracle, result, checkpoint, settings, processes)
         evaluated = model if result.averaged is None else result.averaged
         if evaluate is not None:
@@ -179,9 +179,11 @@ def fit(
             missing = all(row["step"] != step for row in run.result.curve)
             if evaluate is not None and step in evaluate_at and missing:
                 run.result.curve.append(_evaluate(evaluated, evaluate, oracle, step))
+                if on_evaluation is not None and processes.rank == 0:
+                    on_evaluation(run.result.curve[-1])
 
         try:
-            with _progress_bar(plan, start, shown=progress and processes.rank == 0) as advance:
+            with _progress_bar(oracle, start, progress if processes.rank == 0 else False) as advance:
                 evaluate_if_due(start)  # an evaluation that an interruption cut short
                 for batch in batches:
                     run.update(batch)
@@ -376,23 +378,38 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, oracle: PrivateGradient, ste
 
 
 @contextmanager
-def _progress_bar(plan: PrivacyPlan, start: int, *, shown: bool) -> Generator[Callable[[FitResult], None]]:
-    columns = (
-        TextColumn("[bold]training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[rate]:,.0f}/s"),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, disable=not shown) as bar:
-        task = bar.add_task("training", total=plan.steps, completed=start, rate=0.0, note="")
+def _progress_bar(
+    oracle: PrivateGradient, start: int, progress: bool | Progress
+) -> Generator[Callable[[FitResult], None]]:
+    """A bar of its own, or one task more among others': epsilon, speed, and the last evaluation's first number."""
+    plan = oracle.plan
+    bar = progress if isinstance(progress, Progress) else bars(shown=progress)
+    of_users = plan.privacy_unit == "user"
+    task = bar.add_task("rounds" if of_users else "steps", total=plan.steps, completed=start, note="")
+    live = not bar.disable and bar.console.is_terminal and plan.delta is not None
+    spent: float | None = None
+    step, due = start, 0.0
 
-        def advance(result: FitResult) -> None:
-            # The last evaluation: epsilon and the first of its numbers, to fit on one line.
-            last: dict[str, Any] = result.curve[-1] if result.curve else {}
-            shown = [(name, value) for name, value in last.items() if name != "step" and value is not None][:2]
-            note = " ".join(f"{name} {value:.3g}" for name, value in shown)
-            bar.update(task, advance=1, rate=result.examples_per_second, note=note)
+    def advance(result: FitResult) -> None:
+        nonlocal spent, step, due
+        step += 1
+        last: dict[str, Any] = result.curve[-1] if result.curve else {}
+        if last.get("step") == step:
+            spent = last["epsilon"]
+        elif live and time.monotonic() >= due:
+            # An accountant takes its time: at most a thirtieth of the training's goes into showing epsilon.
+            began = time.monotonic()
+            spent = oracle.epsilon(steps=step)
+            due = time.monotonic() + 30 * (time.monotonic() - began)
+        # Rounded up, never down.
+        told = "" if spent is None else f"ε {math.ceil(100 * spent) / 100:.2f}  " if spent < math.inf else "no ε  "
+        numbers = (f"  {k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
+        rate = f"{result.examples_per_second:,.0f} {'users' if of_users else 'examples'}/s"
+        bar.update(task, advance=1, note=f"{told}{rate}{next(numbers, '')}")
 
-        yield advance
+    try:
+        with nullcontext() if bar is progress else bar:
+            yield advance
+    finally:
+        if bar is progress:
+            bar.remove_task(task)

@@ -18,7 +18,7 @@ class RawTwins:
         (noisy); n of the noise's variance. All start at 0.
 
     Args:
-        private_grad: watched from here on.
+        private_grad: watched from here on; None if `observe` is given to `fit(..., raw_observers=...)`.
         betas: decays (beta1, beta2).
     Raises:
         PrivacyError: betas that are not two decays in [0, 1), or a table before the first step.
@@ -30,7 +30,9 @@ class RawTwins:
         Tang, Lecuyer 2023 (DP-AdamBC), table 1 and figure 2.
     """
 
-    def __init__(self, private_grad: PrivateGradient, *, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+    def __init__(
+        self, private_grad: PrivateGradient | None = None, *, betas: tuple[float, float] = (0.9, 0.999)
+    ) -> None:
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise expected("RawTwins", "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
         self.betas = betas
@@ -40,7 +42,7 @@ class RawTwins:
         self.exp_avg: dict[str, Tensor] = {}
         self.exp_avg_sq: dict[str, Tensor] = {}
         self.noise_var: dict[str, float | Tensor] = {}
-        observers(private_grad).append(self.observe)
+        watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
         """Take in one step."""
@@ -80,18 +82,38 @@ class RawTwins:
         """
         beta1, beta2 = self.betas
         numerator = self._corrected(self.raw_exp_avg, beta1)
-        debiased: list[Tensor] = []
-        for name, v in self.exp_avg_sq.items():
-            correction = 1 - beta2 ** self.steps[name]
-            noise_std = (self.noise_var[name] / correction) ** 0.5
-            floor = default_floor(noise_std, beta2) if debias_floor is None else debias_floor
-            debiased.append(debias(v / correction, noise_std, floor=floor).flatten())
+        debiased = [self._debiased(name, debias_floor).flatten() for name in self.exp_avg_sq]
         tiny = torch.finfo(numerator.dtype).tiny
         return {
             "raw_clean": numerator / self._corrected(self.raw_exp_avg_sq, beta2).clamp(min=tiny).sqrt(),
             "raw_noisy": numerator / self._corrected(self.exp_avg_sq, beta2).clamp(min=tiny).sqrt(),
             "raw_debiased": numerator / torch.cat(debiased).sqrt(),
         }
+
+    def over_noise(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
+        """v of all coordinates, in units of the noise's variance: 1 is a coordinate without signal.
+
+        Args:
+            debias_floor: as AdamBC's.
+        Returns:
+            "raw_clean" (NOT private), "noisy" and "debiased", at its floor or above: one number a coordinate, shape
+            (P,); not finite where there is no noise.
+        """
+        self._corrected(self.exp_avg_sq, 0.0)
+        found: dict[str, list[Tensor]] = {"raw_clean": [], "noisy": [], "debiased": []}
+        for name, v in self.exp_avg_sq.items():
+            correction = 1 - self.betas[1] ** self.steps[name]
+            debiased = self._debiased(name, debias_floor) * correction
+            for kind, values in (("raw_clean", self.raw_exp_avg_sq[name]), ("noisy", v), ("debiased", debiased)):
+                found[kind].append((values / self.noise_var[name]).flatten())
+        return {kind: torch.cat(values) for kind, values in found.items()}
+
+    def _debiased(self, name: str, debias_floor: float | None) -> Tensor:
+        """AdamBC's denominator, squared."""
+        correction = 1 - self.betas[1] ** self.steps[name]
+        noise_std = (self.noise_var[name] / correction) ** 0.5
+        floor = default_floor(noise_std, self.betas[1]) if debias_floor is None else debias_floor
+        return debias(self.exp_avg_sq[name] / correction, noise_std, floor=floor)
 
     def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:
         """All coordinates, each divided by 1 - beta**t of its own parameter."""
@@ -100,12 +122,14 @@ class RawTwins:
         return torch.cat([value.flatten() / (1 - beta ** self.steps[name]) for name, value in values.items()])
 
 
-def observers(private_grad: PrivateGradient) -> list[Callable[[RawStep], None]]:
-    """Where to hang what watches; raises PrivacyError if it is no PrivateGradient."""
+def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep], None]) -> None:
+    """Hang up what watches, unless someone else will; raises PrivacyError if it is no PrivateGradient."""
+    if private_grad is None:
+        return
     if not isinstance(private_grad, PrivateGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(private_grad).__name__, "give the PrivateGradient that the steps are taken with"
         raise expected("diagnostics", "what is watched", "to be a PrivateGradient", got, remedy)
-    return private_grad.raw_observers
+    private_grad.raw_observers.append(observe)
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """What an engineer asks first: is it noise or clipping that hurts?"""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from privgrad.diagnostics.moments import observers
+from privgrad.diagnostics.moments import watch_from
 from privgrad.oracle import PrivateGradient, RawStep
 
 
@@ -14,19 +15,19 @@ class RawWatch:
     """Sums up along a training what clipping and noise do to the gradient. NOT private.
 
     Args:
-        private_grad: watched from here on.
+        private_grad: watched from here on; None if `observe` is given to `fit(..., raw_observers=...)`.
     Attributes:
         steps: how many have been seen.
     """
 
-    def __init__(self, private_grad: PrivateGradient) -> None:
+    def __init__(self, private_grad: PrivateGradient | None = None) -> None:
         self.steps = 0
         self._examples = self._clipped = 0
         self._norms = self._kept = 0.0
         self._signal: dict[str, float] = {}  # squared lengths, summed over steps
         self._noise: dict[str, float] = {}
         self._released: dict[str, float] = {}
-        observers(private_grad).append(self.observe)
+        watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
         """Take in one step."""
@@ -46,17 +47,22 @@ class RawWatch:
             ):
                 sums[name] = sums.get(name, 0.0) + float(value)
 
-    def layers(self) -> list[dict[str, Any]]:
+    def layers(self, *, whole: bool = False) -> list[dict[str, Any]]:
         """By parameter: "name"; "raw_signal_to_noise", the length of the clipped mean over that of its noise (NOT
         private); "noise_share", the share of the released second moment that is noise (post-processing).
+
+        Args:
+            whole: put the parameters of one module together.
         """
+        squares = (self._signal, self._noise, self._released)
+        signal, noise, released = (by_module(square) if whole else square for square in squares)
         return [
             {
                 "name": name,
-                "raw_signal_to_noise": math.sqrt(_ratio(self._signal[name], self._noise[name])),
-                "noise_share": _ratio(self._noise[name], self._released[name]),
+                "raw_signal_to_noise": math.sqrt(_ratio(signal[name], noise[name])),
+                "noise_share": _ratio(noise[name], released[name]),
             }
-            for name in self._signal
+            for name in signal
         ]
 
     def summary(self) -> dict[str, float]:
@@ -76,32 +82,7 @@ class RawWatch:
 
     def verdict(self) -> str:
         """The answer in plain language. NOT private."""
-        found = self.summary()
-        if math.isnan(found["raw_clip_fraction"]):
-            return "NOT PRIVATE. No example has been seen yet."
-        sentences = [
-            "NOT PRIVATE.",
-            f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} "
-            f"of their length; "
-            + (
-                f"the signal is {found['raw_signal_to_noise']:.2g} times as long as the noise."
-                if math.isfinite(found["raw_signal_to_noise"])
-                else "there is no noise."
-            ),
-        ]
-        noisy, clipped = found["raw_signal_to_noise"] < 1, found["raw_kept"] < 0.5
-        if noisy and found["raw_clip_fraction"] < 0.1:
-            sentences.append("Noise hurts, and the bound is loose: try a smaller max_grad_norm.")
-        elif noisy:
-            sentences.append("Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters.")
-        elif clipped:
-            sentences.append("Clipping hurts more than noise: try a larger max_grad_norm.")
-        else:
-            sentences.append("Neither dominates.")
-        if found["noise_share"] > 0.5:
-            share = min(found["noise_share"], 1.0)
-            sentences.append(f"{share:.0%} of Adam's second moment is noise: AdamBC takes it out.")
-        return " ".join(sentences)
+        return f"NOT PRIVATE. {verdict(self.summary())}"
 
     def table(self) -> Table:
         """By parameter, for the terminal. NOT private."""
@@ -109,6 +90,43 @@ class RawWatch:
         for row in self.layers():
             table.add_row(row["name"], f"{row['raw_signal_to_noise']:.3g}", f"{row['noise_share']:.1%}")
         return table
+
+
+def verdict(found: Mapping[str, float]) -> str:
+    """What the numbers of `RawWatch.summary` say, in plain language. As private as these: NOT private."""
+    if math.isnan(found["raw_clip_fraction"]):
+        return "No example has been seen yet."
+    sentences = [
+        f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} "
+        f"of their length; "
+        + (
+            f"the signal is {found['raw_signal_to_noise']:.2g} times as long as the noise."
+            if math.isfinite(found["raw_signal_to_noise"])
+            else "there is no noise."
+        ),
+    ]
+    noisy, clipped = found["raw_signal_to_noise"] < 1, found["raw_kept"] < 0.5
+    if noisy and found["raw_clip_fraction"] < 0.1:
+        sentences.append("Noise hurts, and the bound is loose: try a smaller max_grad_norm.")
+    elif noisy:
+        sentences.append("Noise hurts: try a larger batch, fewer steps, or fewer trainable parameters.")
+    elif clipped:
+        sentences.append("Clipping hurts more than noise: try a larger max_grad_norm.")
+    else:
+        sentences.append("Neither dominates.")
+    if found["noise_share"] > 0.5:
+        share = min(found["noise_share"], 1.0)
+        sentences.append(f"{share:.0%} of Adam's second moment is noise: AdamBC takes it out.")
+    return " ".join(sentences)
+
+
+def by_module(values: Mapping[str, float]) -> dict[str, float]:
+    """Sums over the parameters of each module, named by what stands before a parameter's last dot."""
+    sums: dict[str, float] = {}
+    for name, value in values.items():
+        module = name.rpartition(".")[0] or name
+        sums[module] = sums.get(module, 0.0) + value
+    return sums
 
 
 def _ratio(part: float, whole: float) -> float:

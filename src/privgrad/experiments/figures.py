@@ -1,4 +1,4 @@
-"""Records of trainings -> plots."""
+"""Records of trainings -> plots: results, tuning, and what probes of single trainings saw."""
 
 import io
 import math
@@ -13,26 +13,31 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from torch import Tensor
 
 from privgrad.experiments.records import (
     Record,
     by_method,
     curve,
+    diagnosed,
     groups_of,
+    histograms,
     in_phase,
     is_finite,
     is_scored,
     measured_on,
+    score_of,
     summarize,
     tuned,
     tuned_by,
+    tuned_names,
 )
 
 # Okabe-Ito without its yellow, too pale on white. Seven colours and eight markers: 56 distinct pairs.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MOST_LAYERS = 7
 # Everything that a user's own matplotlibrc could spoil, and our taste.
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -71,28 +76,43 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Curves beside (narrow: above) the final accuracies; losses where there are no accuracies."""
-    scored, on = is_scored(records), measured_on(records)
-    number = "accuracy" if scored else "loss"
-    label = f"{on} {number}" + (" (NOT PRIVATE)" if on == "training" else "")
+    """Score and loss during training, and below of every seed after the last step; loss alone where nothing scores."""
     looks, finals = _looks(records), by_method(in_phase(records, "final"))
-    extra = 0.3 * max(0, len(finals) - 6)
-    figure = Figure(figsize=(4.8, 7 + extra) if narrow else (10.4, 4 + extra))
-    left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, width_ratios=[5, 4])
-    for row, (method, runs) in enumerate(finals.items()):
-        _draw_curve(left, row, runs, looks[method], methodcaller("get", number))
-        _draw_seeds(right, row, runs, looks[method], f"test_{number}")
-    if not left.lines:
-        left.text(0.5, 0.5, "no curve was recorded", ha="center", transform=left.transAxes)
-    left.set(title="During training", xlabel="privacy spent, ε", ylabel=label)
-    right.set(title="After the last step", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
-    right.set_yticks(range(len(finals)), [looks[method]["label"] for method in finals])
-    right.locator_params(axis="x", nbins=4)
-    if scored:
-        left.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-        right.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-    _legend(figure, left)
+    shown = {"accuracy": score_of(records), "loss": "loss"} if is_scored(records) else {"loss": "loss"}
+    lines = sum(1 + look["label"].count("\n") for name, look in looks.items() if name in finals)
+    below, on = 0.9 + 0.28 * lines, measured_on(records)
+    if narrow or len(shown) == 1:
+        heights = [3.2] * len(shown) + [below] * len(shown)
+        figure = Figure(figsize=(4.8 if narrow else 7.2, sum(heights)))
+        axes = figure.subplots(2 * len(shown), 1, height_ratios=heights)
+    else:
+        figure = Figure(figsize=(10.4, 3.4 + below))
+        axes = figure.subplots(2, 2, height_ratios=[3.4, below]).flatten()
+    for (number, name), during, after in zip(shown.items(), axes, axes[len(shown) :], strict=False):
+        label = f"{on} {name}" + (" (NOT PRIVATE)" if on == "training" else "")
+        for row, (method, runs) in enumerate(finals.items()):
+            _draw_curve(during, row, runs, looks[method], methodcaller("get", number))
+            _draw_seeds(after, row, runs, looks[method], f"test_{number}")
+        if not during.lines:
+            during.text(0.5, 0.5, "no curve was recorded", ha="center", transform=during.transAxes)
+        during.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel="privacy spent, ε", ylabel=label)
+        after.set(title="At the end, every seed", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
+        names = [looks[method]["label"] for method in finals] if narrow or after is axes[len(shown)] else []
+        after.set_yticks(range(len(finals)), names or [""] * len(finals))
+        after.locator_params(axis="x", nbins=5)
+        if number == "accuracy":
+            during.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+            after.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        elif _is_wide(during):
+            during.set_yscale("log")
+    _legend(figure, axes[0])
     return figure
+
+
+def _is_wide(ax: Axes) -> bool:
+    """Whether what was drawn needs a logarithmic axis."""
+    drawn = [float(y) for line in ax.lines for y in line.get_ydata()]  # pyright: ignore[reportGeneralTypeIssues]
+    return bool(drawn) and min(drawn) > 0 and max(drawn) > 20 * min(drawn)
 
 
 def _draw_curve(
@@ -101,15 +121,17 @@ def _draw_curve(
     runs: Sequence[Record],
     look: Mapping[str, Any],
     measured: Callable[[Record], float | None] = methodcaller("get", "accuracy"),
+    *,
+    along: str = "epsilon",
 ) -> None:
     """The mean over seeds as a line, one standard deviation as a band."""
-    points = curve(runs, measured)
+    points = curve(runs, measured, along=along)
     if points:
-        epsilons, means, low, high = zip(*points, strict=True)
+        places, means, low, high = zip(*points, strict=True)
         # Methods that reach the same accuracy hide each other's markers unless these are staggered.
         every = max(1, len(points) // 5)
-        ax.plot(epsilons, means, **look, markevery=(row % every, every))
-        ax.fill_between(epsilons, low, high, color=look["color"], alpha=0.16, linewidth=0)
+        ax.plot(places, means, **look, markevery=(row % every, every))
+        ax.fill_between(places, low, high, color=look["color"], alpha=0.16, linewidth=0)
 
 
 def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
@@ -153,29 +175,143 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, A
         ax.vlines(statistics.fmean(values), row - 0.34, row + 0.34, color=look["color"], linewidth=3)
 
 
-def learning_rate_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """What tuning looked at against learning rate, the chosen rate ringed."""
-    looks, found, by = _looks(records), tuned(records), tuned_by(records)
-    figure = Figure(figsize=(4.8 if narrow else 7.2, 4))
-    ax = figure.subplots()
-    ax.set(
-        title="Tuning",
-        xlabel="learning rate",
-        ylabel=by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("_", " "),
-    )
-    ax.set_xscale("log")
-    chosen = {row["method"]: row["lr"] for row in summarize(records)}
-    for method, points in found.items():
-        ax.plot([x for x, _ in points], [y for _, y in points], **looks[method])
-        ring = {lr: value for lr, value in points if lr == chosen[method]}
-        ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
-    rates = sorted({lr for points in found.values() for lr, _ in points})
-    if len(rates) <= 7:
-        ax.minorticks_off()
-        ax.set_xticks(rates, [f"{lr:g}" for lr in rates])
-    if by == "validation_accuracy":
+TUNED_TITLES = {
+    "lr": "learning rate",
+    "max_grad_norm": "clipping norm C",
+    "radius": "radius",
+    "local_lr": "local learning rate",
+}
+
+
+def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
+    """What tuning looked at against each thing that was tuned, the chosen values ringed."""
+    looks, by, names = _looks(records), tuned_by(records), tuned_names(records)
+    columns = 1 if narrow or len(names) == 1 else 2
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(4.8 if narrow else (7.2, 10.4)[columns - 1], 3.6 * rows + 0.4))
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    label = by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("accuracy", score_of(records))
+    chosen = {row["method"]: row for row in summarize(records)}
+    for ax, name in zip(axes, names, strict=False):
+        title = TUNED_TITLES[name]
+        ax.set(title=title[0].upper() + title[1:], xlabel=title, ylabel=label.replace("_", " "))
+        drawn = tuned(records, name)
+        for method, points in drawn.items():
+            ax.plot([x for x, _ in points], [y for _, y in points], **looks[method])
+            ring = {x: y for x, y in points if x == chosen[method][name]}
+            ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
+        values = sorted({x for points in drawn.values() for x, _ in points})
+        if min(values) > 0:
+            ax.set_xscale("log")
+        if len(values) <= 7:
+            ax.minorticks_off()
+            ax.set_xticks(values, [f"{x:g}" for x in values])
+        if by == "validation_accuracy":
+            ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    for ax in axes[len(names) :]:
+        ax.remove()
+    _legend(figure, axes[0])
+    return figure
+
+
+def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
+    """By method over the steps: share of gradients clipped; by layer signal over noise, and share on the floor."""
+    shown = diagnosed(records)
+    layers = list(dict.fromkeys(name for runs in shown.values() for name in _last_layers(runs)))
+    if len(layers) > _MOST_LAYERS:  # evenly spread, from the first to the last
+        layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
+    styles = zip(cycle(_COLORS), cycle(_MARKERS), layers, strict=False)
+    looks = {
+        name: {"color": color, "marker": marker, "label": _label(f"layer {name}")} for color, marker, name in styles
+    }
+    panels = {method: list(_DIAGNOSED)[: 3 if _has_floor(runs) else 2] for method, runs in shown.items()}
+    columns = 1 if narrow else max(map(len, panels.values()))
+    rows = sum(map(len, panels.values())) if narrow else len(panels)
+    figure = Figure(figsize=(4.8 if narrow else 3.46 * columns, 2.3 * rows))
+    grid = figure.subplots(rows, columns, squeeze=False)
+    places = iter(grid.flatten())
+    compared: list[Axes] = []
+    for row, (method, numbers) in enumerate(panels.items()):
+        for number, ax in zip(numbers, places if narrow else grid[row], strict=False):
+            _draw_diagnosis(ax, shown[method], number, looks)
+            ax.set_title(f"{_label(method)}: {_DIAGNOSED[number]}", fontsize=9)
+            compared += [ax] if number == "raw_signal_to_noise" and len(ax.lines) > 1 else []
+        if not narrow:
+            for ax in grid[row][len(numbers) :]:
+                ax.remove()
+    low, high = ([ends[i] for ends in (ax.get_ylim() for ax in compared)] for i in (0, 1))
+    for ax in compared:
+        ax.set_ylim(min(low), max(high))
+    figure.suptitle("NOT PRIVATE", fontsize=9, ha="right", x=0.99)
+    _legend(figure, max(figure.axes, key=lambda ax: len(ax.get_legend_handles_labels()[0])))
+    return figure
+
+
+_DIAGNOSED = {
+    "raw_clip_fraction": "clipped",
+    "raw_signal_to_noise": "signal / noise",
+    "fraction_floored": "on the floor",
+}
+
+
+def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, dict[str, Any]]) -> None:
+    """One method, one panel."""
+    ax.set_xlabel("round" if runs[0].get("privacy_unit") == "user" else "step")
+    if number == "raw_clip_fraction":
+        whole = {"color": "#555555", "marker": "o", "label": "all layers"}
+        _draw_curve(ax, 0, runs, whole, methodcaller("get", number), along="step")
+    for index, (name, look) in enumerate(looks.items() if number != "raw_clip_fraction" else ()):
+
+        def measured(point: Record, name: str = name) -> float | None:
+            return point.get("raw_layers", {}).get(name, {}).get(number)
+
+        _draw_curve(ax, index, runs, look, measured, along="step")
+    if number == "raw_signal_to_noise":
+        if ax.lines:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            ax.yaxis.set_major_formatter("{x:g}")
+            ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.axhline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
+    else:
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-    _legend(figure, ax)
+        ax.set_ylim(-0.05, 1.05)
+
+
+def _has_floor(runs: Sequence[Record]) -> bool:
+    return any("fraction_floored" in layer for layer in _last_layers(runs).values())
+
+
+def _last_layers(runs: Sequence[Record]) -> Mapping[str, Mapping[str, float | None]]:
+    return next(row["raw_layers"] for row in reversed(runs[0]["curve"]) if "raw_layers" in row)
+
+
+_KINDS = {
+    "raw_clean": ("without the noise (NOT PRIVATE)", "#59616b", ":"),
+    "noisy": ("as released", "#D55E00", "-"),
+    "debiased": ("noise taken out (debiased)", "#0072B2", "-"),
+}
+
+
+def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
+    """By method, which second moments coordinates have after the last step, in units of the noise's variance."""
+    shown = {method: found for method, runs in diagnosed(records).items() if (found := histograms(runs))}
+    columns = 1 if narrow else min(2, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(4.8 if narrow else (7.2, 10.4)[columns - 1], 2.9 * rows + 0.3))
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for ax, (method, found) in zip(axes, shown.items(), strict=False):
+        for kind, (label, color, line) in _KINDS.items():
+            if kind in found:
+                # What is beyond the outermost edges is counted in the outermost bins.
+                ax.stairs(found[kind], found["edges"], color=color, linestyle=line, label=label, linewidth=1.8)
+        ax.axvline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
+        ax.set(title=_label(method), xscale="log", xlabel="second moment / variance of the noise", ylabel="coordinates")
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    for ax in axes[len(shown) :]:
+        ax.remove()
+    figure.suptitle("NOT PRIVATE", fontsize=9, ha="right", x=0.99)
+    _legend(figure, max(axes[: len(shown)], key=lambda ax: len(ax.get_legend_handles_labels()[0])))
     return figure
 
 

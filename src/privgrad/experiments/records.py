@@ -8,6 +8,7 @@ from typing import Any
 
 Record = Mapping[str, Any]
 SOMETIMES_TUNED = ("radius", "local_lr")  # besides the learning rate and the clipping norm
+TUNED = ("lr", "max_grad_norm", *SOMETIMES_TUNED)
 
 
 def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -115,42 +116,58 @@ def tuned_by(records: Sequence[Record]) -> str:
     return next((key for key in keys if any(r.get(key) is not None for r in tuning)), "validation_accuracy")
 
 
+def score_of(records: Iterable[Record]) -> str:
+    """What stands under the key accuracy: "accuracy", or another score's name."""
+    return next((str(record["score"]) for record in records if record.get("score")), "accuracy")
+
+
 def is_scored(records: Sequence[Record]) -> bool:
     """Whether runs have an accuracy, or another score; else they are compared by loss."""
     return any(record.get("test_accuracy") is not None for record in in_phase(records, "final"))
 
 
-def tuned(records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Per method its (learning rate, mean of `tuned_by`) in ascending order, with all else that is tuned as it was
-    chosen; diverged runs left out.
+def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[float, float]]]:
+    """Per method its (value of what is named, mean of `tuned_by` over seeds) in ascending order: for each value the
+    best over all else that was tuned with it; diverged runs left out.
     """
     result, key = {}, tuned_by(records)
-    keys = ("max_grad_norm", *SOMETIMES_TUNED)
-    chosen = {row["method"]: [row[other] for other in keys] for row in summarize(records) if row["seeds"]}
+    best = max if key == "validation_accuracy" else min
     for method, runs in by_method(in_phase(records, "tuning")).items():
-        found: dict[float, list[float]] = {}
+        trials: dict[tuple[float | None, ...], list[float]] = {}
         for run in runs:
-            other = [run.get(key) for key in keys]
-            if is_finite(run.get(key)) and chosen.get(method, other) == other:
-                found.setdefault(run["lr"], []).append(run[key])
-        result[method] = [(lr, statistics.fmean(values)) for lr, values in sorted(found.items())]
+            if is_finite(run.get(key)) and run.get(name) is not None:
+                trials.setdefault(tuple(run.get(k) for k in (name, *TUNED)), []).append(run[key])
+        found: dict[float, float] = {}
+        for (value, *_), measured in trials.items():
+            assert value is not None
+            mean_of_seeds = statistics.fmean(measured)
+            found[value] = best(found.get(value, mean_of_seeds), mean_of_seeds)
+        result[method] = sorted(found.items())
     return result
 
 
+def tuned_names(records: Sequence[Record]) -> list[str]:
+    """What was tuned: of TUNED, those of which some method tried more than one value."""
+    return [name for name in TUNED if any(len(points) > 1 for points in tuned(records, name).values())]
+
+
 def curve(
-    runs: Sequence[Record], measured: Callable[[Record], float | None] = methodcaller("get", "accuracy")
+    runs: Sequence[Record],
+    measured: Callable[[Record], float | None] = methodcaller("get", "accuracy"),
+    *,
+    along: str = "epsilon",
 ) -> list[tuple[float, float, float, float]]:
-    """Epsilon, mean of a measurement, and mean -/+ one standard deviation, at every step that all runs recorded."""
+    """Epsilon (or step), mean of a measurement and mean -/+ one standard deviation, at every step all recorded."""
     curves = [
-        {p["step"]: p for p in run.get("curve") or () if is_finite(p.get("epsilon")) and is_finite(measured(p))}
+        {p["step"]: p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))}
         for run in runs
     ]
     points = []
     for step in sorted(set.intersection(*map(set, curves))):
         values = [float(measured(curve[step]) or 0.0) for curve in curves]
         middle, spread = statistics.fmean(values), std(values) or 0.0
-        epsilon = max(curve[step]["epsilon"] for curve in curves)
-        points.append((epsilon, middle, max(0.0, middle - spread), middle + spread))
+        place = max(curve[step][along] for curve in curves)
+        points.append((place, middle, max(0.0, middle - spread), middle + spread))
     return points
 
 
@@ -158,3 +175,35 @@ def groups_of(records: Sequence[Record]) -> list[Mapping[str, float]]:
     """The groups of classes by frequency that the runs were measured on; none if they were not."""
     points = (point for record in records for point in (record.get("curve") or ())[-1:])
     return next((point["raw_groups"] for point in points if "raw_groups" in point), [])
+
+
+def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Final runs by method, of the methods whose gradients were watched on their way (diagnostics.RawDiary)."""
+    finals = by_method(in_phase(records, "final"))
+    return {
+        method: runs
+        for method, runs in finals.items()
+        if all(any("raw_layers" in row for row in run.get("curve") or ()) for run in runs)
+    }
+
+
+def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
+    """RawDiary's summary over whole trainings: means over their rows; nan where there is no number."""
+    rows = [row for run in runs for row in run["curve"] if "raw_layers" in row]
+    found: dict[str, float] = {}
+    for name in ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share"):
+        values = [row[name] for row in rows if is_finite(row[name])]
+        found[name] = statistics.fmean(values) if values else math.nan
+    return found
+
+
+def histograms(runs: Sequence[Record]) -> dict[str, list[float]]:
+    """RawDiary's "edges" after the last step, and by kind the share of coordinates in each bin, over all seeds."""
+    last = [run["curve"][-1]["raw_moments"] for run in runs if "raw_moments" in run["curve"][-1]]
+    if not last:
+        return {}
+    found: dict[str, list[float]] = {"edges": last[0]["edges"]}
+    for kind in (kind for kind in last[0] if kind != "edges"):
+        counts = [sum(column) for column in zip(*(histogram[kind] for histogram in last), strict=True)]
+        found[kind] = [count / sum(counts) for count in counts]
+    return found

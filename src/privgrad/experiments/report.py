@@ -1,4 +1,4 @@
-"""Records of trainings -> a terminal table, two plots and one self-contained web page."""
+"""Records of trainings -> a terminal table, plots and one self-contained web page."""
 
 import base64
 import math
@@ -13,28 +13,34 @@ import jinja2
 from rich.table import Table
 from rich.text import Text
 
+from privgrad.diagnostics.watch import verdict
 from privgrad.errors import expected
 from privgrad.experiments import figures
 from privgrad.experiments.records import (
     Record,
-    by_method,
+    diagnosed,
+    diagnosis,
     groups_of,
+    histograms,
     in_phase,
     is_finite,
     measured_on,
     numbers,
+    score_of,
     summarize,
     summary_row,
     tuned_by,
+    tuned_names,
 )
 
 _TUNED_BY = {
     "raw_train_loss": "Training loss (NOT PRIVATE)",
-    "validation_accuracy": "Validation accuracy",
+    "validation_accuracy": "Validation {score}",
     "validation_loss": "Validation loss",
 }
-_TUNED = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local rate", "local_lr"))
+_EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local rate", "local_lr"))
 _DASH = "–"
+_PLOTS = ("accuracy", "tuning", "groups", "diagnosis", "moments")
 
 
 def summary_table(records: Iterable[Record]) -> Table:
@@ -50,21 +56,47 @@ def summary_table(records: Iterable[Record]) -> Table:
     records = list(records)
     told = f"Measured on {measured_on(records)} examples, without privacy for those."
     table = Table(caption=f"± one standard deviation over seeds. {told}")
-    # Not wrapped: on a narrow terminal the name would be the first column to vanish.
-    table.add_column("method", no_wrap=True)
-    for name in ("accuracy", "loss", "ε", "lr", "seeds", "floored"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("method", score_of(records), "loss", "ε", "lr", "seeds", "floored")
+    rows: list[tuple[str, ...]] = []
     for row in map(_row_texts, summarize(records)):
         epsilon = row["epsilon"] + (" ⚠ not covered" if row["uncovered"] else "")
-        lr = row["lr"] + (" ⚠ edge" if row["at_edge"] else "")
-        cells = (row["method"], row["accuracy"], row["loss"], epsilon, lr, row["seeds"], row["floored"])
+        chosen = "\n".join([row["lr"], *row["others"], *(["⚠ edge"] if row["at_edge"] else [])])
+        rows.append((row["method"], row["accuracy"], row["loss"], epsilon, chosen, row["seeds"], row["floored"]))
+    for name, *column in zip(names, *rows, strict=True):
+        # On a narrow terminal a column gets lower lines, but no number is cut.
+        longest = max(len(word) for cell in (name, *column) for word in cell.split() or [""])
+        width = None if name == "method" else longest
+        table.add_column(name, justify="left" if width is None else "right", min_width=width, overflow="fold")
+    for cells in rows:
         # Text, not str: a method's name must not be read as markup.
         table.add_row(*map(Text, cells))
     return table
 
 
+def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
+    """What all trainings on the same data cost together, in one or two sentences.
+
+    Args:
+        total: "value" (epsilon; None if there is none), "runs" (how many trainings), "covered" (whether an accountant
+            covers the sampling), "by_training_loss" (whether tuning looked at training losses without noise).
+        tuned: whether some of the trainings were for tuning.
+    """
+    runs, cost = total["runs"], _epsilon_text(total["value"])
+    if cost == "not private":
+        return f"{runs} trainings used the same data; together they have no finite ε."
+    given = "" if total.get("covered", True) else " if batches had been Poisson samples, which they were not"
+    if runs == 1:
+        return f"This training alone used the data: it cost ε = {cost}{given}."
+    tuning = ", tuning included" if tuned else ""
+    save = ", save for the choice of learning rates: training losses without noise chose them, and no ε covers that"
+    return (
+        f"These {runs} trainings used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
+        f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
+    )
+
+
 def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write index.html, accuracy.png and, where there is something to show, learning_rate.png and groups.png.
+    """Write index.html, accuracy.png and, where there is something to show, tuning, groups, diagnosis and moments.png.
 
     Args:
         records: one mapping a training run; at least one with phase "final".
@@ -79,47 +111,67 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
     """
     # The plan speaks for a run that does not say how it was sampled; if either says fixed, it was fixed.
     plan = context.get("plan") or {}
-    first, last = {"sampling": plan.get("sampling")}, {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
+    first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
+    last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
     records = [{**first, **record, **last} for record in records]
     if not in_phase(records, "final"):
         condition, remedy = 'to hold a run with phase "final"', "run the chosen learning rate on the test set"
         raise expected("write_report", "records", condition, f"{len(records)} without one", remedy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rows = summarize(records)
-    draws = {"accuracy": figures.accuracy_figure}
-    if any(len({run["lr"] for run in runs}) > 1 for runs in by_method(in_phase(records, "tuning")).values()):
-        draws["learning_rate"] = figures.learning_rate_figure
-    if groups_of(records):
-        draws["groups"] = figures.groups_figure
-    pngs = {
-        name: [figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True)]
-        for name, draw in draws.items()
-    }
-    # A plot left by an earlier report into this folder would show other runs.
-    for name in ("learning_rate", "groups"):
-        (folder / f"{name}.png").unlink(missing_ok=True)
-    for name, (wide, _) in pngs.items():
-        (folder / f"{name}.png").write_bytes(wide)
+    rows, total, score = summarize(records), context.get("total_epsilon"), score_of(records)
+    names = tuned_names(records)
     page = _template().render(
         context=context,
         plan=plan,
         on=measured_on(records),
+        score=score,
         headline=_headline(
             rows,
             scored=any(record.get("score", "accuracy") is not None for record in records),
             on=measured_on(records),
+            score=score,
         ),
         rows=[_row_texts(row) for row in rows],
-        images={name: [base64.b64encode(png).decode() for png in pair] for name, pair in pngs.items()},
+        images=_draw_into(folder, records),
         privacy=_privacy(records, rows),
-        tuned_by=_TUNED_BY[tuned_by(records)],
+        total=None if total is None else total_text({"runs": len(records)} | _given(total), tuned=bool(names)),
+        tuned_by=_TUNED_BY[tuned_by(records)].format(score=score),
+        tuned=[figures.TUNED_TITLES[name] for name in names],
+        diagnoses={method: verdict(diagnosis(runs)) for method, runs in diagnosed(records).items()},
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): record.get("optimizer") for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
+
+
+def _given(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not None, and the value of epsilon in any case."""
+    return {key: value for key, value in facts.items() if value is not None or key == "value"}
+
+
+def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, list[str]]:
+    """Draw what there is to show; by name a wide and a narrow plot, as base64."""
+    draws = {"accuracy": figures.accuracy_figure}
+    if tuned_names(records):
+        draws["tuning"] = figures.tuning_figure
+    if groups_of(records):
+        draws["groups"] = figures.groups_figure
+    if watched := diagnosed(records):
+        draws["diagnosis"] = figures.diagnosis_figure
+        if any(map(histograms, watched.values())):
+            draws["moments"] = figures.moments_figure
+    # A plot left by an earlier report into this folder would show other runs.
+    for name in _PLOTS:
+        (folder / f"{name}.png").unlink(missing_ok=True)
+    images: dict[str, list[str]] = {}
+    for name, draw in draws.items():
+        wide, narrow = (figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True))
+        (folder / f"{name}.png").write_bytes(wide)
+        images[name] = [base64.b64encode(png).decode() for png in (wide, narrow)]
+    return images
 
 
 def _template() -> jinja2.Template:
@@ -129,21 +181,23 @@ def _template() -> jinja2.Template:
     return environment.from_string(source.read_text("utf-8"))
 
 
-def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool = True, on: str = "test") -> str:
-    """Name the best mean accuracy, and claim no more than the spread over seeds allows."""
+def _headline(
+    rows: Sequence[Mapping[str, Any]], *, scored: bool = True, on: str = "test", score: str = "accuracy"
+) -> str:
+    """Name the best mean score, and claim no more than the spread over seeds allows."""
     ranked = sorted((r for r in rows if is_finite(r["test_accuracy_mean"])), key=lambda r: -r["test_accuracy_mean"])
     if not ranked:
         losses = sorted((r for r in rows if is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
         if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
             best = losses[0]
             return f"{best['method']} has the lowest mean {on} loss, {_row_texts(best)['loss']}; see the spread."
-        return f"No method has a {on} accuracy for all of its final runs, so none is best."
+        return f"No method has a {on} {score} for all of its final runs, so none is best."
     best, *rest = ranked
     seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
     figures = f"{_row_texts(best)['accuracy']} over {seeds}"
     if not rest:
-        return f"{best['method']} reaches a {on} accuracy of {figures}; there is no other method to compare it with."
-    lead = f"{best['method']} has the best mean {on} accuracy, {figures}"
+        return f"{best['method']} reaches a {on} {score} of {figures}; there is no other method to compare it with."
+    lead = f"{best['method']} has the best mean {on} {score}, {figures}"
     second = rest[0]["method"]
     gaps = [best["test_accuracy_mean"] - row["test_accuracy_mean"] for row in rest]
     if best["test_accuracy_std"] is None or rest[0]["test_accuracy_std"] is None:
@@ -160,15 +214,17 @@ def _headline(rows: Sequence[Mapping[str, Any]], *, scored: bool = True, on: str
 
 def _row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
     """One row of summarize as it is shown, both in the terminal and on the page."""
+    others = {"C": row["max_grad_norm"] if row["norm_at_edge"] is not None else None}
+    others |= {name: row[key] for name, key in _EDGES[2:]}
     return {
         "method": row["method"],
         "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
         "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
         "epsilon": _epsilon_text(row["epsilon"]) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
-        "lr": (f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH))
-        + "".join(f", {name} {row[key]:g}" for name, key in _TUNED[2:] if row[key] is not None),
-        "at_edge": " and ".join(name for name, key in _TUNED if row[f"{key}_at_edge"]),
+        "lr": f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH),
+        "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
+        "at_edge": " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"]),
         "seeds": str(row["seeds"]),
         "floored": f"{100 * row['fraction_floored']:.0f} %" if is_finite(row["fraction_floored"]) else _DASH,
         "seconds": f"{row['seconds']:.1f}" if is_finite(row["seconds"]) else _DASH,

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from privgrad.errors import expected
 from privgrad.experiments import bias, probes
+from privgrad.experiments.context import context
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
-from privgrad.experiments.runs import Record, claim, compare, context, describe, read_records
+from privgrad.experiments.runs import Record, claim, compare, describe, read_records
 from privgrad.experiments.spec import Spec, check_spec
 from privgrad.experiments.toy import toy
 

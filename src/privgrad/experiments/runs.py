@@ -2,22 +2,21 @@
 
 import json
 import math
-import os
-import platform
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 import torch
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
+from torch import nn
 
 from privgrad import optim
-from privgrad.accounting import epsilon
 from privgrad.data import DataSet
+from privgrad.diagnostics import RawDiary
 from privgrad.errors import expected
 from privgrad.experiments.spec import (
     Candidate,
@@ -35,10 +34,14 @@ from privgrad.experiments.tasks import (
     public_gradient,
     warm_start,
 )
-from privgrad.ledger import Ledger, is_in_use
+from privgrad.ledger import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
+from privgrad.progress import bars
 from privgrad.training import FitResult, fit
+
+if TYPE_CHECKING:
+    from privgrad.integrations.tensorboard import TensorBoard
 
 Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
@@ -105,7 +108,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     Args:
         spec: the methods, the grid and the seeds.
         out: as in train.
-        progress: show a progress bar over the runs.
+        progress: show which run of how many it is, and how far this run is.
     Returns:
         All records, in the order run; written to out/runs.jsonl.
     Raises:
@@ -113,16 +116,15 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     """
     data, tuning = open_folder(spec, out), spec.tuning
     tried = [len(spec.grid(method)) for method in spec.methods if spec.is_tuned(method)]
-    columns = (SpinnerColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, disable=not progress) as bar:
+    with bars(shown=progress) as bar:
         planned = sum(tried) * (len(tuning.seeds) if tuning else 0)
-        task = bar.add_task("", total=planned + len(spec.methods) * len(spec.run.seeds))
+        task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
 
         def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
             for run in (Run(method, candidate, seed, phase) for seed in seeds):
-                bar.update(task, description=f"{phase}  {method.name}  lr {candidate.lr:g}  seed {run.seed}")
+                bar.update(task, note=f"{phase}  {method.name}  lr {candidate.lr:g}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
-                    append(out, [_tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=False)])
+                    append(out, [_tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)])
                 bar.advance(task)
 
         for method in spec.methods:
@@ -137,70 +139,6 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 best = best_candidate(read_records(out), method.name, tuning.by)
             do(method, best, spec.run.seeds, "final")
     return read_records(out)
-
-
-def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
-    """What a report says besides the records; the total is that of every ledger in the folder."""
-    plan = spec.plan(None)
-    seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
-    norms = {str(r["method"]): f"{r['max_grad_norm']:g}" for r in records if r["phase"] == "final"}
-    groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
-    ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
-    drawn_by = {str(ledger.plan_facts["noise_generator"]) for ledger in ledgers.values()}
-    return {
-        "title": spec.title,
-        "command": command,
-        "data": records[0]["data"],
-        "plan": asdict(plan)
-        | {
-            "seed": ", ".join(map(str, seeds)) or None,
-            "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
-            "group_size": _by_method(groups),
-            "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
-            "noise_generator": "; ".join(sorted(drawn_by)) or None,
-            "views": spec.run.views,
-            "average": spec.run.average,
-            "neighboring_relation": plan.neighboring_relation,
-            "privacy_unit": plan.privacy_unit,
-        },
-        "total_epsilon": _total_epsilon(spec, records, ledgers),
-        "specification": spec.model_dump_json(indent=1, exclude_defaults=True),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
-def _place(method: MethodTable) -> str:
-    """Where a method takes its gradients."""
-    if method.perturb is None:
-        return "at the weights"
-    if method.perturb.rule == "RawSAM":
-        return "along the private batch's own mean gradient, NOT private (RawSAM)"
-    return f"at moved weights ({' '.join(filter(None, (method.perturb.rule, method.perturb.mode)))})"
-
-
-def _by_method(told: Mapping[str, str]) -> str:
-    """The value that all methods share, or each method's own."""
-    if len(set(told.values())) > 1:
-        return ", ".join(f"{value} ({method})" for method, value in told.items())
-    return next(iter(told.values()), "")
-
-
-def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger]) -> dict[str, Any] | None:
-    """What all trainings of a folder cost together, by their ledgers; None where a record's is not there."""
-    methods = {method.name: method for method in spec.methods}
-    for record in records:
-        run = Run(methods[record["method"]], _candidate(record), record["seed"], record["phase"])
-        tuned = replace(run, phase="tuning")  # a final run that was done in tuning has no folder of its own
-        if not {run.name, tuned.name} & ledgers.keys():
-            return None
-    releases = [release for ledger in ledgers.values() for release in ledger.charged]
-    covered = spec.privacy.sampling == "poisson"
-    return {
-        "value": epsilon(releases, delta=spec.privacy.delta, assume_poisson=not covered),
-        "runs": len(ledgers),
-        "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
-    }
 
 
 def restart(out: Path) -> Path | None:
@@ -220,11 +158,11 @@ def restart(out: Path) -> Path | None:
     return aside
 
 
-def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool) -> Record:
+def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
     if run.seed is not None:
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
-    method, loss_fn = run.method, losses_for(data, views=spec.run.views)
+    method, loss_fn, folder = run.method, losses_for(data, views=spec.run.views), out / "runs" / run.name
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
@@ -232,6 +170,14 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     made = preconditioner(method.precondition, public, model, data)
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
+    # By training loss, a final run may be one that was done in tuning.
+    diary = RawDiary(optimizer) if spec.run.diagnose and not validated else None
+    board = _tensorboard(folder, data) if spec.run.tensorboard else None
+
+    def evaluate(model: nn.Module) -> dict[str, Any]:
+        measured = measure(model, data.validation if validated else data.test, data)
+        return measured if diary is None else measured | diary.row()
+
     result = fit(
         model,
         loss_fn,
@@ -243,12 +189,16 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
-        evaluate=lambda model: measure(model, data.validation if validated else data.test, data),
+        evaluate=evaluate,
         evaluations=spec.run.evaluations,
+        on_evaluation=board,
+        raw_observers=[] if diary is None else [diary.observe],
         average=spec.run.average,
-        folder=out / "runs" / run.name,
+        folder=folder,
         progress=progress,
     )
+    if board is not None:
+        board.close()
     if result.raw_nonfinite_examples:
         # Told, not saved: it was counted before the noise.
         warnings.warn(
@@ -260,6 +210,16 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if by_train_loss:
         record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())
     return record
+
+
+def _tensorboard(folder: Path, data: DataSet) -> "TensorBoard":
+    """Imported only where it is asked for: it is an extra."""
+    try:
+        from privgrad.integrations.tensorboard import TensorBoard
+    except ImportError as error:
+        remedy = "pip install 'privgrad[tensorboard]', or leave run.tensorboard out"
+        raise expected("experiments", "tensorboard", "to be installed", error, remedy) from error
+    return TensorBoard(folder / "tensorboard", names={} if data.score is None else {"accuracy": data.score})
 
 
 def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
@@ -298,7 +258,8 @@ def _record(
         "validation_accuracy": last.get("accuracy") if validated else None,
         "validation_loss": last["loss"] if validated else None,
         "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
-        "curve": result.curve,
+        # Histograms of the last evaluation will do.
+        "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
         "updates": result.updates,
         "seconds": result.seconds,
         "examples_per_second": result.examples_per_second,
@@ -334,7 +295,7 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
             cost = -record[_COSTS[by]] if by == "accuracy" else record[_COSTS[by]]
-            found.setdefault(_candidate(record), []).append(cost if math.isfinite(cost) else math.inf)
+            found.setdefault(candidate_of(record), []).append(cost if math.isfinite(cost) else math.inf)
     return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}
 
 
@@ -393,8 +354,9 @@ def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:
-    return next((r for r in records if (r["method"], _candidate(r), r["seed"], r["phase"]) == run.key), None)
+    return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)
 
 
-def _candidate(record: Record) -> Candidate:
+def candidate_of(record: Record) -> Candidate:
+    """What of the method was tuned, as it was in one run."""
     return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"))

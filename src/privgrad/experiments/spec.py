@@ -285,7 +285,8 @@ class TuningTable(_Table):
 class RunTable(_Table):
     """What decides speed and how much is shown; research seeds of a comparison; randomly moved views of each image.
 
-    `average`: decay of an average of the weights, which is what is then measured.
+    `average`: decay of an average of the weights, which is what is then measured. `diagnose`: record what clipping and
+    noise do to gradients in final runs, NOT private. `tensorboard`: write evaluations for TensorBoard too.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
@@ -295,6 +296,8 @@ class RunTable(_Table):
     engine: Literal["hooks", "vmap"] = "hooks"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)
+    diagnose: bool = False
+    tensorboard: bool = False
 
 
 class Spec(_Table):

@@ -48,18 +48,27 @@ class Debiased(PrivateOptimizer):
         Privacy:
             Post-processing.
         """
-        floored = total = 0
+        counts = self.floored().values()
+        total = sum(coordinates for _, coordinates in counts)
+        return sum(floored for floored, _ in counts) / total if total else math.nan
+
+    def floored(self) -> dict[str, tuple[int, int]]:
+        """By parameter name, how many coordinates sit on their floor, and of how many; without those never updated.
+
+        Privacy:
+            Post-processing.
+        """
+        found: dict[str, tuple[int, int]] = {}
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 state = self.state[parameter]
                 if state:
                     floor = self._floor(group, state)
                     square, noise_std = state[self._square], state[self._noise] ** 0.5
                     on_floor: Any = debias(square, noise_std, floor=floor) <= floor
                     here = on_floor.to_local() if hasattr(on_floor, "to_local") else on_floor
-                    floored += int(here.sum())
-                    total += here.numel()
-        return floored / total if total else math.nan
+                    found[name] = int(here.sum()), here.numel()
+        return found
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:

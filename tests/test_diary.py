@@ -1,0 +1,179 @@
+"""Diagnostics along a training, from the gradient to the page: what they say is so, and they change nothing."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.diagnostics import RawDiary
+from privgrad.experiments import figures
+from privgrad.experiments.context import context
+from privgrad.experiments.records import diagnosed, diagnosis, histograms
+from privgrad.experiments.report import write_report
+from privgrad.experiments.runs import compare
+from privgrad.experiments.spec import check_spec
+from privgrad.oracle import RawStep
+
+SPEC: dict[str, Any] = {
+    "title": "a test",
+    "data": {"name": "digits", "validation": 240},
+    "model": {"name": "mlp", "hidden": 8},
+    "privacy": {
+        "target_epsilon": 1.0,
+        "delta": 1e-5,
+        "max_grad_norm": 1.0,
+        "num_examples": 1197,
+        "expected_batch_size": 120,
+        "steps": 6,
+    },
+    "methods": [
+        {"name": "DP-SGD", "optimizer": "SGD", "lr": 0.5},
+        {"name": "DP-Adam", "optimizer": "Adam", "lr": 0.01},
+        {"name": "DP-AdamBC", "optimizer": "AdamBC"},
+    ],
+    "tuning": {"lr": [0.01, 0.1], "seeds": [9]},
+    "run": {"seeds": [0, 1], "evaluations": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, by_rdp: None) -> dict[bool, tuple[Path, list[dict[str, Any]]]]:
+    """The same comparison, with diagnostics and without."""
+    found: dict[bool, tuple[Path, list[dict[str, Any]]]] = {}
+    for diagnose in (False, True):
+        out = tmp_path_factory.mktemp(f"diagnose-{diagnose}")
+        spec = check_spec(SPEC | {"run": SPEC["run"] | {"diagnose": diagnose}}, "test")
+        found[diagnose] = out, compare(spec, out, progress=False)
+    return found
+
+
+def test_released_gradients_are_the_same_to_the_last_bit(both: dict[bool, tuple[Path, list[dict[str, Any]]]]):
+    """Under a research seed, ledgers keep a hash of each gradient."""
+    ledgers = {on: sorted(out.glob("runs/*/ledger.jsonl")) for on, (out, _) in both.items()}
+    assert [p.parent.name for p in ledgers[True]] == [p.parent.name for p in ledgers[False]]
+    digests = {
+        on: [json.loads(line).get("digest") for path in paths for line in path.read_text().splitlines()]
+        for on, paths in ledgers.items()
+    }
+    assert digests[True] == digests[False]
+    assert sum(digest is not None for digest in digests[True]) == 6 * len(ledgers[True]) == 6 * 8
+
+
+def test_only_who_asks_gets_what_is_not_private_and_records_stay_small(
+    both: dict[bool, tuple[Path, list[dict[str, Any]]]],
+):
+    (plain_at, plain), (watched_at, watched) = both[False], both[True]
+    assert "raw_" not in (plain_at / "runs.jsonl").read_text()
+    for one, other in zip(plain, watched, strict=True):
+        stripped = [{k: v for k, v in row.items() if k in one["curve"][0]} for row in other["curve"]]
+        assert stripped == one["curve"]
+        assert all(("raw_layers" in row) == (other["phase"] == "final") for row in other["curve"])
+        assert len(json.dumps(other)) < 8000
+        kept = [index for index, row in enumerate(other["curve"]) if "raw_moments" in row]
+        assert kept == ([2] if other["phase"] == "final" and other["method"] != "DP-SGD" else [])
+    assert len(watched) == 8
+    assert (watched_at / "runs.jsonl").exists()
+
+
+def test_rows_are_what_they_say():
+    """By hand, over the steps since the row before; moments over all steps."""
+    model, plan = make_model(torch.float64), make_plan(seed=3, steps=5, max_grad_norm=0.5)
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    diary = RawDiary(optimizer)
+    assert diary.row() == {}
+    seen: list[RawStep] = []
+    oracle.raw_observers += [diary.observe, lambda raw: seen.append(copy.deepcopy(raw))]
+    for index, batch in enumerate(plan.batches(make_data(dtype=torch.float64))):
+        optimizer.step(grad=oracle(batch))
+        if index == 2:
+            diary.row()
+    row = diary.row()
+    last, noise_std = seen[3:], plan.noise_multiplier * plan.max_grad_norm / plan.expected_batch_size
+    factors = torch.cat([raw.clipping.raw_factors for raw in last])
+    assert row["raw_clip_fraction"] == pytest.approx(float((factors < 1).double().mean()), rel=1e-3)
+    assert list(row["raw_layers"]) == ["0", "2"]
+    for name, layer in row["raw_layers"].items():
+        own = [key for key in last[0].raw_mean if key.startswith(name)]
+        signal = sum(float(raw.raw_mean[key].square().sum()) for raw in last for key in own)
+        size = sum(last[0].raw_mean[key].numel() for key in own)
+        noise = len(last) * size * noise_std**2
+        assert layer["raw_signal_to_noise"] == pytest.approx(math.sqrt(signal / noise), rel=1e-3)
+        counts = [optimizer.floored()[key] for key in own]
+        assert layer["fraction_floored"] == pytest.approx(sum(c[0] for c in counts) / size, rel=1e-3)
+    moments = row["raw_moments"]
+    edges = torch.tensor(moments["edges"], dtype=torch.float64)
+    assert len(edges) - 1 < 50
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert all(sum(moments[kind]) == sum(sizes) for kind in ("raw_clean", "noisy", "debiased"))
+    noise_var = 1 - optimizer.defaults["betas"][1] ** 5
+    squares = torch.cat([optimizer.state[p]["exp_avg_sq"].flatten() for p in model.parameters()])
+    ratios = (squares / (noise_var * noise_std**2)).clamp(edges[0], edges[-1])
+    assert moments["noisy"] == torch.histogram(ratios, edges).hist.long().tolist()
+    floored = optimizer.fraction_floored() * sum(sizes)
+    assert max(moments["debiased"]) >= floored  # all that is on the floor is in one bin
+    assert diary.row() == {}  # since the last, no step
+
+
+def test_the_sums_of_coordinates_on_the_floor_are_the_fraction():
+    model, plan = make_model(), make_plan(seed=1, steps=4)
+    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    for kind in (pg.optim.AdamBC, pg.optim.RMSpropBC, pg.optim.AdagradBC):
+        optimizer = kind(model.named_parameters(), lr=0.0)
+        assert optimizer.floored() == {}
+        assert math.isnan(optimizer.fraction_floored())
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.0)
+    for batch in plan.batches(make_data()):
+        optimizer.step(grad=oracle(batch))
+    floored = optimizer.floored()
+    assert {name: count for name, (_, count) in floored.items()} == {n: p.numel() for n, p in model.named_parameters()}
+    total = sum(count for _, count in floored.values())
+    assert optimizer.fraction_floored() == sum(on_floor for on_floor, _ in floored.values()) / total > 0
+
+
+def test_the_page_tells_plots_and_tags_them(both: dict[bool, tuple[Path, list[dict[str, Any]]]], tmp_path: Path):
+    for on, (out, records) in both.items():
+        spec = check_spec(SPEC | {"run": SPEC["run"] | {"diagnose": on}}, "test")
+        page = write_report(records, context(spec, records, out, command=""), tmp_path).read_text()
+        assert ("Diagnostics were asked for" in page) is on
+        assert ('id="diagnostics">Diagnostics <span class="tag">NOT PRIVATE</span>' in page) is on
+        assert all((tmp_path / f"{name}.png").exists() is on for name in ("diagnosis", "moments"))
+        assert page.count("<img") == page.count('alt="') == (4 if on else 2)
+        assert ("DP-AdamBC:</b> Clipping shortened" in page) is on
+    records = both[True][1]
+    found = diagnosis(diagnosed(records)["DP-AdamBC"])
+    assert 0 <= found["raw_clip_fraction"] <= 1
+    shares = histograms(diagnosed(records)["DP-AdamBC"])
+    assert sum(shares["noisy"]) == pytest.approx(1)
+    assert "debiased" not in histograms(diagnosed(records)["DP-Adam"])
+    assert histograms(diagnosed(records)["DP-SGD"]) == {}
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_odd_diaries_are_drawn_too(narrow: bool):
+    """Many layers, no noise, steps lost, one method."""
+    layer = {"raw_signal_to_noise": None, "noise_share": None}
+    numbers = {"raw_clip_fraction": None, "raw_kept": None, "raw_signal_to_noise": None, "noise_share": None}
+    row = {"step": 5, "epsilon": None, **numbers, "raw_layers": {f"block.{i}.mlp": layer for i in range(30)}}
+    record: dict[str, Any] = {"method": "M", "phase": "final", "curve": [{"step": 1, "epsilon": None}, row]}
+    figure = figures.diagnosis_figure([record], narrow=narrow)
+    assert len(figure.axes) == 2
+    told = copy.deepcopy(record)
+    for index, one in enumerate(told["curve"][-1]["raw_layers"].values()):
+        one |= {"raw_signal_to_noise": 0.1 + index, "fraction_floored": 0.5}
+    figure = figures.diagnosis_figure([record, told | {"method": "other"}], narrow=narrow)
+    assert len(figure.axes) == 5
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(labels) == 7
+    assert labels[0] == "layer block.0.mlp"
+    assert labels[-1] == "layer block.29.mlp"
+    assert figures.png(lambda: figure).startswith(b"\x89PNG")

@@ -1,0 +1,55 @@
+"""What TensorBoard shows is the curve: read back from the event file by TensorBoard itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorboard")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.diagnostics import RawDiary
+from privgrad.integrations.tensorboard import TensorBoard
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    tags: Any = accumulator.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in tags}
+
+
+def test_each_evaluation_is_a_point_and_what_is_not_private_says_so(tmp_path: Path):
+    model, plan = make_model(), make_plan(steps=6, seed=1, delta=1e-3)
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    diary, board = RawDiary(optimizer), TensorBoard(tmp_path, names={"accuracy": "recall@5"})
+
+    def evaluate(_: Any) -> dict[str, Any]:
+        return {"accuracy": 0.5, "loss": float("nan"), **diary.row()}
+
+    result = pg.fit(
+        model,
+        loss_fn,
+        optimizer,
+        plan,
+        make_data(),
+        evaluate=evaluate,
+        evaluations=3,
+        on_evaluation=board,
+        raw_observers=[diary.observe],
+        progress=False,
+    )
+    found = scalars(tmp_path)  # while the file is still open: as it is made
+    board.close()
+    assert [step for step, _ in found["epsilon"]] == [2, 4, 6]
+    for (_, value), row in zip(found["epsilon"], result.curve, strict=True):
+        assert value == pytest.approx(row["epsilon"])
+    assert found["recall@5"] == [(2, 0.5), (4, 0.5), (6, 0.5)]
+    layer = [row["raw_layers"]["0"]["fraction_floored"] for row in result.curve]
+    assert [value for _, value in found["NOT_PRIVATE/raw_layers/0/fraction_floored"]] == pytest.approx(layer)
+    assert "NOT_PRIVATE/raw_clip_fraction" in found
+    assert not any("raw_" in tag and not tag.startswith("NOT_PRIVATE/") for tag in found)
+    assert not {"loss", "accuracy", "step"} & found.keys()  # no point is better than one that is not a number
