@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -52,6 +53,21 @@ Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_ex
 SampleRate = Annotated[float | None, typer.Option(help="Poisson rate q, in (0, 1].")]
 Steps = Annotated[int | None, typer.Option(help="Number of steps T.")]
 NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier sigma.")]
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        _out.print(f"privgrad {metadata.version('privgrad')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def privgrad(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version, and exit.")
+    ] = False,
+) -> None:
+    """Options before a command."""
 
 
 @app.command()

@@ -174,9 +174,9 @@ class Ledger:
             BudgetExceededError: the limit has been reached.
             SamplingError: the draw has served another release.
             PrivacyError: not a release of this ledger's plan, or the line could not be written.
-            In every case nothing was charged, and nothing may be released.
         Privacy:
-            When this returns, the charge is on disk (fsync), or in memory if the ledger has no path.
+            When this returns, the charge is on disk (fsync), or in memory if the ledger has no path. When it raises,
+            nothing was charged, and nothing may be released.
         """
         line: dict[str, Any] = {
             "draw": draw,

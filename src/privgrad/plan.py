@@ -140,8 +140,8 @@ class PrivacyPlan:
 
         Args:
             target_epsilon: > 0.
-            delta, max_grad_norm, num_examples, expected_batch_size, steps, sampling, seed, group_size, noise_on_grid,
-                privacy_unit: as in PrivacyPlan.
+            delta, max_grad_norm, num_examples, expected_batch_size, steps: as in PrivacyPlan.
+            sampling, seed, group_size, noise_on_grid, privacy_unit: as in PrivacyPlan.
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
         Raises:
