@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test slow bench lint clean
+.PHONY: help demo test slow bench lint docs dist clean
 
 help:
 	@echo "make demo   install into .venv, train on real data, write report/index.html"
@@ -11,12 +11,14 @@ help:
 	@echo "make slow   the tests that take minutes"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
 	@echo "make lint   format, style, types, layers"
+	@echo "make docs   the documentation as a site -> site/index.html"
+	@echo "make dist   wheel and source distribution -> dist/"
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("privgrad needs Python 3.11 or newer; set PYTHON=python3.x" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[experiments]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[docs,experiments,tensorboard]' --group dev
 	touch $@
 
 demo: .venv/installed
@@ -37,5 +39,12 @@ lint: .venv/installed
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+docs: .venv/installed
+	$(BIN)/mkdocs build --strict
+
+dist: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build
+
 clean:
-	rm -rf .venv report runs
+	rm -rf .venv dist report runs site

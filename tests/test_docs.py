@@ -1,6 +1,9 @@
 """What the documents say is run, or looked up."""
 
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,71 +11,74 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import privgrad as pg
-from conftest import loss_fn, make_data, make_model
+import pages
 from mutants.test_mutants import MUTANTS, fault_tables
+from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
 from privgrad.experiments.spec import Spec, load_spec
 from privgrad.gradient.engines import Vmap
 from privgrad.gradient.hooks import Hooks
 
-ROOT = Path(__file__).parent.parent
+WITH_CODE = [page for page in pages.pages() if blocks(page, "python")]
+WITH_COMMANDS = [page for page in pages.pages() if commands(page)]
 
 
-def code_blocks(document: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+def test_every_block_is_of_a_kind_that_is_run_or_is_no_code():
+    others = [
+        f"{block.page}:{block.line}" for page in pages.pages() for block in blocks(page) if block.kind not in KINDS
+    ]
+    assert not others, f"say python, console, toml or text of {', '.join(others)}"
 
 
-def test_quick_start_runs_as_printed(capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("sklearn")
-    (block,) = code_blocks("README.md")
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(block, names)
-    assert 2.9 < float(capsys.readouterr().out) <= 3.0
-    inputs, labels = names["data"].test.tensors
-    assert (names["model"](inputs).argmax(1) == labels).float().mean() > 0.8
+def test_what_the_pages_take_as_given_is_still_in_them():
+    for page, given in GIVEN.items():
+        text = "".join(block.text for block in blocks(page))
+        assert all(old in text for old in given.smaller), page
+    lines = [line for page in pages.pages() for block in blocks(page, "console") for line in block.text.splitlines()]
+    assert all(any(line.startswith(start) for line in lines) for start in NOT_RUN)
 
 
-def test_the_guides_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.filterwarnings("ignore:Secure RNG turned off", "ignore:Optimal order is the largest alpha")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:'pin_memory' argument is set as true")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers", "ignore:`isinstance.treespec")
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:The number of training batches")
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_pages_code_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
-    loop, rule, known, public, moved, groups, watched, fit, several = code_blocks("docs/guide.md")
-    names: dict[str, Any] = {
-        "pg": pg,
-        "torch": torch,
-        "model": make_model(),
-        "loss_fn": loss_fn,
-        "train_set": make_data(200),
-        "public_set": make_data(20),
-        "test_set": make_data(),
-        "accuracy": lambda model, data: 0.5,
-    }
-    rule_names: dict[str, Any] = {"torch": torch}
-    exec(rule, rule_names)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)  # as torchrun does
+    torch.manual_seed(0)
+    try:
+        pages.run_python(page, lambda: capsys.readouterr().out)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_the_pages_commands_run(page: str, tmp_path: Path):
+    pages.run_commands(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", [page for page in pages.pages() if blocks(page, "toml")])
+def test_the_pages_experiments_are_valid(page: str, tmp_path: Path):
+    for block in blocks(page, "toml"):
+        path = tmp_path / "spec.toml"
+        path.write_text(block.text if "title" in tomllib.loads(block.text) else f'title = "{page}"\n{block.text}')
+        assert load_spec(path).methods
+
+
+def test_the_guides_rule_is_right():
+    (rule,) = (block for block in blocks("docs/guide.md", "python") if "register_rule" in block.text)
+    names: dict[str, Any] = {"torch": torch}
+    exec(rule.text, names)
     for inputs in (torch.randn(5, 3), torch.randn(5, 2, 3)):
-        scale, losses = rule_names["Scale"](3), lambda model, x: model(x).square().flatten(1).sum(1)
+        scale, losses = names["Scale"](3), lambda model, x: model(x).square().flatten(1).sum(1)
         factors, rows = Hooks(scale, losses)(inputs), Vmap(scale, losses)(inputs)
         torch.testing.assert_close(factors["scale"].dense(), rows["scale"].dense())
-    small = {"60_000": "200", "1024": "20", "2_000": "10"}
-    for old, new in small.items():
-        assert old in loop
-        loop = loop.replace(old, new)
-    exec(loop, names)
-    for block in (known, public, moved):
-        exec(block, names)
-        batch = next(iter(names["plan"].batches(names["train_set"])))
-        assert set(names["private_grad"](batch).values) == dict(names["model"].named_parameters()).keys()
-    exec(groups, names)
-    names["private_grad"] = pg.PrivateGradient(names["model"], loss_fn, names["plan"])
-    names["optimizer"].step(grad=names["private_grad"](next(iter(names["plan"].batches(names["train_set"])))))
-    names["schedule"].step()
-    names["private_grad"] = pg.PrivateGradient(names["model"], loss_fn, names["plan"])
-    exec(watched, names)
-    exec(fit.replace('folder="runs/mine"', 'folder="runs/mine", progress=False'), names)
-    assert names["result"].curve[-1]["step"] == 10
-    assert (tmp_path / "runs/mine/ledger.jsonl").exists()
-    one = f'"gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1'
-    exec(several.replace('"gloo"', one), names)
-    dist.destroy_process_group()
 
 
 def names_of_tests() -> set[str]:
@@ -100,6 +106,15 @@ def test_every_planted_fault_is_in_the_document_on_trust():
     assert {mutant.caught_by.split(".")[1] for mutant in faults} <= names_of_tests()
 
 
+def test_every_name_in_the_glossary_is_in_the_code():
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    rows = [line.rsplit(" | ", 1)[1] for line in (ROOT / "docs/glossary.md").read_text().splitlines() if " | " in line]
+    codes = [code for row in rows for code in re.findall(r"`([^`]+)`", row)]
+    names = {name for code in codes for name in re.findall(r"[A-Za-z_]{2,}", code)}
+    assert len(names) > 50
+    assert sorted(name for name in names if not re.search(rf"\b{name}", source)) == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_examples_are_valid(path: Path):
     assert load_spec(path).title
@@ -113,30 +128,23 @@ def test_the_guide_lists_every_option_of_a_spec():
             assert f"`{name}`" in guide, name
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "docs/guide.md",
-        "docs/performance.md",
-        "docs/promise.md",
-        "docs/pitfalls.md",
-        "docs/trust.md",
-        "docs/audit.md",
-        "docs/federated.md",
-        "docs/flower.md",
-        "docs/integrations.md",
-        "docs/migration.md",
-        "docs/papers/adadps.md",
-        "docs/papers/bam.md",
-        "docs/papers/dp-adam.md",
-        "docs/papers/heavy-tail.md",
-        "results/README.md",
-        "SECURITY.md",
-        "CONTRIBUTING.md",
-        "benchmarks/README.md",
-    ],
-)
-def test_links_lead_somewhere(document: str):
-    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
-        assert ((ROOT / document).parent / target).exists(), target
+@pytest.mark.parametrize("page", pages.pages())
+def test_links_lead_somewhere(page: str):
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    html = {path: path.read_text() for path in (tmp_path / "site").rglob("*.html")}
+    assert len(html) > 50
+    for path, text in html.items():
+        assert not re.search(r"""(?:src|srcset)=["']?(?:https?:)?//|<link[^>]+href=["']?(?:https?:)?//""", text), path
+    home = (tmp_path / "site" / "index.html").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = str(page.relative_to(ROOT / "docs").with_suffix(".html")).replace("README", "index")
+        assert f'href="{name}"' in home, f"{name} is not in the navigation of mkdocs.yml"

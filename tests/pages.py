@@ -1,0 +1,242 @@
+"""The documents' fenced blocks, and what the code in them takes as given.
+
+What a block is, its info string says: `python` is run, in order, in one namespace a page; `console` is commands, run in
+order in one folder a page; `toml` is an experiment; `text` is output or a message, with nothing to run.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("python", "console", "toml", "text")
+
+
+class Block(NamedTuple):
+    """A fenced block: where it is, its info string, and its text."""
+
+    page: str
+    line: int  # of its first line
+    heading: str
+    kind: str
+    text: str
+
+
+def pages() -> list[str]:
+    """Every document that somebody reads: by its path."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]
+    return sorted(str(path.relative_to(ROOT)) for path in set(found))
+
+
+def blocks(page: str, *kinds: str) -> list[Block]:
+    """The fenced blocks of a page; all of them, or those of some kinds."""
+    return [block for block in _blocks(page) if not kinds or block.kind in kinds]
+
+
+def _blocks(page: str) -> Iterator[Block]:
+    heading, fence, lines, first = "", None, [], 0
+    for number, line in enumerate((ROOT / page).read_text().splitlines(keepends=True), start=1):
+        opened = re.match(r" *(```+|~~~+) *([^`\n]*)", line)
+        if fence is None and opened:
+            fence, lines, first = opened, [], number + 1
+        elif fence is not None and opened and opened[1] == fence[1] and not opened[2]:
+            yield Block(page, first, heading, fence[2].strip(), textwrap.dedent("".join(lines)))
+            fence = None
+        elif fence is not None:
+            lines.append(line)
+        elif line.startswith("#"):
+            heading = line.strip("# \n")
+    assert fence is None, f"{page}:{first} is not closed"
+
+
+Names = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a page takes as given.
+
+    names: what its python blocks know from a heading on, by heading; "" is the page's beginning.
+    smaller: what is written otherwise for a test, old -> new: numbers that take hours.
+    files: what is in the folder where its blocks are run, beside examples/.
+    packages: without which its python blocks are skipped.
+    check: looks at the names when all have been run, and at what was printed.
+    """
+
+    names: dict[str, Names] = field(default_factory=dict[str, Names])
+    smaller: dict[str, str] = field(default_factory=dict[str, str])
+    files: Callable[[], dict[str, str]] = dict[str, str]
+    packages: tuple[str, ...] = ()
+    check: Callable[[dict[str, Any], str], None] = lambda names, printed: None
+
+
+def _guide() -> dict[str, Any]:
+    return {
+        "pg": pg,
+        "torch": torch,
+        "model": make_model(),
+        "loss_fn": loss_fn,
+        "train_set": make_data(200),
+        "public_set": make_data(20),
+        "test_set": make_data(),
+        "accuracy": lambda model, data: 0.5,
+    }
+
+
+def _federated() -> dict[str, Any]:
+    inputs, labels = make_data(3000).tensors
+    writers = [f"writer {index % 1000}" for index in range(3000)]
+    return {"model": make_model(), "loss_fn": loss_fn, "inputs": inputs, "labels": labels, "writers": writers}
+
+
+def _flower() -> dict[str, Any]:
+    return {"make_model": make_model, "loss_fn": loss_fn, "data_of": None, "registered": None}
+
+
+def _huggingface() -> dict[str, Any]:
+    from test_huggingface import bert, texts
+
+    return {"pg": pg, "plan": make_plan(steps=2), "model": bert(), "train_set": texts(), "folder": "hf"}
+
+
+def _lightning() -> dict[str, Any]:
+    from test_lightning import Classifier
+
+    return {"plan": make_plan(steps=2), "module": Classifier(), "train_set": make_data(), "folder": "lightning"}
+
+
+def _opacus() -> dict[str, Any]:
+    from opacus import PrivacyEngine
+
+    names = {"pg": pg, "torch": torch, "F": F, "DataLoader": DataLoader, "PrivacyEngine": PrivacyEngine}
+    return names | {"model": make_model(), "train_set": make_data(200)}
+
+
+def _quick_start_has_learnt(names: dict[str, Any], printed: str) -> None:
+    assert 2.9 < float(printed.split()[-1]) <= 3.0
+    inputs, labels = names["data"].test.tensors
+    assert (names["model"](inputs).argmax(1) == labels).float().mean() > 0.8
+
+
+def _own_model() -> dict[str, str]:
+    """The module that `privgrad doctor` is shown, and an experiment of minutes made one of seconds."""
+    fashion = (ROOT / "examples/fashion_mnist.toml").read_text()
+    for old, new in {"expected_batch_size = 1024": "expected_batch_size = 16", "steps = 400": "steps = 3"}.items():
+        assert old in fashion
+        fashion = fashion.replace(old, new)
+    model = "import torch\n\n\ndef make_model():\n    return torch.nn.Linear(2, 2)\n"
+    return {"examples/fashion_mnist.toml": fashion, "mypackage/models.py": model}
+
+
+def _own_experiment() -> dict[str, str]:
+    return {"mine.toml": (ROOT / "examples/digits.toml").read_text()}
+
+
+def _experiment_of_the_page() -> dict[str, str]:
+    (block,) = blocks("docs/extending.md", "toml")
+    return {"mine.toml": block.text}
+
+
+GIVEN = {
+    "README.md": Given(
+        smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "},
+        files=_own_model,
+        packages=("sklearn",),
+        check=_quick_start_has_learnt,
+    ),
+    "docs/audit.md": Given(
+        smaller={"privgrad audit  ": "privgrad audit --trials 2000 --method vmap --method AdamBC  "},
+        files=_own_experiment,
+    ),
+    "docs/extending.md": Given(files=_experiment_of_the_page),
+    "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
+    "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
+    "docs/guide.md": Given(
+        names={"": _guide},
+        smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
+    ),
+    "docs/integrations.md": Given(
+        names={"Hugging Face": _huggingface, "Lightning": _lightning},
+        packages=("accelerate", "lightning", "peft", "transformers"),
+    ),
+    "docs/migration.md": Given(
+        names={"Coming from Opacus": _opacus, "DP-AdamBC in that script": _opacus, "Without Opacus": _opacus},
+        smaller={"256": "20", "60_000": "200", "2_350": "100", "epochs=10": "epochs=2", "range(10)": "range(2)"},
+        packages=("opacus",),
+    ),
+    "docs/tuning.md": Given(smaller={"(512, 800), (1024, 400), (4096, 100)": "(4096, 100),"}),
+}
+
+# Commands that are not run from the documents: how they begin, and why not.
+NOT_RUN = {
+    "make ": "what starts these tests, or takes longer than they do",
+    "python -m benchmarks": "measures time, which no test does",
+    "pip install": "changes the environment; test_packaging.py installs into one of its own",
+}
+
+
+def given(page: str) -> Given:
+    return GIVEN.get(page, Given())
+
+
+def smaller(block: Block) -> str:
+    """The block's text with what is too large for a test written otherwise."""
+    text = block.text
+    for old, new in given(block.page).smaller.items():
+        text = text.replace(old, new)
+    return text
+
+
+def run_python(page: str, printed: Callable[[], str]) -> None:
+    """Run a page's python blocks where we are; `printed` tells what they have printed."""
+    for package in given(page).packages:
+        pytest.importorskip(package)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    heading, missing = "", dict(given(page).names)
+    names |= missing.pop("", dict)()
+    for block in blocks(page, "python"):
+        if block.heading != heading and block.heading in missing:
+            names |= missing.pop(block.heading)()
+        heading = block.heading
+        code = compile("\n" * (block.line - 1) + smaller(block), page, "exec")  # lines in errors are those of the page
+        exec(code, names)
+    assert not missing, f"no python block under {', '.join(missing)}"
+    given(page).check(names, printed())
+
+
+def commands(page: str) -> list[str]:
+    """The lines of a page's console blocks that are run, in order; a line that ends in a backslash goes on."""
+    text = "".join(smaller(block) for block in blocks(page, "console")).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip() and not line.startswith(tuple(NOT_RUN))]
+
+
+def run_commands(page: str, folder: Path, binaries: Path = Path(sys.executable).parent) -> None:
+    """Run a page's commands by the shell, in a folder that holds what they take as given."""
+    (folder / "examples").mkdir()
+    for path in (ROOT / "examples").iterdir():
+        if path.is_file():
+            (folder / "examples" / path.name).write_text(path.read_text())
+    for name, text in given(page).files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    for line in commands(page):
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{page}: {line}\n{done.stdout}{done.stderr}"

@@ -1,0 +1,112 @@
+"""The numbers that docs/choosing.md and docs/tuning.md print are those of the records that they name."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from pages import ROOT
+
+CHOOSING, TUNING = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md"))
+FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
+# "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
+MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
+TRIED = re.compile(r"(?P<lr>[\d.]+): (?P<value>[\d.]+)(?P<percent> %)?")
+
+
+class Row(NamedTuple):
+    """A row of a page's table that names a folder of records."""
+
+    folder: Path
+    cells: list[str]
+
+
+def rows(page: Path) -> Iterator[Row]:
+    for line in page.read_text().splitlines():
+        if line.startswith("|") and (found := FOLDER.search(line)):
+            yield Row(ROOT / "results" / found[1], [cell.strip() for cell in line.strip("|").split("|")])
+
+
+def runs(folder: Path, phase: str) -> list[dict[str, Any]]:
+    lines = (folder / "runs.jsonl").read_text().splitlines()
+    return [run for run in map(json.loads, lines) if run["phase"] == phase]
+
+
+def summary(folder: Path, name: str, metric: str) -> tuple[float, float]:
+    """Mean and standard deviation over seeds, from the table where there is one."""
+    if not (folder / "table.json").exists():
+        values = [run[f"test_{metric}"] for run in runs(folder, "final") if run["method"] == name]
+        return statistics.mean(values), statistics.stdev(values)
+    method = json.loads((folder / "table.json").read_text())[name]
+    found = method if "sd" in method else (method.get("groups") or method["raw_groups"])["all"][metric]
+    return found["mean"], found.get("std", found.get("sd"))
+
+
+def printed(value: float, like: str) -> str:
+    """The value with as many decimals as another number has."""
+    return f"{value:.{len(like.partition('.')[2])}f}"
+
+
+def test_what_choosing_says_was_measured_stands_in_the_records():
+    found = list(rows(CHOOSING))
+    assert len(found) > 10
+    for folder, (_, _, measured, _) in found:
+        means: list[float] = []
+        for said in measured.split("; "):
+            parts = MEASURED.fullmatch(said)
+            assert parts, said
+            mean, std = summary(folder, parts["name"], "accuracy" if parts["percent"] else "loss")
+            scale = 100 if parts["percent"] else 1
+            assert printed(scale * mean, parts["mean"]) == parts["mean"], (folder.name, said, mean)
+            if parts["std"]:
+                assert printed(scale * std, parts["std"]) == parts["std"], (folder.name, said, std)
+            means.append((-1 if parts["percent"] else 1) * float(parts["mean"]))
+        assert means == sorted(means), f"{folder.name}: best first"
+
+
+def test_what_choosing_says_in_words_stands_in_its_table():
+    text = CHOOSING.read_text()
+    before, table, after = re.split(r"((?:^\|.*\n)+)", text, maxsplit=1, flags=re.MULTILINE)
+    numbers = re.findall(r"\d+\.\d+(?: %)?", before + after)
+    assert numbers
+    assert [number for number in numbers if number not in table] == []
+
+
+def test_what_tuning_says_of_learning_rates_stands_in_the_records():
+    found = list(rows(TUNING))
+    assert len(found) > 15
+    for folder, cells in found:
+        _, name, norm, tried = cells
+        tuned = [r for r in runs(folder, "tuning") if r["method"] == name and r["max_grad_norm"] == float(norm)]
+        for said in tried.split("; "):
+            parts = TRIED.fullmatch(said)
+            assert parts, said
+            run = next(r for r in tuned if r["lr"] == float(parts["lr"]))
+            losses = (run.get(key) for key in ("raw_train_loss", "validation_loss"))
+            value = 100 * run["validation_accuracy"] if parts["percent"] else next(x for x in losses if x is not None)
+            assert printed(value, parts["value"]) == parts["value"], (folder.name, said, value)
+
+
+def test_what_tuning_says_of_batches_stands_in_the_records():
+    last = {
+        (run["B"], run["T"]): run["acc"]
+        for run in map(json.loads, (ROOT / "results/fashion_mnist/tuning.jsonl").read_text().splitlines())
+        if run["lr"] == 0.001
+    }
+    text = " ".join(TUNING.read_text().split())
+    for (batch, steps), accuracy in last.items():
+        said = re.search(rf"{steps} steps of {batch:,} (?:came )?to ([\d.]+) %", text)
+        assert said, (batch, steps)
+        assert float(said[1]) == pytest.approx(100 * accuracy, abs=0.05)
+
+
+def test_what_tuning_says_in_words_stands_in_its_table():
+    lines = TUNING.read_text().splitlines()
+    measured = "\n".join(line for line in lines if FOLDER.search(line))
+    others = "\n".join(line for line in lines if not FOLDER.search(line))
+    others = others.replace("84.8 %", "").replace("84.7 %", "")  # of the batches, see above
+    assert [number for number in re.findall(r"[\d.]+ %", others) if number not in measured] == []

@@ -1,0 +1,100 @@
+"""The wheel and the source distribution hold the package alone; from the wheel, the pages do what they say."""
+
+import email
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pages
+from pages import ROOT, blocks, commands
+
+pytest.importorskip("build")
+pytest.importorskip("hatchling")
+
+SELF_CONTAINED = [page for page in pages.pages() if blocks(page, "python") and not pages.given(page).names]
+
+
+def done(*command: object, folder: Path = ROOT) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [str(part) for part in command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, built from the source distribution, and the source distribution."""
+    folder = tmp_path_factory.mktemp("dist")
+    done(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, source
+
+
+def package_files() -> set[str]:
+    """What the repository has of the package, but for what Python writes there."""
+    found = (ROOT / "src/privgrad").rglob("*")
+    return {str(path.relative_to(ROOT / "src")) for path in found if path.is_file() and "__pycache__" not in path.parts}
+
+
+def test_the_wheel_is_the_package_and_nothing_else(built: tuple[Path, Path]):
+    names = set(zipfile.ZipFile(built[0]).namelist())
+    inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert inside == package_files()
+    assert {"privgrad/py.typed", "privgrad/experiments/report.html.j2"} <= inside
+    assert any(name.startswith("privgrad/experiments/items/") and name.endswith(".toml") for name in inside)
+    assert {name.rpartition(".")[2] for name in inside} <= {"py", "typed", "j2", "toml"}, "no data"
+
+
+def test_the_source_distribution_is_what_the_wheel_is_built_from(built: tuple[Path, Path]):
+    with tarfile.open(built[1]) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    outside = names - {f"src/{name}" for name in package_files()}
+    assert {name for name in names if name.startswith("src/")} == {f"src/{name}" for name in package_files()}
+    assert outside == {
+        ".gitignore",
+        "CHANGELOG.md",
+        "LICENSE",
+        "PKG-INFO",
+        "README.md",
+        "constraints.txt",
+        "pyproject.toml",
+    }
+
+
+def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
+    with zipfile.ZipFile(built[0]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_string(archive.read(name).decode())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert said["Version"] == project["version"]
+    assert said.get_all("Provides-Extra") == sorted(project["optional-dependencies"])
+    changes = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert next(line for line in changes if line.startswith("## ")).split()[1] == project["version"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_in_an_empty_environment_the_wheel_does_what_the_pages_say(built: tuple[Path, Path], tmp_path: Path):
+    binaries = tmp_path / "environment" / "bin"
+    venv.create(binaries.parent, with_pip=True)
+    done(binaries / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", f"{built[0]}[experiments]")
+    assert done(binaries / "privgrad", "--version", folder=tmp_path) == f"privgrad {built[0].name.split('-')[1]}\n"
+    done(binaries / "python", "-c", "import privgrad; assert 'environment' in privgrad.__file__", folder=tmp_path)
+    for page in SELF_CONTAINED:
+        folder = tmp_path / page.replace("/", "-")
+        folder.mkdir()
+        (folder / "page.py").write_text("\n".join(map(pages.smaller, blocks(page, "python"))))
+        done(binaries / "python", "page.py", folder=folder)
+    for page in filter(commands, pages.pages()):
+        folder = tmp_path / f"{page.replace('/', '-')}-commands"
+        folder.mkdir()
+        pages.run_commands(page, folder, binaries)
