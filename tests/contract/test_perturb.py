@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_engines import MODELS, VECTORS, loss_fn
 from test_rules import RULES, losses_of
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.engines import Vmap, per_sample_gradients, seeded
 from privgrad.gradient.factors import Dense
 from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.standardize import standardized
 
 RADIUS = 0.3
 
@@ -508,3 +510,10 @@ def test_what_is_no_perturbation_is_refused():
         pg.PrivateGradient(mlp(), loss_fn, sat_plan(1), perturb=0.1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="mode to be 'sam' or 'exact'"):
         pg.perturb.BAM(0.1, mode="both")  # pyright: ignore[reportArgumentType]
+
+
+def test_standardised_rows_have_their_derivatives():
+    x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(standardized(x, 1e-3), F.layer_norm(x, (7,), eps=1e-3))
+    assert torch.autograd.gradcheck(partial(standardized, eps=1e-3), x)
+    assert torch.autograd.gradgradcheck(partial(standardized, eps=1e-3), x)

@@ -186,6 +186,8 @@ class Capture:
             x = self._with_examples(path, x, layout[0])
             if layout[0] is not None and layout[0][0] != 0:
                 raise misplaced(path)
+        if self._curved:
+            rule, x = rule.bilinear(layer, x)
         moves = self._moves.of(weights) if self._moves else {}
         moves |= {name: own.move(weights[name]) for name, own in each.items()}
         if self._curved and x.requires_grad:

@@ -45,16 +45,21 @@ def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[
     it meets (x, d phi / d output), and in the backward pass, where it meets (d phi / d (gradient of x), b).
     """
     total, nothing = first.detached, [dict[Tensor, Factor]() for _ in first.taps]
-    parts: list[Tensor] = []
+    # Of phi only the gradient is wanted: <delta, d b> + <b, d delta>.
+    ends: list[Tensor] = []
+    others: list[Tensor] = []
     for tap, grad in zip(first.taps, first.grads, strict=True):
         delta = tap.delta(moves) if tap.delta and grad is not None else None
         if delta is not None:
-            parts.append((cast(Tensor, grad) * delta).sum())
-    phi = torch.stack(parts).sum() if parts else None
-    if phi is None or not phi.requires_grad:
+            pair = cast(Tensor, grad), delta.expand_as(cast(Tensor, grad))
+            for end, other in (pair, pair[::-1]):
+                if end.requires_grad:
+                    ends.append(end)
+                    others.append(other.detach().to(end.dtype))
+    if not ends:
         return total, [*nothing]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
-    second = torch.autograd.grad(phi, [*(tap.edge for tap in first.taps), *inner], allow_unused=True)
+    second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))
     rest = iter(added[len(first.taps) :])
     more: list[Mapping[Tensor, Factor]] = []

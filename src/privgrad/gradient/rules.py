@@ -18,6 +18,7 @@ from privgrad.gradient.convolution import Convolution, Geometry, convolve
 from privgrad.gradient.factors import Dense, Factor, Outer
 from privgrad.gradient.moves import Move
 from privgrad.gradient.norms import cached, wide
+from privgrad.gradient.standardize import standardized
 from privgrad.gradient.tables import Rows
 
 
@@ -30,7 +31,7 @@ class Rule(ABC):
         parameters: names of the layer's parameters that the rule knows.
         has_delta: whether `delta` is there; if not, moved parameters are written out for every example.
         is_bilinear: whether the gradient of "weight" is bilinear in input and output gradient, and those of all others
-            depend on the output gradient alone.
+            depend on the output gradient alone; for the rule and the input that `bilinear` returns.
     """
 
     parameters: tuple[str, ...] = ("weight", "bias")
@@ -69,6 +70,10 @@ class Rule(ABC):
         """What the layer returns at moved parameters; arguments as in forward and delta."""
         output = self.forward(layer, parameters, x)
         return output + self.delta(layer, moves, x).to(output.dtype)
+
+    def bilinear(self, layer: Any, x: Tensor) -> "tuple[Rule, Tensor]":
+        """What is left to do for a rule that is bilinear, and its input, of which torch can take second derivatives."""
+        return self, x
 
     def supports(self, layer: Any) -> bool:
         """Whether the rule holds for this layer's options; if not, the layer is taken by vmap."""
@@ -297,7 +302,10 @@ class _SparseLinear(Rule):
 class _Normalization(Rule):
     """out = weight * normalized(x) + bias, elementwise."""
 
-    has_delta = True
+    has_delta = is_bilinear = True
+
+    def bilinear(self, layer: Any, x: Tensor) -> tuple[Rule, Tensor]:
+        return _ScaleAndShift(self), self.twice_differentiable(layer, x)
 
     def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
         def at_places(name: str) -> Tensor:
@@ -323,6 +331,10 @@ class _Normalization(Rule):
     def normalized(self, layer: Any, x: Tensor) -> Tensor:
         return self.forward(layer, {}, x)
 
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        """As normalized."""
+        return self.normalized(layer, x)
+
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
             return Dense(self.over_places(layer, wide(grad)))
@@ -330,7 +342,7 @@ class _Normalization(Rule):
         parts: list[Tensor] = []
         with torch.no_grad():
             for start in range(0, len(x), few):
-                scaled = self.normalized(layer, wide(x[start : start + few])).mul_(grad[start : start + few])
+                scaled = self.normalized(layer, wide(x[start : start + few])) * grad[start : start + few]
                 parts.append(self.over_places(layer, scaled))
         return Dense(torch.cat(parts))
 
@@ -339,11 +351,31 @@ class _Normalization(Rule):
         return grad.flatten(2).sum(2) if grad.dim() > 2 else grad
 
 
+class _ScaleAndShift(_Normalization):
+    """out = weight * x + bias: what is left of a normalization.
+
+    Args:
+        whole: knows which places the parameters are for.
+    """
+
+    def __init__(self, whole: _Normalization) -> None:
+        self.at_places, self.over_places = whole.at_places, whole.over_places
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return self.moved(layer, parameters, {}, x)
+
+    def normalized(self, layer: Any, x: Tensor) -> Tensor:
+        return x
+
+
 @register_rule(nn.LayerNorm)
 class _LayerNorm(_Normalization):
     def forward(self, layer: nn.LayerNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         shape = list(layer.normalized_shape)
         return F.layer_norm(x, shape, parameters.get("weight"), parameters.get("bias"), layer.eps)
+
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        return standardized(x.reshape(-1, *layer.normalized_shape), layer.eps).view_as(x)
 
     def over_places(self, layer: Any, grad: Tensor) -> Tensor:
         shape = tuple(layer.normalized_shape)
@@ -359,11 +391,17 @@ class _RMSNorm(_LayerNorm):
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.rms_norm(x, list(layer.normalized_shape), parameters.get("weight"), layer.eps)
 
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        return self.normalized(layer, x)
+
 
 @register_rule(nn.GroupNorm)
 class _GroupNorm(_Normalization):
     def forward(self, layer: nn.GroupNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.group_norm(x, layer.num_groups, parameters.get("weight"), parameters.get("bias"), layer.eps)
+
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        return standardized(x.reshape(len(x) * layer.num_groups, -1), layer.eps).view_as(x)
 
 
 @register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
