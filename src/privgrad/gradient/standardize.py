@@ -46,7 +46,7 @@ class _Derivative(torch.autograd.Function):
 
         - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g).
         """
-        grad, x, mean, r, of_grad = ctx.saved_tensors
+        grad, x, mean, r, of_grad = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         y, of_other = (x - mean) * r, _derivative(other, x, mean, r)
 
         def mean_of(a: Tensor, b: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _Derivative(torch.autograd.Function):
         covariance = mean_of(grad, other) - grad.mean(1, keepdim=True) * other.mean(1, keepdim=True)
         along_x = y.mul_(-r.square() * (covariance - with_grad * with_other))
         along_x.addcmul_(of_other, -r * with_grad).addcmul_(of_grad, -r * with_other)
-        return of_other, cast(Tensor, along_x), None, None
+        return of_other, along_x, None, None
 
 
 def _derivative(grad: Tensor, x: Tensor, mean: Tensor, r: Tensor) -> Tensor:
