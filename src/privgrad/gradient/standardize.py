@@ -50,7 +50,7 @@ class _Derivative(torch.autograd.Function):
         y, of_other = (x - mean) * r, _derivative(other, x, mean, r)
 
         def mean_of(a: Tensor, b: Tensor) -> Tensor:
-            return torch.linalg.vecdot(a, b)[:, None] / x.shape[1]
+            return cast(Tensor, torch.linalg.vecdot(a, b))[:, None] / x.shape[1]
 
         with_grad, with_other = mean_of(y, grad), mean_of(y, other)
         covariance = mean_of(grad, other) - grad.mean(1, keepdim=True) * other.mean(1, keepdim=True)
