@@ -16,6 +16,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 Step = Callable[[], object]
 MAX_GRAD_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
+PUBLIC = 20  # examples
 
 
 class SkipError(Exception):
@@ -139,10 +140,10 @@ def _preconditioned(model: nn.Module) -> dict[str, Any]:
 
 
 def _public(setup: Setup, schedule: str) -> Callable[[nn.Module], dict[str, Any]]:
-    """RMSProp's scales from 20 examples that are called public."""
+    """RMSProp's scales from examples that are called public."""
 
     def variant(model: nn.Module) -> dict[str, Any]:
-        precondition, examples = _room("precondition"), tuple(part[:20].clone() for part in setup.batch)
+        precondition, examples = _room("precondition"), tuple(part[:PUBLIC].clone() for part in setup.batch)
         gradient = pg.PublicGradient(model, setup.losses, examples, source="the workload's own")
         return {"precondition": precondition.public_rmsprop(gradient, schedule=schedule)}
 
@@ -165,6 +166,7 @@ OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
     "on-grid": partial(private, variant=lambda model: {}, noise_on_grid=True),
     "preconditioned": partial(private, variant=_preconditioned),
+    "public-ordinary": lambda setup: ordinary(replace(setup, examples=PUBLIC)),  # what the statistics may cost
     "public-by-step": lambda setup: private(setup, _public(setup, "step")),
     "public-by-pass": lambda setup: private(setup, _public(setup, "epoch"), steps_a_pass=10),
     "vmap": partial(private, variant=lambda model: {"engine": "vmap"}),

@@ -42,7 +42,8 @@ class Move:
 
     def added_to(self, parameter: Tensor) -> Tensor:
         """The moved parameters, shape (B, *P)."""
-        return parameter + self.dense().to(parameter.dtype)
+        share = self._share(len(self.factor.shape))
+        return torch.addcmul(parameter, self.factor.dense().to(parameter.dtype), share.to(parameter.dtype))
 
     def apply(self, x_BTI: Tensor) -> Tensor:
         """As Factor.apply."""
