@@ -47,6 +47,7 @@ OptimizerName = Literal[
     "Yogi",
 ]
 _PUBLIC_OPTIMIZERS = ("RMSpropPub", "AdamPub", "MirrorDescent")
+_OF_NUMBERS = ("autoencoder", "cnn-small", "cnn2", "cnn5", "linear", "mlp", "resnet9", "wide-resnet")  # models
 
 DataName = Literal[
     "barcode",
@@ -435,9 +436,15 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
     if method.precondition is not None:
         _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
-    if (method.local is None) != (spec.privacy.privacy_unit == "example") or (method.local and method.perturb):
-        remedy = 'give it with privacy_unit = "user", and only then; without perturb'
-        raise expected("load_spec", f"methods.{method.name}.local", "to suit privacy_unit", "another", remedy)
+    local, unit = f"methods.{method.name}.local", spec.privacy.privacy_unit
+    if method.local is None and unit == "user":
+        remedy = "add local = { lr = 0.1, batch_size = 20 }, say"
+        raise expected("load_spec", local, 'to say how each user trains, for privacy_unit = "user"', "nothing", remedy)
+    if method.local is not None and unit == "example":
+        remedy = 'leave it out, or give [privacy] privacy_unit = "user" and [data] that are by user'
+        raise expected("load_spec", local, 'to be there for privacy_unit = "user" only', "it for examples", remedy)
+    if method.local is not None and method.perturb is not None:
+        raise expected("load_spec", local, "to be given without perturb", "both", "leave one of the two out")
     if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
         remedy = 'tune by "accuracy" or "loss" on packages or users that are held out'
         raise expected("load_spec", "tuning.by", "to be of examples held out, for users", "'train_loss'", remedy)
@@ -484,6 +491,7 @@ def make_data(spec: Spec) -> data.DataSet:
     if spec.data.elsewhere is not None:
         loaded = with_other_public(loaded, _load(spec.data.elsewhere, spec.model.encoder))
     loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
+    _require_suited(spec, loaded)
     for method in spec.methods:
         if method.needs_public:
             public_examples(method, loaded)
@@ -494,6 +502,22 @@ def make_data(spec: Spec) -> data.DataSet:
             f"{spec.data.validation} held out and {spec.data.public} public; correct it."
         )
     return loaded
+
+
+def _require_suited(spec: Spec, loaded: data.DataSet) -> None:
+    """Raise PrivacyError unless the data's rows are of the privacy unit, and the model takes inputs of their kind."""
+    by_user, name = len(loaded.train.tensors) > 2, spec.data.name  # the third says how many examples a user has
+    if by_user != (spec.privacy.privacy_unit == "user"):
+        remedy = 'take "debian-maintainers" or "stackoverflow", or leave privacy_unit and local out'
+        if by_user:
+            remedy = 'give privacy_unit = "user", say all [privacy] numbers of users, and each method its local'
+        got = f"data by {'user' if by_user else 'example'}"
+        raise expected("load_spec", f"data.name {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
+    if spec.model.name in _OF_NUMBERS and not loaded.train.tensors[0].is_floating_point():
+        remedy = 'take "bag-of-words", or another model for text'
+        raise expected(
+            "load_spec", "model.name", f"to take ids of words, as {name!r} has", repr(spec.model.name), remedy
+        )
 
 
 def public_examples(method: MethodTable, loaded: data.DataSet) -> TensorDataset:
