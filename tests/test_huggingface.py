@@ -297,7 +297,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     model = bert()
     sgd = pg.optim.SGD(model.named_parameters(), lr=0.1)
     changed = make_trainer(tmp_path / "other", model, texts(), optimizer=sgd, planned=planned)
-    with pytest.raises(pg.PrivacyError, match="another run's: optimizer AdamBC, now SGD"):
+    with pytest.raises(pg.PrivacyError, match="to be of this run, got one of optimizer AdamBC, now SGD"):
         changed.train(resume_from_checkpoint=True)
 
 

@@ -44,6 +44,10 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(BytesIO(content), weights_only=True)
 
 
+class OtherRunError(ValueError):
+    """What a checkpoint has that the run that asks for it has not: whole, but another's."""
+
+
 class Record(Protocol):
     """What is asked of the ledger beside a checkpoint."""
 
@@ -68,11 +72,11 @@ def require_resumable(
     if state["version"] != version:
         raise ValueError(f"version {state['version']}")
     if state["seed"] != seed:
-        raise ValueError(f"seed {state['seed']}, not the plan's {seed}")
+        raise OtherRunError(f"seed {state['seed']}, now {seed}")
     if state["settings"] != settings:
         changed = [name for name, value in settings.items() if state["settings"].get(name) != value]
         was = ", ".join(f"{n} {state['settings'].get(n)}, now {settings[n]}" for n in changed)
-        raise ValueError(f"another run's: {was}")
+        raise OtherRunError(was)
     if state["oracle"]["step"] > ledger.releases:
         raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
     if not ledger.went_through(state["ledger"]):
@@ -87,6 +91,9 @@ def damage_refused(function: str, what: object) -> Generator[None]:
     """
     try:
         yield
+    except OtherRunError as error:
+        remedy = "go on with the same, or train in a new folder and add the two epsilons up"
+        raise expected(function, f"{what}", "to be of this run", f"one of {error}", remedy) from error
     except Exception as error:  # a damaged file fails in as many ways as there are bytes
         raise expected(
             function,

@@ -61,8 +61,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         function = f"{type(self).__name__}.step"
         if (closure is None) == (grad is None):
-            got = "neither" if grad is None else "both"
-            raise expected(function, "grad or closure", "to be given", got, "call step(grad=private_grad(batch))")
+            got, remedy = "neither" if grad is None else "both", "call step(grad=private_grad(batch))"
+            if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
+                remedy = "let privgrad.integrations.opacus.connect(optimizer) tell it of Opacus' noise"
+            raise expected(function, "grad or closure", "to be given", got, remedy)
         if isinstance(closure, NoisyGradient):
             raise expected(function, "the gradient", "to be given by name", "by position", "call step(grad=...)")
         gradient = closure() if closure is not None else grad
