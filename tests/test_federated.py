@@ -4,6 +4,8 @@ import copy
 import math
 import re
 import runpy
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.data import by_user
+from privgrad import cli
+from privgrad.data import LOADERS, DataSet, by_user
+from privgrad.experiments.spec import check_spec, make_data
 from privgrad.federated import LocalTraining, Reported, local_update
 from privgrad.models import SparseLinear
 
@@ -356,7 +360,9 @@ def test_a_public_share_of_the_gradient_has_no_place_in_local_training():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"lr": 0.0}, "lr to be"),
+        ({"lr": 0.0}, "lr to be a finite number > 0"),
+        ({"lr": -1}, "lr to be a finite number > 0, got -1"),
+        ({"lr": "0.1"}, "lr to be a finite number > 0"),
         ({"lr": math.nan}, "lr to be a finite number"),
         ({"lr": lambda step: -1.0}, "lr at step 0"),
         ({"batch_size": 0}, "batch_size"),
@@ -376,6 +382,11 @@ def test_plans_for_users():
     assert (plan.sample_rate, plan.divisor, plan.steps, plan.max_grad_norm) == (0.05, 50, 30, 0.5)
     assert plan.privacy_unit == "user"
     assert 3.9 < plan.epsilon() <= 4.0
+    for wrong in ({"rounds": 0}, {"max_update_norm": -1.0}, {"num_users": 2.5}, {"expected_cohort_size": 11}):
+        with pytest.raises(pg.PrivacyError, match=f"for_users: expected {next(iter(wrong))}"):
+            plan_for(10, **wrong)
+    with pytest.warns(UserWarning, match=r"above 1 / num_users = 0\.1: .*one whole user"):
+        plan_for(10, delta=0.5)
     for both in ({}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}):
         with pytest.raises(pg.PrivacyError, match="target_epsilon or noise_multiplier to be given"):
             plan_for(10, **{"noise_multiplier": None} | both)
@@ -389,13 +400,71 @@ def test_users_are_rows_of_their_own_examples():
     assert values[0].tolist() == list(range(8))
     assert values[1].tolist() == list(range(14, 22))
     assert pairs.shape == (4, 8, 2)
-    for arguments, message in (
+    same = by_user(TensorDataset(torch.arange(25), torch.arange(50).view(25, 2)), OWNERS, cap=8, minimum=2)
+    assert all(torch.equal(one, other) for one, other in zip(users.tensors, same.tensors, strict=True))
+    wrong: list[tuple[Any, str]] = [
         (((torch.zeros(3),), OWNERS), "users to be one an example"),
         (((torch.zeros(2),), "ab"), "with at least 2 examples"),
         (((torch.zeros(2),), [1.0, math.nan]), "users to be known, got nan at example 1"),
-    ):
+        (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray among them; .*torch\.as_tensor"),
+        ((torch.zeros(2), [1, 1]), r"tensors.*got Tensor; give a tuple"),
+    ]
+    for arguments, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"by_user: expected .*{message}"):
             by_user(*arguments, cap=4, minimum=2)
+
+
+def spec_of(unit: str = "user", model: str = "bag-of-words", **method: Any) -> dict[str, Any]:
+    numbers = {"delta": 0.1, "max_grad_norm": 1.0, "num_examples": 5, "expected_batch_size": 5, "steps": 1}
+    return {
+        "title": "users",
+        "data": {"name": "debian-maintainers"},
+        "model": {"name": model},
+        "privacy": numbers | {"noise_multiplier": 1.0, "privacy_unit": unit},
+        "methods": [{"name": "DP-FedAvg", "optimizer": "SGD", "lr": 1.0, **method}],
+    }
+
+
+def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.MonkeyPatch):
+    local = {"lr": 0.1, "batch_size": 3}
+    for raw, message in (
+        (spec_of(), 'local to say how each user trains, for privacy_unit = "user", got nothing'),
+        (spec_of("example", local=local), 'local to be there for privacy_unit = "user" only'),
+        (spec_of(local=local, perturb={"rule": "BAM", "radius": 0.1}), "local to be given without perturb"),
+    ):
+        with pytest.raises(pg.PrivacyError, match=f"load_spec: expected methods.DP-FedAvg.{message}"):
+            check_spec(raw, "a.toml")
+    _, (ids, labels), users = users_of("bags")
+    rows = TensorDataset(ids, labels)
+    words = DataSet("made up", users, rows, rows, num_classes=3, input_shape=(5,), vocabulary=6)
+    monkeypatch.setitem(LOADERS, "debian-maintainers", lambda: words)
+    assert make_data(check_spec(spec_of(local=local), "a.toml")) is words
+    for raw, message in (
+        (spec_of("example"), "'debian-maintainers' to be by example, got data by user"),
+        (spec_of(model="linear", local=local), "model.name to take ids of words, .* got 'linear'"),
+    ):
+        with pytest.raises(pg.PrivacyError, match=message):
+            make_data(check_spec(raw, "a.toml"))
+    digits = spec_of(model="linear", local=local) | {"data": {"name": "digits"}}
+    with pytest.raises(pg.PrivacyError, match="'digits' to be by user, got data by example"):
+        make_data(check_spec(digits, "a.toml"))
+
+
+def test_the_command_line_says_whose_epsilon_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model, _, users = users_of("linear")
+    plan = plan_for(5, expected_cohort_size=2, noise_multiplier=2.0)
+    local, path = LocalTraining(0.1, batch_size=3), tmp_path / "ledger.jsonl"
+    pg.PrivateGradient(model, cross_entropy, plan, perturb=local, ledger=path)(next(plan.batches(users)))
+    monkeypatch.setattr(sys, "argv", ["privgrad", "epsilon", str(path), "--delta", "0.3"])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    with pytest.raises(SystemExit):
+        cli.main()
+    shown = capsys.readouterr()
+    assert "privacy of users, each with all their examples" in shown.err
+    assert "one whole user would pass" in shown.err
+    assert "user" in next(line for line in shown.out.splitlines() if "privacy unit" in line)
 
 
 def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
@@ -152,7 +153,8 @@ def epsilon(
         for note in _notes(record):
             _tell("note", "yellow", note)
         if delta > 1 / record.plan_facts["num_examples"]:
-            _tell("note", "yellow", "delta is above 1 / num_examples: publishing one whole record would pass")
+            whole = "user" if record.plan_facts.get("privacy_unit") == "user" else "record"
+            _tell("note", "yellow", f"delta is above 1 / num_examples: publishing one whole {whole} would pass")
         answer |= _epsilons(lambda kind: record.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
     elif ledger is None and noise_multiplier is not None and sample_rate is not None and steps is not None:
         answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
@@ -171,7 +173,9 @@ def epsilon(
 def calibrate(
     target_epsilon: Annotated[float, typer.Option(help="Epsilon to stay within.")],
     delta: Delta,
-    sample_rate: Annotated[float, typer.Option(help="Poisson rate q = expected batch size / examples, in (0, 1].")],
+    sample_rate: Annotated[
+        float, typer.Option(help="Poisson rate q = expected batch size / examples, or cohort / users, in (0, 1].")
+    ],
     steps: Steps = None,
     noise_multiplier: NoiseMultiplier = None,
     as_json: AsJson = False,
@@ -257,6 +261,7 @@ def doctor(
 def main() -> None:
     """Entry point: bad input ends in one line and exit code 2."""
     warnings.showwarning = _show_warning
+    _note.cache_clear()
     try:
         app()
     except PrivacyError as error:
@@ -265,6 +270,12 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    _note(str(message))
+
+
+@cache
+def _note(message: str) -> None:
+    """Once: a plan is made anew for each training, and warns each time."""
     _tell("note", "yellow", message)
 
 
@@ -373,6 +384,8 @@ def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
 
 def _notes(ledger: Ledger) -> Iterator[str]:
     """What its numbers alone would not tell."""
+    if ledger.plan_facts.get("privacy_unit") == "user":
+        yield "privacy of users, each with all their examples: read examples as users, batch as cohort, steps as rounds"
     if ledger.seeded_releases:
         yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise protects nobody"
     if not ledger.releases:

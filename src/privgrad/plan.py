@@ -114,9 +114,10 @@ class PrivacyPlan:
         if self.delta is not None:
             require_delta(function, self.delta)
             if self.delta > 1 / self.num_examples:
+                count, whole = ("num_users", "user") if self.privacy_unit == "user" else ("num_examples", "record")
                 warnings.warn(
-                    f"delta = {self.delta:g} is above 1 / num_examples = {1 / self.num_examples:.3g}: a mechanism "
-                    "that publishes one whole record would pass; lower delta",
+                    f"delta = {self.delta:g} is above 1 / {count} = {1 / self.num_examples:.3g}: a mechanism "
+                    f"that publishes one whole {whole} would pass; lower delta",
                     stacklevel=3,
                 )
 
@@ -210,6 +211,9 @@ class PrivacyPlan:
             raise expected("for_users", "target_epsilon or noise_multiplier", "to be given", got, remedy)
         require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
         require_integer("for_users", "num_users", num_users, 1)
+        require_integer("for_users", "rounds", rounds, 1)
+        if not (noise_multiplier == 0 and max_update_norm == math.inf):
+            require_positive("for_users", "max_update_norm", max_update_norm, "give the bound on a user's update")
         _require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         numbers: dict[str, Any] = {
             "steps": rounds,

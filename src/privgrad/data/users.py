@@ -1,6 +1,7 @@
 """Examples -> users, one row each: what federated training takes as a data set."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,11 +10,13 @@ from torch.utils.data import TensorDataset
 from privgrad.errors import expected, require_integer
 
 
-def by_user(tensors: Sequence[Tensor], users: Iterable[Hashable], *, cap: int, minimum: int = 1) -> TensorDataset:
+def by_user(
+    tensors: Sequence[Tensor] | TensorDataset, users: Iterable[Hashable], *, cap: int, minimum: int = 1
+) -> TensorDataset:
     """A data set with one row a user, from one with a row an example.
 
     Args:
-        tensors: the examples' tensors, (inputs, labels) say, each with leading dimension n.
+        tensors: the examples' tensors, (inputs, labels) say, each with leading dimension n; or a TensorDataset of them.
         users: whose each example is, n of them: numbers, names or whatever compares.
         cap: the most examples kept of a user, the first ones; >= 1.
         minimum: users with fewer examples are left out; >= 1.
@@ -22,12 +25,13 @@ def by_user(tensors: Sequence[Tensor], users: Iterable[Hashable], *, cap: int, m
         What is missing of M repeats the user's first example, and is not trained on. Users with more examples come
         first, so that neighbours in a batch are of like size.
     Raises:
-        PrivacyError: a number out of its range, lengths that differ, or no user left.
+        PrivacyError: a number out of its range, what are no tensors, lengths that differ, or no user left.
     Privacy:
         Rows are made of one user's examples each. How many users there are is to be public: it is the plan's n.
     """
     require_integer("by_user", "cap", cap, 1)
     require_integer("by_user", "minimum", minimum, 1)
+    tensors = _require_tensors(tensors)
     rows = dict[Hashable, list[int]]()
     total = 0
     for index, named in enumerate(users):
@@ -47,3 +51,15 @@ def by_user(tensors: Sequence[Tensor], users: Iterable[Hashable], *, cap: int, m
     count_U = torch.tensor([min(cap, len(own)) for own in kept])
     place_UM = torch.tensor([(own + own[:1] * most)[:most] for own in kept])
     return TensorDataset(*(tensor[place_UM] for tensor in tensors), count_U)
+
+
+def _require_tensors(given: object) -> tuple[Tensor, ...]:
+    columns = given.tensors if isinstance(given, TensorDataset) else given
+    if isinstance(columns, tuple | list):
+        others = [column for column in cast("Sequence[object]", columns) if not isinstance(column, Tensor)]
+        if not others:
+            return tuple(cast("Sequence[Tensor]", columns))
+        got, remedy = f"{type(others[0]).__name__} among them", "turn each into one: torch.as_tensor(inputs)"
+    else:
+        got, remedy = type(columns).__name__, "give a tuple, (inputs, labels) say"
+    raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", got, remedy)

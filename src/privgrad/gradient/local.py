@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_integer, require_positive
+from privgrad.errors import expected, require_integer
 from privgrad.gradient.engines import LossFunction, require_losses
 from privgrad.gradient.factors import Dense, Factor
 from privgrad.gradient.perturb import Engine, Perturbation
@@ -42,7 +42,7 @@ class LocalTraining(Perturbation):
     """
 
     privacy_unit = "user"
-    _called, _usual = "lr", "0.1 say"
+    _called, _usual, _positive = "lr", "0.1 say", True
 
     def __init__(self, lr: float | Callable[[int], float], *, batch_size: int, epochs: int = 1) -> None:
         super().__init__(lr)
@@ -53,12 +53,6 @@ class LocalTraining(Perturbation):
 
     def _told(self, radius: str) -> str:
         return f"LocalTraining(lr={radius}, batch_size={self.batch_size}, epochs={self.epochs})"
-
-    def radius(self, step: int) -> float:
-        """The local learning rate of a round."""
-        lr = super().radius(step)
-        require_positive("LocalTraining", self._called, lr, self._usual)
-        return lr
 
     def begun(self) -> "LocalTraining":
         return LocalTraining(self._radius, batch_size=self.batch_size, epochs=self.epochs)

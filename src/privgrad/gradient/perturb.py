@@ -51,7 +51,7 @@ class Perturbation:
 
     is_public = True
     privacy_unit: PrivacyUnit = "example"
-    _called, _usual = "radius", "0.02 say; 0 is no perturbation"
+    _called, _usual, _positive = "radius", "0.02 say; 0 is no perturbation", False
 
     def __init__(self, radius: Radius) -> None:
         self._radius = radius
@@ -80,7 +80,7 @@ class Perturbation:
         """The radius of a step.
 
         Raises:
-            PrivacyError: it is not a finite number >= 0.
+            PrivacyError: it is not a finite number >= 0, or > 0 where only that makes sense.
         """
         radius: object = self._radius
         if callable(self._radius):
@@ -88,11 +88,13 @@ class Perturbation:
                 radius = self._radius(step)
             except Exception as error:  # whatever a schedule may raise
                 radius = error
-        if isinstance(radius, bool) or not isinstance(radius, int | float) or not 0 <= radius < math.inf:
+        number = isinstance(radius, int | float) and not isinstance(radius, bool) and 0 <= radius < math.inf
+        if not number or (self._positive and radius == 0):
             remedy = f"give a Python number, {self._usual}"
             name = f"{self._called} at step {step}" if callable(self._radius) else self._called
-            raise expected(type(self).__name__, name, "to be a finite number >= 0", repr(radius), remedy)
-        return float(radius)
+            condition = f"to be a finite number {'>' if self._positive else '>='} 0"
+            raise expected(type(self).__name__, name, condition, repr(radius), remedy)
+        return float(cast(float, radius))
 
     def begun(self) -> "Perturbation":
         """What serves one PrivateGradient from its first step on: with state of its own, if there is any."""
