@@ -15,7 +15,7 @@ import torch
 import privgrad as pg
 from privgrad import data
 from privgrad.data import debian
-from privgrad.data.dataset import with_public
+from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import cache
 from privgrad.data.text import _basic_english
 from privgrad.experiments.spec import DataName, DataTable, check_spec, make_data
@@ -36,6 +36,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of words a letter at a time; padding is id 1."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("tokenizer")
+    save_letter_tokenizer(folder)
+    return folder
+
+
+def save_letter_tokenizer(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     (folder / "vocab.txt").write_text(
         "\n".join(
@@ -43,7 +49,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
-    return folder
 
 
 # Brown
@@ -375,6 +380,60 @@ def test_sentence_pairs_are_of_one_package_of_one_section_or_of_none(tmp_path: P
             data.sentence_pairs(tmp_path, tokenizer=tokenizer, pairs=wrong)
 
 
+def save_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer of a language model: each byte is a token, id 256 ends a text."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {letter: index for index, letter in enumerate([*alphabet, "<end>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+
+
+def test_synopses_are_to_be_foretold_from_fields(tmp_path: Path, tokenizer: Path):
+    from transformers import AutoTokenizer
+
+    write_lists(tmp_path)
+    save_byte_tokenizer(tmp_path / "bytes")
+    known: Any = AutoTokenizer.from_pretrained(tmp_path / "bytes")
+    loaded = data.debian_synopses(tmp_path, tokenizer=tmp_path / "bytes", length=100, limit=40, validation=8)
+    assert loaded.name == "Debian package index (tested), fields to synopsis"
+    assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [32, 8, 10]
+    assert (loaded.num_classes, loaded.vocabulary, loaded.input_shape) == (257, 257, (100,))
+    told: list[set[str]] = []
+    for part in (loaded.train, loaded.test):
+        texts = set[str]()
+        for ids, labels in part:
+            foretold = labels != NO_LABEL
+            assert torch.equal(ids[1:][foretold[:-1]], labels[:-1][foretold[:-1]])  # the ids that follow
+            first, count = int(foretold.nonzero()[0, 0]), int(foretold.sum())
+            assert foretold[first : first + count].all()
+            assert (ids[first + count :] == 256).all()
+            given, synopsis = known.decode(ids[: first + 1]), known.decode(labels[foretold])
+            fields = re.fullmatch(
+                r"Package: (p(\d+)(|-extra)) \| Source: p\2 \| Section: (\w+)(| \| Tags: \w+::\w+) \| Synopsis:", given
+            )
+            assert fields is not None, given
+            assert synopsis == f" synopsis {fields[2]}{fields[3]}<end>"
+            texts.add(fields[2])
+        told.append(texts)
+    assert not told[0] & told[1]  # the sources
+    # Too long: the end of the fields is left out, then the end of the synopsis, never the cue.
+    for length, start, end in ((35, "Packa", " synopsis "), (14, "", " s")):
+        ids, labels = data.debian_synopses(tmp_path, tokenizer=tmp_path / "bytes", length=length, limit=4).train[0]
+        text = known.decode(ids[: int((labels != NO_LABEL).nonzero()[0, 0]) + 1])
+        assert text.startswith(start)
+        assert text.endswith(" | Synopsis:")
+        assert known.decode(labels[labels != NO_LABEL]).startswith(end)
+        assert labels[-1] == 256
+    for wrong in (3, 1000):
+        with pytest.raises(pg.PrivacyError, match="limit to be"):
+            data.debian_synopses(tmp_path, tokenizer=tmp_path / "bytes", limit=wrong)
+    with pytest.raises(pg.PrivacyError, match="tokenizer to have a token that ends a text"):
+        data.debian_synopses(tmp_path, tokenizer=tokenizer, limit=4)
+
+
 @needs_lists
 def test_real_sentence_pairs(tokenizer: Path):
     loaded = data.sentence_pairs(tokenizer=tokenizer, length=16, pairs=600)
@@ -420,7 +479,7 @@ def test_a_spec_loads_its_data(tmp_path: Path, tokenizer: Path):
         | {"expected_batch_size": 2, "steps": 1},
         "methods": [{"name": "SGD", "optimizer": "SGD", "lr": 1.0}],
     }
-    with pytest.raises(pg.PrivacyError, match=r"model.encoder to be given for pairs"):
+    with pytest.raises(pg.PrivacyError, match=r"model.encoder to be given for text"):
         make_data(check_spec(raw | {"data": table}, "test"))
     table |= {"length": 8}
     raw["model"] = {"name": "pair-classifier", "encoder": str(tokenizer)}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import privgrad as pg
 from privgrad.cli import app
-from privgrad.data import LOADERS
+from privgrad.data import LOADERS, SMOLLM2
 from privgrad.experiments.records import in_phase
 from privgrad.experiments.reproduce import _load, _prepared, items, reproduce
 from privgrad.experiments.runs import Run, _beyond_edge, best_candidate
@@ -30,6 +30,7 @@ NEEDS: dict[str, Callable[[], Any]] = {
     "adadps/stackoverflow": lambda: LOADERS["debian-tags"](limit=300),
     "adadps/stackoverflow-eps1": lambda: LOADERS["debian-tags"](limit=300),
     "dp-adam/fig1-text": lambda: encoder_folder("sentence-transformers/all-MiniLM-L6-v2"),
+    "heavy-tail/e2e": lambda: encoder_folder(SMOLLM2),
     "heavy-tail/barcode": lambda: LOADERS["fashion-mnist"](),
     "heavy-tail/lm": lambda: LOADERS["brown"](),
     "heavy-tail/sections": lambda: LOADERS["debian-sections"](limit=300),
@@ -47,7 +48,12 @@ def some_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_tweets(tmp_path / "cache" / "privgrad" / "tweets", rows=600)
 
 
-@pytest.mark.parametrize("name", [name for name in items() if name not in TABLES])
+def run_small() -> list[Any]:
+    minutes = {"heavy-tail/e2e"}
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in minutes else []) for n in items() if n not in TABLES]
+
+
+@pytest.mark.parametrize("name", run_small())
 def test_every_item_runs_small(name: str, tmp_path: Path, request: pytest.FixtureRequest):
     if name.startswith("adadps/imdb"):
         request.getfixturevalue("some_tweets")

@@ -305,6 +305,41 @@ class LanguageModel(nn.Module):
         return self.gpt2(input_ids=ids, use_cache=False).logits
 
 
+class LoraLanguageModel(nn.Module):
+    """A pretrained causal language model with low-rank adapters, token ids (B, T) -> logits (B, T, num_tokens).
+
+    Only the adapters are trained, beside the projections that PEFT chooses for the kind of model: queries and values.
+
+    Args:
+        path: folder of the model, as transformers saves it.
+        rank, alpha: of the adapters: each adds alpha / rank times a product of rank `rank`, which is 0 at first.
+    Raises:
+        PrivacyError: transformers or peft is not installed, or the folder holds no such model.
+    Reference:
+        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance), their E2E experiment, as Yu et al. 2022 adapt GPT-2:
+        rank 4, alpha 32, no dropout.
+    """
+
+    def __init__(self, path: str, *, rank: int = 4, alpha: int = 32) -> None:
+        super().__init__()
+        transformers = _transformers()
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise expected("models", "peft", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+        try:
+            base = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+            config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0)
+            self.adapted: Any = get_peft_model(base, config)
+        except (OSError, ValueError) as error:
+            remedy = "give the folder of a causal language model that PEFT knows"
+            raise expected("LoraLanguageModel", "path", "to hold a model", error, remedy) from error
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # What pads an example comes after it, where no earlier token looks.
+        return self.adapted(input_ids=ids, use_cache=False).logits
+
+
 class PairClassifier(nn.Module):
     """A pretrained BERT-like encoder and a linear head; its last layer, pooler and head start anew and are trained.
 

@@ -7,24 +7,36 @@ MNIST and CIFAR-10, the Debian package index for tagged or paired sentences, the
 from collections.abc import Callable
 
 from privgrad.data.dataset import DataSet
-from privgrad.data.debian import debian_maintainers, debian_sections, debian_tags, sentence_pairs
+from privgrad.data.debian import (
+    debian_maintainers,
+    debian_sections,
+    debian_synopses,
+    debian_tags,
+    sentence_pairs,
+)
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
+from privgrad.data.pretrained import MINILM, SMOLLM2, pretrained
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
 from privgrad.data.stackoverflow import stackoverflow
 from privgrad.data.synthetic import heavy_tail
+from privgrad.data.tabular import adult
 from privgrad.data.text import brown, ptb, snli
 from privgrad.data.users import by_user
 
 __all__ = [
     "LOADERS",
+    "MINILM",
+    "SMOLLM2",
     "DataSet",
+    "adult",
     "barcode",
     "brown",
     "by_user",
     "cifar10",
     "debian_maintainers",
     "debian_sections",
+    "debian_synopses",
     "debian_tags",
     "digits",
     "fashion_mnist",
@@ -32,6 +44,7 @@ __all__ = [
     "imdb",
     "mnist",
     "packed",
+    "pretrained",
     "ptb",
     "sentence_pairs",
     "snli",
@@ -40,11 +53,13 @@ __all__ = [
 ]
 
 LOADERS: dict[str, Callable[..., DataSet]] = {
+    "adult": adult,
     "barcode": barcode,
     "brown": brown,
     "cifar-10": cifar10,
     "debian-maintainers": debian_maintainers,
     "debian-sections": debian_sections,
+    "debian-synopses": debian_synopses,
     "debian-tags": debian_tags,
     "digits": digits,
     "fashion-mnist": fashion_mnist,

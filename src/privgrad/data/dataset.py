@@ -8,6 +8,8 @@ from torch.utils.data import TensorDataset
 
 from privgrad.errors import expected
 
+NO_LABEL = -100  # of a token that is not to be foretold: what torch's cross-entropy leaves out
+
 
 @dataclass(frozen=True)
 class DataSet:
@@ -15,8 +17,9 @@ class DataSet:
 
     Attributes:
         name: for reports: what it is and where it came from.
-        train: (input, label) pairs, the private examples. A label is an integer, or one for each token of the input;
-            for tags float with one entry each, 1 for what applies; to be reconstructed, the input itself.
+        train: (input, label) pairs, the private examples. A label is an integer, or one for each token of the input
+            (NO_LABEL where nothing is to be foretold); for tags float with one entry each, 1 for what applies; to be
+            reconstructed, the input itself.
         validation: held out of the training set for tuning; may be empty.
         test: the set's own test part.
         num_classes: number of labels.

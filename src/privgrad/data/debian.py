@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.sources import PathLike, find_folder, unpacked
-from privgrad.data.text import PairEncoder
+from privgrad.data.text import ContinuationEncoder, PairEncoder
 from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
 
@@ -25,6 +25,7 @@ _LISTS = Path("/var/lib/apt/lists")
 _APT_HELPER = "/usr/lib/apt/apt-helper"
 _REMEDY = "run `apt-get update -o Acquire::Languages=en`, or give a folder with the Packages and Translation-en lists"
 _SECTION_EDGES = (4000, 1000, 250, 60, 0)
+_TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 1, 0)
 
 # Tags that every package has, or nearly; what is left is harder.
 _COMMON_FACETS = ("role", "implemented-in")
@@ -43,6 +44,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 class _Package:
     """A binary package. Its maintainer, a person, is a hash."""
 
+    name: str
     source: str
     maintainer: bytes
     section: str
@@ -207,6 +209,51 @@ def debian_maintainers(
     )
 
 
+def debian_synopses(
+    path: PathLike | None = None,
+    *,
+    tokenizer: PathLike,
+    length: int = 64,
+    limit: int = 42_061,
+    validation: int = 0,
+) -> DataSet:
+    """A package's synopsis, word by word, from its fields: "Package: 0ad | Source: 0ad | Section: games | Tags: ...".
+
+    The stand-in for E2E (restaurants in words), with as many training examples. Inputs, int64 (n, length): token ids of
+    the fields and the synopsis. Labels, (n, length): the ids that follow, of the synopsis and its end only. Packages of
+    one source stay together; the test part has a quarter as many. Classes are tokens: results are told by how often a
+    token is in the training synopses.
+
+    Args:
+        path: as in debian_sections.
+        tokenizer: folder of a transformers tokenizer of a causal language model.
+        length: tokens of an example, >= 5; where there are more, fields are cut before the synopsis is.
+        limit: training examples, validation included.
+        validation: how many of these, from the end, to hold out.
+    Raises:
+        PrivacyError: as in debian_sections; transformers is not installed; no tokenizer; fewer packages than asked for.
+    """
+    require_integer("debian_synopses", "limit", limit, 4)
+    encode = ContinuationEncoder("debian_synopses", tokenizer, length)
+    suites, *parts = _read_index("debian_synopses", path)
+    if len(parts[0]) < limit or len(parts[1]) < limit // 4:
+        most = min(len(parts[0]), 4 * len(parts[1]))
+        raise expected("debian_synopses", "limit", f"to be at most {most}", limit, "ask for fewer")
+    train, test = (
+        encode.labelled([(_fields(package), " | Synopsis:", f" {package.synopsis}") for package in part[:count]])
+        for part, count in zip(parts, (limit, limit // 4), strict=True)
+    )
+    return split(
+        f"Debian package index ({suites}), fields to synopsis",
+        train,
+        test,
+        validation,
+        num_classes=encode.vocabulary,
+        frequency_edges=_TOKEN_EDGES,
+        vocabulary=encode.vocabulary,
+    )
+
+
 def sentence_pairs(
     path: PathLike | None = None,
     *,
@@ -288,6 +335,11 @@ def _words(package: _Package) -> list[str]:
     return _WORD.findall(f"{package.synopsis} {package.description}".lower())
 
 
+def _fields(package: _Package) -> str:
+    tags = f" | Tags: {', '.join(sorted(package.tags))}" if package.tags else ""
+    return f"Package: {package.name} | Source: {package.source} | Section: {package.section}{tags}"
+
+
 def _premise(package: _Package) -> str:
     """The first two sentences of the first paragraph."""
     paragraph = " ".join(_PARAGRAPH.split(package.description)[0].split())
@@ -352,7 +404,7 @@ def _parsed(
                 kept = frozenset(tag[0] for tag in found if tag[1] not in _COMMON_FACETS)
                 # Of a package with several versions, the first list's: updates come before their release.
                 source, maintainer = fields.get("Source", name), _digest(person[1] if person else name)
-                packages.setdefault(name, _Package(source, maintainer, fields["Section"], *text, kept))
+                packages.setdefault(name, _Package(name, source, maintainer, fields["Section"], *text, kept))
     if not packages:
         raise expected(function, f"the lists in {folder}", "to hold packages with descriptions", "none", _REMEDY)
     keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())

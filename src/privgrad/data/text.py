@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from privgrad.data.dataset import DataSet, split
+from privgrad.data.dataset import NO_LABEL, DataSet, split
 from privgrad.data.sources import PathLike, cache, find_folder
 from privgrad.errors import expected, require_integer
 
@@ -107,18 +107,8 @@ class PairEncoder:
     def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
         """Load the tokenizer from its folder; `function` is named in errors."""
         require_integer(function, "length", length, 5)
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise expected(function, "transformers", "to be installed", "none", "pip install 'privgrad[hf]'") from error
-        folder = Path(tokenizer).absolute()
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # a damaged folder can raise anything
-            got = f"{folder}: {str(error).partition(chr(10))[0]}" if folder.is_dir() else f"no folder {folder}"
-            remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
-            raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
-        self.vocabulary: int = len(cast("Any", self._tokenizer))
+        self._tokenizer = _tokenizer(function, tokenizer)
+        self.vocabulary = len(self._tokenizer)
         self._function, self._length = function, length
 
     def labelled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
@@ -141,6 +131,57 @@ class PairEncoder:
             for row, name in enumerate(("input_ids", "token_type_ids")):
                 inputs[start : start + 4096, row] = encoded[name]
         return inputs, labels
+
+
+class ContinuationEncoder:
+    """A transformers tokenizer for a text and what follows it: the tokens of what follows are to be foretold."""
+
+    def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
+        """Load the tokenizer from its folder; `function` is named in errors."""
+        require_integer(function, "length", length, 5)
+        self._tokenizer = _tokenizer(function, tokenizer)
+        self.vocabulary = len(self._tokenizer)
+        self._function, self._length = function, length
+        self._end = self._tokenizer.eos_token_id
+        if self._end is None:
+            remedy = "take the tokenizer of a causal language model"
+            raise expected(function, "tokenizer", "to have a token that ends a text", "none", remedy)
+
+    def labelled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, int64 (n, length), of (given, cue, what follows).
+
+        Ids, and the ids that follow them: NO_LABEL before the end of the cue, and after the end token. To fit, `given`
+        is cut before what follows is; the cue never is.
+        """
+        if not texts:
+            raise expected(self._function, "a part of the data", "to hold texts", "none", "check its files")
+        inputs = torch.full((len(texts), self._length), self._end)
+        labels = torch.full_like(inputs, NO_LABEL)
+        columns: list[list[list[int]]] = [self._ids([text[k] for text in texts]) for k in range(3)]
+        for row, (given, cue, following) in enumerate(zip(*columns, strict=True)):
+            answer = [*following[: self._length - len(cue)], self._end]
+            ids = given[: max(0, self._length + 1 - len(cue) - len(answer))] + cue + answer
+            inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+            labels[row, len(ids) - 1 - len(answer) : len(ids) - 1] = torch.tensor(answer)
+        return inputs, labels
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _tokenizer(function: str, tokenizer: PathLike) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise expected(function, "transformers", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+    library: Any = transformers
+    folder = Path(tokenizer).absolute()
+    try:
+        return library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a damaged folder can raise anything
+        got = f"{folder}: {str(error).partition(chr(10))[0]}" if folder.is_dir() else f"no folder {folder}"
+        remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
+        raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
 
 
 def _read(function: str, path: Path) -> str:

