@@ -1,7 +1,11 @@
-"""Several processes train one model privately: torchrun --nproc-per-node 2 examples/distributed.py [--sharded]
+"""Several processes train one model privately, on one machine or many.
 
-Each process clips its own examples; the first adds one noise to the sum of all and keeps the ledger. Run it again with
-another number of processes, after any interruption, and it goes on.
+Shows   fit(processes=...): each process clips its own examples; the first adds one noise to the sum of all and keeps
+        the ledger. With --sharded the model is cut up by FSDP2.
+Needs   pip install '.[experiments]'; torch comes with torchrun. Half a minute.
+Run     torchrun --nproc-per-node 2 examples/distributed.py [--sharded]; again, with another number of processes, after
+        any interruption: it goes on
+Prints  accuracy on held-out digits, epsilon, and how many processes there were.
 """
 
 import sys

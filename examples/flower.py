@@ -1,6 +1,9 @@
-"""One server and four devices, each a process of Flower's, train one model privately: python examples/flower.py
+"""One server and four devices, each a process of Flower's, train one model privately; four are too few to learn from.
 
-Four users are too few to learn from privately. A deployment runs the same commands, with certificates.
+Shows   PrivateStrategy for the ServerApp, client_app for devices; a deployment adds certificates.
+Needs   pip install '.[flower,experiments]'.
+Run     python examples/flower.py
+Prints  Flower's log, with the accuracy on held-out digits after each round, and the user-level epsilon.
 """
 
 import os
@@ -9,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 from sklearn.datasets import load_digits
@@ -20,20 +22,18 @@ from privgrad.data.users import by_user
 from privgrad.integrations.flower import PrivateStrategy, client_app
 
 USERS, PORT, FOLDER = 4, 18000, Path("runs/flower").absolute()
-APP = f"""
-project = {{ name = "private-digits", version = "1.0.0" }}
+APP = f"""project = {{ name = "private-digits", version = "1.0.0" }}
 [tool.flwr.app]
 publisher = "privgrad"
 components = {{ serverapp = "flower:server", clientapp = "flower:client" }}
-config = {{ ledger = "{FOLDER / "ledger.jsonl"}" }}
-"""
+config = {{ ledger = "{FOLDER / "ledger.jsonl"}" }}"""
 digits = load_digits()
 images, labels = tensor(digits.data / 16).float(), tensor(digits.target)
 users = by_user((images[:1400], labels[:1400]), [index % USERS for index in range(1400)], cap=350)
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def data_of(context: Context, user: int) -> tuple[Tensor, ...]:  # a real device has one user's, and no other
@@ -68,8 +68,8 @@ if __name__ == "__main__":
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ |= {"PATH": path, "FLWR_HOME": str(FOLDER), "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
     node = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{PORT}", "--port"]
-    commands = [["flower-superlink", "--insecure", "--port", f"{PORT}"]]
-    commands += [[*node, f"{PORT + 1 + user}"] for user in range(USERS)]
+    devices = ([*node, f"{PORT + 1 + user}"] for user in range(USERS))
+    commands = [["flower-superlink", "--insecure", "--port", f"{PORT}"], *devices]
     processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
     try:
         while subprocess.run(["flwr", "run", str(FOLDER), "here", "--stream"], check=False).returncode:

@@ -1,8 +1,11 @@
-"""A transformer that classifies sequences, trained privately by Hugging Face's Trainer: python examples/huggingface.py
+"""A transformer that classifies sequences, trained privately by Hugging Face's Trainer.
 
-It tells comments from code in the sources of Python, byte by byte, from random weights, so that nothing is downloaded;
-BertForSequenceClassification.from_pretrained(...) and its tokenizer take their places. After an interruption,
-`--resume` goes on from the last checkpoint and the ledger.
+Shows   PrivateTrainer in the Trainer's place; schedule, evaluation, checkpoints and resuming are the Trainer's.
+Needs   pip install '.[hf]'. Nothing is downloaded: it tells comments from code in the sources of Python, byte by byte,
+        from random weights; BertForSequenceClassification.from_pretrained(...) and its tokenizer take their places.
+        Two minutes.
+Run     python examples/huggingface.py; after an interruption, with --resume, from the last checkpoint and the ledger
+Prints  accuracy on held-out lines after each epoch, and epsilon.
 """
 
 import random

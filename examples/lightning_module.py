@@ -1,7 +1,10 @@
-"""A Lightning module, trained privately: python examples/lightning_module.py
+"""A Lightning module, trained privately.
 
-It differs from any other in three places: training_step returns one loss an example and logs nothing, the optimizer is
-one of ours, and the Trainer has a PrivateStrategy, which makes the batches. Given a checkpoint, it goes on from there.
+Shows   the three places in which it differs from any other: training_step returns one loss an example and logs nothing,
+        the optimizer is one of ours, and the Trainer has a PrivateStrategy, which makes the batches.
+Needs   pip install '.[lightning,experiments]'. Half a minute.
+Run     python examples/lightning_module.py; given a checkpoint (runs/lightning/last.ckpt), it goes on from there
+Prints  accuracy on held-out digits, and epsilon.
 """
 
 import sys

@@ -1,0 +1,110 @@
+"""Every script of examples/ runs, says what it is, and is short."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import privgrad as pg
+from privgrad import data
+from privgrad.data.debian import _LISTS
+from privgrad.data.sources import cache
+from scripts import example
+from test_data_text import save_letter_tokenizer, write_lists
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_says_what_it_shows_needs_and_prints(path: Path):
+    text = path.read_text()
+    assert text.count("\n") < 80
+    told = ast.get_docstring(ast.parse(text)) or ""
+    assert [line.split()[0] for line in told.splitlines() if re.match(r"\w+  ", line)] == [
+        "Shows",
+        "Needs",
+        "Run",
+        "Prints",
+    ]
+    assert f"examples/{path.name}" in told
+
+
+def test_every_example_is_run_by_a_test():
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    for path in SCRIPTS:
+        assert re.search(rf'example\("{path.stem}"|"{path.name}"|examples/{path.name}', tests), path.name
+
+
+def test_images(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("sklearn")
+    torch.manual_seed(0)
+    assert example("image_cnn", monkeypatch)(steps=60) > 0.5
+
+
+def test_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    if not cache("adult").is_dir():
+        pytest.skip("needs PyPI's wheel xai in the cache, see .ci/run")
+    assert example("tabular_adult", monkeypatch)(steps=100) > 0.78
+    assert re.search(r"always no: +accuracy 0\.7\d+\nprivate: .* at epsilon \d", capsys.readouterr().out)
+
+
+def test_sparse_tags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    if not any(_LISTS.glob("*_dists_*_main_*Translation-en*")):
+        pytest.skip("needs `apt-get update -o Acquire::Languages=en`")
+    found = example("sparse_tags", monkeypatch)(examples=1500, steps=10)
+    assert found.keys() == {"DP-SGD", "AdaDPS"}
+    assert all(0 < value < 1 for value in found.values())
+    assert capsys.readouterr().out.count("at epsilon") == 2
+
+
+def test_a_crash(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("sklearn")
+    charged, result = example("resume", monkeypatch)(steps=40)
+    assert charged == 20  # the update after which it was killed
+    assert result.ledger.releases == 40
+    assert 20 <= result.updates <= 40
+    assert "the process ended with -9 (killed is -9); its ledger holds 20 releases" in capfd.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+def test_text_with_a_pretrained_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A small encoder with random weights in MiniLM's place, and a small package index."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    save_letter_tokenizer(tmp_path / "encoder")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=81, **sizes)).save_pretrained(tmp_path / "encoder")
+    write_lists(tmp_path)
+    read: Any = data.sentence_pairs
+    monkeypatch.setattr(data, "sentence_pairs", lambda **options: read(tmp_path, **options))
+    run = example("text_minilm", monkeypatch)
+    assert 0 <= run(str(tmp_path / "encoder"), examples=120, steps=12, folder=str(tmp_path / "run")) <= 1
+    assert (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+def test_several_processes(tmp_path: Path):
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "distributed.py")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = re.search(r"accuracy (0\.\d+) at epsilon (\d\.\d+), 2 processes", done.stdout)
+    assert told is not None, done.stdout
+    assert float(told[1]) > 0.6
+    assert 2.9 < float(told[2]) <= 3
+    assert pg.Ledger(tmp_path / "runs" / "distributed" / "ledger.jsonl", read_only=True).releases == 200
