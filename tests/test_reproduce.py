@@ -1,22 +1,25 @@
 """Items of the papers: found, run small, set beside the paper, gone on with."""
 
 import importlib.util
+import io
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2
 from privgrad.experiments.records import in_phase
-from privgrad.experiments.reproduce import _load, _prepared, items, reproduce
-from privgrad.experiments.runs import Run, _beyond_edge, best_candidate
+from privgrad.experiments.reproduce import _beside_paper, _load, _prepared, items, reproduce
+from privgrad.experiments.runs import Run, _beyond_edge, best_candidate, read_records
 from privgrad.experiments.spec import Candidate, MethodTable, check_spec, encoder_folder
 from test_data_sparse import write_tweets
 
@@ -222,3 +225,22 @@ def test_no_two_methods_share_a_folder():
     names = [name(method) for method in ("a/1", "a_1", "a%2F1", "a 1", "AdaDPS, 1 % public")]
     assert len(set(names)) == 5
     assert not any("/" in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["adadps/federated", "adadps/stackoverflow", "bam/table1", "heavy-tail/sections"])
+def test_tables_are_whole_at_80_columns(name: str):
+    raw = _prepared(name)
+    stands_in_for = raw.pop("stands_in_for", None)
+    records = read_records(Path(__file__).parent.parent / "results" / name.replace("/", "-"))
+    _, table = _beside_paper(check_spec(raw, name), records, stands_in_for)
+    shown: list[set[str]] = []
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        console.print(table)
+        text = console.export_text()
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        shown.append(
+            {word for line in text.splitlines() for word in re.split("[│┃ ]+", line) if re.search(r"\d", word)}
+        )
+    assert shown[0] >= shown[1]  # no number is cut

@@ -2,6 +2,7 @@
 
 import base64
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from functools import partial
@@ -38,7 +39,7 @@ _TUNED_BY = {
     "validation_accuracy": "Validation {score}",
     "validation_loss": "Validation loss",
 }
-_EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local rate", "local_lr"))
+_EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
 _DASH = "–"
 _PLOTS = ("accuracy", "tuning", "groups", "diagnosis", "moments")
 
@@ -56,21 +57,31 @@ def summary_table(records: Iterable[Record]) -> Table:
     records = list(records)
     told = f"Measured on {measured_on(records)} examples, without privacy for those."
     table = Table(caption=f"± one standard deviation over seeds. {told}")
-    names = ("method", score_of(records), "loss", "ε", "lr", "seeds", "floored")
-    rows: list[tuple[str, ...]] = []
+    names = ["method", score_of(records), "loss", "ε", "lr", "seeds", "floored"]
+    rows: list[list[str]] = []
     for row in map(_row_texts, summarize(records)):
-        epsilon = row["epsilon"] + (" ⚠ not covered" if row["uncovered"] else "")
+        epsilon = row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "")
         chosen = "\n".join([row["lr"], *row["others"], *(["⚠ edge"] if row["at_edge"] else [])])
-        rows.append((row["method"], row["accuracy"], row["loss"], epsilon, chosen, row["seeds"], row["floored"]))
-    for name, *column in zip(names, *rows, strict=True):
-        # On a narrow terminal a column gets lower lines, but no number is cut.
-        longest = max(len(word) for cell in (name, *column) for word in cell.split() or [""])
-        width = None if name == "method" else longest
-        table.add_column(name, justify="left" if width is None else "right", min_width=width, overflow="fold")
+        rows.append([row["method"], row["accuracy"], row["loss"], epsilon, chosen, row["seeds"], row["floored"]])
+    longest = max((len(name) for name, *_ in rows), default=0)
+    if _widths(names, rows)[1] < min(longest, 16):  # numbers leave the names no room: put them on two lines
+        for row in rows:
+            row[1:] = [re.sub(r" (?=±)|(?<=not|ver) ", "\n", cell) for cell in row[1:]]
+    columns, for_names = _widths(names, rows)
+    table.add_column(names[0], width=max(min(longest, for_names), len(names[0])), overflow="fold")
+    for name, width in zip(names[1:], columns, strict=True):
+        table.add_column(name, justify="right", width=width)
     for cells in rows:
         # Text, not str: a method's name must not be read as markup.
         table.add_row(*map(Text, cells))
     return table
+
+
+def _widths(names: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
+    """Of all columns but the first; and what they leave it of a terminal's 80."""
+    columns = list(zip(names, *rows, strict=True))
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns[1:]]
+    return widths, 80 - sum(widths) - 3 * len(names) - 1
 
 
 def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
@@ -138,7 +149,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         total=None if total is None else total_text({"runs": len(records)} | _given(total), tuned=bool(names)),
         tuned_by=_TUNED_BY[tuned_by(records)].format(score=score),
         tuned=[figures.TUNED_TITLES[name] for name in names],
-        diagnoses={method: verdict(diagnosis(runs)) for method, runs in diagnosed(records).items()},
+        diagnoses=_diagnoses(records, of_users=plan.get("privacy_unit") == "user"),
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): record.get("optimizer") for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
@@ -152,8 +163,17 @@ def _given(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if value is not None or key == "value"}
 
 
-def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, list[str]]:
-    """Draw what there is to show; by name a wide and a narrow plot, as base64."""
+def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
+    """By method what its gradients' way says, in words."""
+    said = {method: verdict(diagnosis(runs)).replace("%", " %") for method, runs in diagnosed(records).items()}
+    words = {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
+    for example, user in words.items() if of_users else ():
+        said = {method: text.replace(example, user) for method, text in said.items()}
+    return said
+
+
+def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """Draw what there is to show; by name a "wide" and a "narrow" plot, as base64, and the "size" on the page."""
     draws = {"accuracy": figures.accuracy_figure}
     if tuned_names(records):
         draws["tuning"] = figures.tuning_figure
@@ -166,11 +186,16 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, list[str]]:
     # A plot left by an earlier report into this folder would show other runs.
     for name in _PLOTS:
         (folder / f"{name}.png").unlink(missing_ok=True)
-    images: dict[str, list[str]] = {}
+    images: dict[str, dict[str, str]] = {}
     for name, draw in draws.items():
         wide, narrow = (figures.png(partial(draw, records, narrow=narrow)) for narrow in (False, True))
         (folder / f"{name}.png").write_bytes(wide)
-        images[name] = [base64.b64encode(png).decode() for png in (wide, narrow)]
+        images[name] = {
+            "wide": base64.b64encode(wide).decode(),
+            "narrow": base64.b64encode(narrow).decode(),
+            # A plot of one column is shown as large as one column of the others.
+            "size": "whole" if int.from_bytes(wide[16:20]) > 1300 else "half",
+        }
     return images
 
 

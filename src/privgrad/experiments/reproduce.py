@@ -229,13 +229,16 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     found: dict[str, Any] = {}
     score = next((record["score"] for record in records), None)
     shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
-    paper = f"paper ({stands_in_for})" if stands_in_for else "paper"
+    paper = f"paper,\n{stands_in_for}" if stands_in_for else "paper"
     on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
     tuned = ["max_grad_norm", "lr"]
     tuned += [key for key in SOMETIMES_TUNED if any(getattr(spec.grid(m)[0], key) is not None for m in spec.methods)]
-    headers = [header for title in shown.values() for header in (title, paper)]
+    beside = slice(2 if spec.paper else 1)  # without the paper's numbers, no columns for them
+    headers = [header for title in shown.values() for header in (title, paper)[beside]]
     title = ", ".join(tuned).replace("max_grad_norm", "C").replace("_", " ")
-    table = Table("method", title, "classes", *headers, title=spec.title)
+    table = Table(title=spec.title)
+    for header in ("method", title, "classes", *headers):
+        table.add_column(header, overflow="fold")
     for method in spec.methods:
         runs = [record for record in records if record["method"] == method.name]
         finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
@@ -264,7 +267,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
         for index, row in enumerate(rows.values()):
             told = ", ".join(f"{chosen[key]:g}" for key in tuned if chosen[key] is not None)
             first = (method.name, told) if index == 0 else ("", "")
-            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)))
+            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[beside]))
         if not rows:
             table.add_row(
                 method.name, "–", f"no final run yet; tried {', '.join(f'{lr:g}' for lr in tried) or 'nothing'}"

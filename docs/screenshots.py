@@ -1,0 +1,48 @@
+"""Pictures of the demo's report for docs/reports.md: `make demo`, then `python docs/screenshots.py`.
+
+Needs Chromium and, from PyPI, playwright.
+"""
+
+import io
+import shutil
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+# Name, width of the window, what is shown: from the top of the first to the bottom of the second.
+PICTURES = (
+    ("report-results", 1280, ("h1", "section[aria-labelledby=results] figure >> nth=0")),
+    ("report-tuning", 1280, ("section[aria-labelledby=results] figure >> nth=1",) * 2),
+    ("report-privacy", 1280, ("section[aria-labelledby=privacy]",) * 2),
+    ("report-diagnostics", 1280, ("section[aria-labelledby=diagnostics]",) * 2),
+    ("report-narrow", 390, ("h1", "section[aria-labelledby=results] figure >> nth=0")),
+)
+
+
+def taken(page: Page, first: str, last: str) -> bytes:
+    """The part of the page from one element to another, with a margin."""
+    top, bottom = (page.locator(selector).bounding_box() for selector in (first, last))
+    assert top is not None
+    assert bottom is not None
+    left = max(0.0, min(top["x"], bottom["x"]) - 20)
+    right = min(page.viewport_size["width"], max(box["x"] + box["width"] for box in (top, bottom)) + 20)
+    above = max(0.0, top["y"] - 20)
+    clip = {"x": left, "y": above, "width": right - left, "height": bottom["y"] + bottom["height"] + 20 - above}
+    return page.screenshot(full_page=True, clip=clip)
+
+
+def main() -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name, width, ends in PICTURES:
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            page.goto((ROOT / "report/index.html").as_uri())
+            image = Image.open(io.BytesIO(taken(page, *ends))).convert("RGB")
+            image.quantize(128, dither=Image.Dither.NONE).save(ROOT / f"docs/img/{name}.png", optimize=True)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
