@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 import runpy
 import sys
 import warnings
@@ -406,6 +405,7 @@ def test_users_are_rows_of_their_own_examples():
         (((torch.zeros(3),), OWNERS), "users to be one an example"),
         (((torch.zeros(2),), "ab"), "with at least 2 examples"),
         (((torch.zeros(2),), [1.0, math.nan]), "users to be known, got nan at example 1"),
+        (((torch.zeros(2),), [None, "a"]), "users to be known, got None at example 0"),
         (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray among them; .*torch\.as_tensor"),
         ((torch.zeros(2), [1, 1]), r"tensors.*got Tensor; give a tuple"),
     ]
@@ -493,17 +493,6 @@ def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path):
     resumed, result = trained(tmp_path / "parts", None)
     assert result.ledger.releases == 6
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-
-
-def test_the_page_on_federated_training_runs():
-    text = (ROOT / "docs/federated.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for old, new in {"50": "3", "rounds=100": "rounds=2", "1e-3,": "1e-1,"}.items():
-        assert old in block
-        block = block.replace(old, new)
-    model, (inputs, labels), _ = users_of("mlp")
-    names: dict[str, Any] = {"inputs": inputs, "labels": labels, "writers": OWNERS, "model": model}
-    exec(block, names | {"loss_fn": cross_entropy})
 
 
 def test_the_example_trains(capsys: pytest.CaptureFixture[str]):

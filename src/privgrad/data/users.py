@@ -36,7 +36,7 @@ def by_user(
     total = 0
     for index, named in enumerate(users):
         user: Hashable = named.item() if isinstance(named, Tensor) else named
-        if user != user:  # NaN: each would be a user of its own
+        if user is None or user != user:  # NaN: each would be a user of its own
             remedy = "leave examples without a user out"
             raise expected("by_user", "users", "to be known", f"{user} at example {index}", remedy)
         rows.setdefault(user, []).append(index)
