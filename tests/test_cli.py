@@ -105,6 +105,9 @@ def test_compare_tunes_reports_and_goes_on(tmp_path: Path):
     assert "DP-SGD" in done.stdout
     assert "DP-AdamBC" in done.stdout
     assert "research only" in done.stderr
+    assert "These 8 trainings used the same data: together they cost ε = " in " ".join(done.stdout.split())
+    assert "8/8" in done.stderr
+    assert len(done.stderr.splitlines()) == 2  # the note and the bars' end: where nobody looks on, no flood of lines
     records = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()]
     assert [record["phase"] for record in records] == (["tuning"] * 2 + ["final"] * 2) * 2
     assert all(0 < record["epsilon"] <= 1.0 for record in records)

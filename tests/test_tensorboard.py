@@ -12,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.diagnostics import RawDiary
+from privgrad.experiments.runs import train
+from privgrad.experiments.spec import check_spec
 from privgrad.integrations.tensorboard import TensorBoard
 
 
@@ -53,3 +55,30 @@ def test_each_evaluation_is_a_point_and_what_is_not_private_says_so(tmp_path: Pa
     assert "NOT_PRIVATE/raw_clip_fraction" in found
     assert not any("raw_" in tag and not tag.startswith("NOT_PRIVATE/") for tag in found)
     assert not {"loss", "accuracy", "step"} & found.keys()  # no point is better than one that is not a number
+
+
+def test_an_experiment_writes_its_runs(tmp_path: Path, by_rdp: None):
+    pytest.importorskip("sklearn")
+    spec = check_spec(
+        {
+            "title": "a test",
+            "data": {"name": "digits"},
+            "model": {"name": "linear"},
+            "privacy": {
+                "noise_multiplier": 4.0,
+                "delta": 1e-5,
+                "max_grad_norm": 1.0,
+                "num_examples": 1437,
+                "expected_batch_size": 120,
+                "steps": 4,
+            },
+            "methods": [{"name": "DP-SGD", "optimizer": "SGD", "lr": 0.5}],
+            "run": {"evaluations": 2, "tensorboard": True},
+        },
+        "test",
+    )
+    (record,) = train(spec, tmp_path, seed=1, progress=False)
+    (folder,) = tmp_path.glob("runs/*/tensorboard")
+    found = scalars(folder)
+    assert found["accuracy"] == [(row["step"], pytest.approx(row["accuracy"])) for row in record["curve"]]
+    assert not any("raw_" in tag for tag in found)
