@@ -2,7 +2,7 @@
 
 Shows   fit(processes=...): each process clips its own examples; the first adds one noise to the sum of all and keeps
         the ledger. With --sharded the model is cut up by FSDP2.
-Needs   pip install '.[experiments]'; torch comes with torchrun. Half a minute.
+Needs   pip install '.[experiments]'; torch comes with torchrun. Fifteen seconds.
 Run     torchrun --nproc-per-node 2 examples/distributed.py [--sharded]; again, with another number of processes, after
         any interruption: it goes on
 Prints  accuracy on held-out digits, epsilon, and how many processes there were.

@@ -1,7 +1,7 @@
 """Federated training with privacy for users, simulated in one process: 200 made-up users share the digits.
 
 Shows   that the unit of privacy is a user: each trains by themselves, and what they send is clipped as one.
-Needs   pip install '.[experiments]'. Half a minute.
+Needs   pip install '.[experiments]'. Ten seconds.
 Run     python examples/federated.py
 Prints  accuracy on the test digits, and the user-level epsilon.
 """

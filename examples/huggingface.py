@@ -3,7 +3,7 @@
 Shows   PrivateTrainer in the Trainer's place; schedule, evaluation, checkpoints and resuming are the Trainer's.
 Needs   pip install '.[hf]'. Nothing is downloaded: it tells comments from code in the sources of Python, byte by byte,
         from random weights; BertForSequenceClassification.from_pretrained(...) and its tokenizer take their places.
-        Two minutes.
+        Forty seconds.
 Run     python examples/huggingface.py; after an interruption, with --resume, from the last checkpoint and the ledger
 Prints  accuracy on held-out lines after each epoch, and epsilon.
 """

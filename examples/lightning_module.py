@@ -2,7 +2,7 @@
 
 Shows   the three places in which it differs from any other: training_step returns one loss an example and logs nothing,
         the optimizer is one of ours, and the Trainer has a PrivateStrategy, which makes the batches.
-Needs   pip install '.[lightning,experiments]'. Half a minute.
+Needs   pip install '.[lightning,experiments]'. Ten seconds.
 Run     python examples/lightning_module.py; given a checkpoint (runs/lightning/last.ckpt), it goes on from there
 Prints  accuracy on held-out digits, and epsilon.
 """

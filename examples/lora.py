@@ -3,7 +3,7 @@
 Shows   PEFT under PrivateTrainer: only the adapters are trained, clipped and noised; if one of them did not move, the
         run would end in an error that names it.
 Needs   pip install '.[hf]'. Nothing is downloaded: the model is a small GPT-2 with random weights;
-        GPT2LMHeadModel.from_pretrained("gpt2") and its tokenizer take their places. A minute.
+        GPT2LMHeadModel.from_pretrained("gpt2") and its tokenizer take their places. Twenty seconds.
 Run     python examples/lora.py
 Prints  the loss on held-out sentences before and after, and epsilon.
 """

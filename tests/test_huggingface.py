@@ -247,10 +247,10 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
 
 @pytest.mark.parametrize("seed", [None, 5])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
-    folder, steps = tmp_path / "run", 60
+    folder, steps = tmp_path / "run", 40
 
     def trainer(folder: Path) -> PrivateTrainer:
-        return make_trainer(folder, bert(), texts(), planned={"seed": seed, "steps": steps, "delta": 1e-3})
+        return make_trainer(folder, bert(), texts(), planned={"seed": seed, "steps": steps})
 
     def train() -> None:
         trainer(folder).train(resume_from_checkpoint=any(folder.glob("checkpoint-*/trainer_state.json")))
@@ -261,7 +261,6 @@ def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path
         warnings.simplefilter("ignore")  # of steps that were lost: they are what this is about
         resumed.train(resume_from_checkpoint=True)
     assert resumed.private_grad.ledger.releases == steps
-    assert resumed.private_grad.ledger.epsilon(delta=1e-3) == resumed.private_grad.plan.epsilon()
     if seed is not None:
         whole = trainer(tmp_path / "whole")
         whole.train()
