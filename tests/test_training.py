@@ -569,7 +569,7 @@ def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFix
     assert out == ""
     assert "60/60" in shown
     assert "examples/s" in shown
-    assert f"ε {math.ceil(100 * result.ledger.epsilon(delta=1e-5)) / 100:.2f}" in shown
+    assert f"ε ≤ {math.ceil(100 * result.ledger.epsilon(delta=1e-5)) / 100:.2f}" in shown
     assert len(shown.strip().splitlines()) == 1  # no terminal: no flood of lines
 
 
@@ -589,7 +589,7 @@ def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns():
     run(None, progress=bar, delta=1e-5, evaluate=look, evaluations=2)
     runs, steps = lines[-2:]
     assert re.search(r"runs .*12/48 -:--:-- final  DP-AdamBC  lr 0.002  seed 100", runs)
-    assert re.search(r"steps .*59/60 0:00:0\d ε \d\.\d\d  [\d,]+ examples/s  accuracy 0\.\d+ *$", steps)
+    assert re.search(r"steps .*59/60 0:00:0\d ε ≤ \d+\.\d\d  [\d,]+ examples/s  accuracy 0\.\d+ *$", steps)
     assert max(map(len, lines)) <= 80
     assert len(bar.tasks) == 1  # what was added is gone
 

@@ -38,6 +38,7 @@ from privgrad.sampling import Collate
 from privgrad.types import Batch
 
 _CHECKPOINT_VERSION = 3
+_EPSILON_SECONDS = 5.0  # for so long a shown epsilon is good
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
@@ -386,23 +387,23 @@ def _progress_bar(
     bar = progress if isinstance(progress, Progress) else bars(shown=progress)
     of_users = plan.privacy_unit == "user"
     task = bar.add_task("rounds" if of_users else "steps", total=plan.steps, completed=start, note="")
-    live = not bar.disable and bar.console.is_terminal and plan.delta is not None
+    live = bar.console.is_terminal and not bar.disable and plan.delta is not None
     spent: float | None = None
-    step, due = start, 0.0
+    began, step, covered = time.monotonic(), start, start
 
     def advance(result: FitResult) -> None:
-        nonlocal spent, step, due
+        nonlocal spent, step, covered
         step += 1
         last: dict[str, Any] = result.curve[-1] if result.curve else {}
-        if last.get("step") == step:
+        if live and step > covered:
+            # An accountant takes its time: epsilon of where the training will be in a while, and so an upper bound.
+            pace = (step - start) / (time.monotonic() - began)
+            covered = min(plan.steps, step + int(_EPSILON_SECONDS * pace))
+            spent = oracle.epsilon(steps=covered)
+        elif not live and last.get("step") == step:
             spent = last["epsilon"]
-        elif live and time.monotonic() >= due:
-            # An accountant takes its time: at most a thirtieth of the training's goes into showing epsilon.
-            began = time.monotonic()
-            spent = oracle.epsilon(steps=step)
-            due = time.monotonic() + 30 * (time.monotonic() - began)
         # Rounded up, never down.
-        told = "" if spent is None else f"ε {math.ceil(100 * spent) / 100:.2f}  " if spent < math.inf else "no ε  "
+        told = "" if spent is None else f"ε ≤ {math.ceil(100 * spent) / 100:.2f}  " if spent < math.inf else "no ε  "
         numbers = (f"  {k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
         rate = f"{result.examples_per_second:,.0f} {'users' if of_users else 'examples'}/s"
         bar.update(task, advance=1, note=f"{told}{rate}{next(numbers, '')}")
