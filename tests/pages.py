@@ -174,7 +174,10 @@ GIVEN = {
         check=_quick_start_has_learnt,
     ),
     "docs/audit.md": Given(
-        smaller={"privgrad audit  ": "privgrad audit --trials 2000 --method vmap --epsilon 3  "},
+        smaller={
+            "privgrad audit  ": "privgrad audit --trials 2000 --method vmap --epsilon 3  ",
+            "privgrad audit mine.toml  ": "privgrad audit mine.toml --trials 600  ",
+        },
         files=_own_experiment,
     ),
     "docs/extending.md": Given(files=_experiment_of_the_page),
