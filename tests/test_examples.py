@@ -6,17 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import privgrad as pg
-from privgrad import data
 from privgrad.data.debian import _LISTS
 from privgrad.data.sources import cache
 from scripts import example
-from test_data_text import save_letter_tokenizer, write_lists
+from test_data_text import save_letter_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -75,15 +73,12 @@ def test_a_crash(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 def test_text_with_a_pretrained_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A small encoder with random weights in MiniLM's place, and a small package index."""
+    """A small encoder with random weights in MiniLM's place."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     save_letter_tokenizer(tmp_path / "encoder")
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     transformers.BertModel(transformers.BertConfig(vocab_size=81, **sizes)).save_pretrained(tmp_path / "encoder")
-    write_lists(tmp_path)
-    read: Any = data.sentence_pairs
-    monkeypatch.setattr(data, "sentence_pairs", lambda **options: read(tmp_path, **options))
     run = example("text_minilm", monkeypatch)
     assert 0 <= run(str(tmp_path / "encoder"), examples=120, steps=12, folder=str(tmp_path / "run")) <= 1
     assert (tmp_path / "run" / "ledger.jsonl").exists()
