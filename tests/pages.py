@@ -132,6 +132,12 @@ def _quick_start_has_learnt(names: dict[str, Any], printed: str) -> None:
     assert (names["model"](inputs).argmax(1) == labels).float().mean() > 0.8
 
 
+def _audits_pass(names: dict[str, Any], printed: str) -> None:
+    assert printed
+    assert set(printed.split()) == {"True"}
+    assert names["found"].bound > 0  # a canary that moves nothing would leave 0
+
+
 def _written_otherwise(path: str, numbers: dict[str, str]) -> str:
     text = (ROOT / path).read_text()
     for old, new in numbers.items():
@@ -179,6 +185,7 @@ GIVEN = {
             "privgrad audit mine.toml  ": "privgrad audit mine.toml --trials 600  ",
         },
         files=_own_experiment,
+        check=_audits_pass,
     ),
     "docs/extending.md": Given(files=_experiment_of_the_page),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),

@@ -104,7 +104,7 @@ def reproduce(
     out: OutFolder = None,
     data: Annotated[Path | None, typer.Option(help="The paper's own data, where a stand-in is used.")] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="A tiny version, in seconds; its numbers mean nothing.")
+        bool, typer.Option("--smoke", help="A tiny version, seconds to minutes; its numbers mean nothing.")
     ] = False,
     so_far: Annotated[bool, typer.Option("--so-far", help="Run nothing; show what there is so far.")] = False,
     restart: Restart = False,
