@@ -5,7 +5,7 @@ Shows   side information. A few public examples, one in a hundred, estimate how 
 Needs   Debian or Ubuntu, after `apt-get update -o Acquire::Languages=en`. A minute.
 Run     python examples/sparse_tags.py
 Prints  recall@5 (of a package's tags, the share among the five likeliest) and epsilon: without AdaDPS, and with it. On
-        these tags it gains nothing, or little: results/adadps-stackoverflow has ten methods, tuned, with three seeds each.
+        these tags it gains nothing, or little: results/adadps-stackoverflow has ten methods, tuned, with three seeds.
 """
 
 import torch
