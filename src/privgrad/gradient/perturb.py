@@ -184,10 +184,12 @@ class BAM(Perturbation):
     def _told(self, radius: str) -> str:
         return f"BAM(radius={radius}, mode={self.mode!r})"
 
-    def microbatch_size(self, engine: Engine, examples: Any) -> int:
-        size = super().microbatch_size(engine, examples)
+    def chunks(
+        self, engine: Engine, examples: Any, size: int, radius: float
+    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
         # The graph of a backward pass holds about as much again as the forward pass' own.
-        return -(-size // 2) if self.mode == "exact" else size
+        size = -(-size // 2) if self.mode == "exact" and radius > 0 else size
+        return super().chunks(engine, examples, size, radius)
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
