@@ -20,7 +20,7 @@ from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -160,6 +160,46 @@ def test_losses_are_those_of_transformers(make: Callable[[], nn.Module], data: l
     batch = {name: torch.stack([row[name] for row in data]) for name in names} | {"labels": labels}
     alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(4)]
     torch.testing.assert_close(losses(model, batch), torch.stack(alone))
+
+
+def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
+    class Weighted(PrivateTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any: ...
+
+    model = bert()
+    args = make_trainer(tmp_path / "a", model, texts()).args
+    plan, optimizer = make_plan(steps=STEPS, seed=5), pg.optim.SGD(model.named_parameters(), lr=0.1)
+    with pytest.raises(pg.PrivacyError, match=r"compute_loss to be the Trainer's.*; give loss_fn too"):
+        Weighted(model, args, plan=plan, train_dataset=texts(), optimizers=(optimizer, None))
+    with pytest.raises(pg.PrivacyError, match=r"labels to be integers, got torch\.float32"):
+        classification_losses(model, {"input_ids": torch.ones(2, LENGTH).long(), "labels": torch.rand(2, 2)})
+    balanced: Any = gpt2()
+    balanced.config.output_router_logits = True
+    with pytest.raises(pg.PrivacyError, match="one loss an example, got output_router_logits=True"):
+        make_trainer(tmp_path / "b", balanced, sentences())
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_learnt_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path):
+    def shorter(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: value[: LENGTH - 2] for name, value in row.items()} for row in rows]
+
+    data = shorter(sentences())
+    prompts: Any = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model: Any = get_peft_model(gpt2(), prompts)  # pyright: ignore[reportArgumentType]
+    batch = {name: torch.stack([row[name] for row in data[:4]]) for name in data[0]}
+    alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(4)]
+    torch.testing.assert_close(causal_lm_losses(model, batch), torch.stack(alone))
+    trainer = make_trainer(tmp_path, model, data, engine="vmap")
+    trainer.train()
+    assert trainer.private_grad.ledger.releases == STEPS
+
+
+def test_layers_called_otherwise_in_evaluation_mode_are_refused_with_the_remedy(tmp_path: Path):
+    dora = LoraConfig(task_type="CAUSAL_LM", r=2, use_dora=True, target_modules=["c_attn"], fan_in_fan_out=True)
+    trainer = make_trainer(tmp_path, get_peft_model(gpt2(), dora), sentences())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pg.UnsupportedModuleError, match=r"lora_magnitude_vector.*vmap"):
+        trainer.train()
 
 
 def accuracy(model: nn.Module, data: list[dict[str, Any]]) -> float:
@@ -352,6 +392,81 @@ def test_options_that_change_or_reveal_the_step_are_refused(tmp_path: Path, argu
 def test_all_wrong_options_are_named_at_once(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match=r"set max_grad_norm=0.0, gradient_accumulation_steps=1\."):
         make_trainer(tmp_path, bert(), texts(), arguments={"max_grad_norm": 1.0, "gradient_accumulation_steps": 4})
+
+
+def test_options_that_change_after_construction_are_refused(tmp_path: Path):
+    steps = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
+    trainer = make_trainer(tmp_path / "a", bert(), texts(), arguments=steps)
+    with pytest.raises(pg.PrivacyError, match="set gradient_accumulation_steps=1"):
+        trainer.train()
+    trainer = make_trainer(tmp_path / "b", bert(), texts())
+    trainer.args.max_grad_norm = 1.0
+    with pytest.raises(pg.PrivacyError, match=r"set max_grad_norm=0\.0"):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 0
+
+
+def test_a_gradient_that_made_no_update_stops_the_run_before_the_next_is_paid_for(tmp_path: Path):
+    class Accumulate(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.gradient_accumulation_steps = 2
+
+    trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[Accumulate()])
+    with pytest.raises(pg.PrivacyError, match="each released gradient to make an update, got the next batch"):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 1
+
+
+def test_what_is_unfrozen_and_not_held_by_the_optimizer_is_refused(tmp_path: Path):
+    class Unfreeze(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            model.bert.requires_grad_(state.global_step >= 3)
+
+    model: Any = bert()
+    model.bert.requires_grad_(False)
+    optimizer = pg.optim.SGD([(n, p) for n, p in model.named_parameters() if p.requires_grad], lr=0.1)
+    trainer = make_trainer(tmp_path, model, texts(), optimizer=optimizer, callbacks=[Unfreeze()])
+    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got not bert\."):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 3
+
+
+def test_an_optimizer_may_serve_one_trainer_after_another(tmp_path: Path):
+    model = bert()
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    for folder in ("a", "b"):
+        trainer = make_trainer(tmp_path / folder, model, texts(), optimizer=optimizer)
+        trainer.train()
+        assert trainer.private_grad.ledger.releases == STEPS
+
+
+def test_checkpoints_do_not_tell_how_many_examples_augmentation_drew_for(tmp_path: Path):
+    for name, seed in (("a", None), ("b", 5)):
+        make_trainer(tmp_path / name, bert(), texts(), planned={"seed": seed, "steps": 5}).train()
+    assert not list((tmp_path / "a").rglob("rng_state*"))
+    assert list((tmp_path / "b").rglob("rng_state*"))  # where what was lost is to come out the same
+
+
+def test_the_best_model_may_be_the_one_that_was_resumed_from(tmp_path: Path):
+    class Interrupt(TrainerCallback):
+        def on_save(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    arguments = {
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+    options: dict[str, Any] = {"arguments": arguments, "planned": {"steps": 6}, "eval_dataset": texts()}
+    trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[Interrupt()], **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.private_grad.ledger.close()
+    resumed = make_trainer(tmp_path, bert(), texts(), **options)
+    resumed.train(resume_from_checkpoint=True)  # for one update
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-5")
 
 
 class Tokenizer:

@@ -19,7 +19,8 @@ from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("lightning")
 from lightning import pytorch as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from privgrad.integrations.lightning import PrivateStrategy
 
@@ -230,13 +231,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other steps": ({"max_steps": 3}, f"set max_steps={STEPS}"),
     "epochs": ({"max_steps": -1, "max_epochs": 3}, f"set max_steps={STEPS}"),
     "part of an epoch": ({"limit_train_batches": 2}, "set limit_train_batches=1.0"),
+    "another precision": ({"precision": "bf16-true"}, "take '32-true' or 'bf16-mixed'"),
     "few examples": ({"overfit_batches": 2}, "set .*overfit_batches=0.0"),
 }
 
 
 @pytest.mark.parametrize(("options", "remedy"), REFUSED.values(), ids=REFUSED)
 def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[str, Any], remedy: str):
-    with pytest.raises(pg.PrivacyError, match=f"to leave the private step to the plan.*; {remedy}"):
+    with pytest.raises(
+        pg.PrivacyError, match=f"to leave (the private step to the plan|batches as they are).*; {remedy}"
+    ):
         fit(make_trainer(tmp_path, planned(), **options), Classifier())
 
 
@@ -274,6 +278,30 @@ def test_private_losses_are_not_logged(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match=r"to log nothing, got a call of self\.log"):
         fit(make_trainer(tmp_path, planned()), module)
     assert "log" not in vars(module)
+
+    class TellingOtherwise(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            losses = super().training_step(batch, batch_idx)
+            super().log("loss", losses.mean())
+            return losses
+
+    with pytest.raises(MisconfigurationException, match="not managed"):
+        fit(make_trainer(tmp_path / "otherwise", planned()), TellingOtherwise())
+
+
+def test_a_gradient_that_made_no_update_stops_the_run_before_the_next_is_paid_for(tmp_path: Path):
+    trainer = make_trainer(tmp_path, planned(), callbacks=[GradientAccumulationScheduler({0: 2})])
+    with pytest.raises(pg.PrivacyError, match="each released gradient to make an update, got the next batch"):
+        fit(trainer, Classifier())
+    assert trainer.strategy.private_grad.ledger.releases == 1
+
+
+def test_a_second_fit_does_not_forget_what_the_first_released(tmp_path: Path):
+    strategy, module = PrivateStrategy(planned(), device="cpu"), Classifier()
+    fit(make_trainer(tmp_path, planned(), strategy=strategy, accelerator="auto"), module)
+    with pytest.raises(pg.BudgetExceededError, match=f"one of {STEPS} releases"):
+        fit(make_trainer(tmp_path, planned(), strategy=strategy, accelerator="auto"), module)
+    assert strategy.private_grad.ledger.releases == STEPS
 
 
 def test_autocast_reaches_the_private_step(tmp_path: Path):

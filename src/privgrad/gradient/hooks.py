@@ -196,6 +196,9 @@ class Hooks:
         few = few_of(examples)
         try:
             self._audit(few)
+        except OtherCallsError as error:  # of another sequence in evaluation mode than in training mode, say
+            self._layouts = None
+            raise refused("the calls of layers", "not to depend on the examples", error.path, REMEDY) from None
         except UnsupportedModuleError as refusal:
             self._layouts = None
             twin = self._cleared_in_double(few, refusal, Hooks._audit)

@@ -38,16 +38,11 @@ class HostedStep:
         if not isinstance(optimizer, PrivateOptimizer):
             remedy = "give one of privgrad.optim, made of model.named_parameters()"
             raise expected(function, "optimizer", "to be one for released gradients", type(optimizer).__name__, remedy)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-        if missing:
-            remedy = "make the optimizer of this very model, after adapters are added to it"
-            got = f"not {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
-            raise expected(function, "optimizer", "to hold every trainable parameter", got, remedy)
         self.private_grad = private_grad
         self.optimizer = optimizer
         self.epoch_steps = max(1, round(1 / private_grad.plan.sample_rate))
         self._function, self.model = function, model
+        self._require_held()
         self._settings = {"optimizer": type(optimizer).__name__, "options": repr(optimizer.defaults)}
         self._gradient: NoisyGradient | None = None
         self._unmoved: dict[str, tuple[float, float]] | None = None
@@ -61,7 +56,15 @@ class HostedStep:
         return islice(self.private_grad.plan.batches(dataset, start=start, collate=collate), left)
 
     def release(self, batch: Batch) -> None:
-        """Release the gradient of a batch, and keep it until `take`."""
+        """Release the gradient of a batch, and keep it until `take`.
+
+        Raises:
+            PrivacyError: the last one has not been taken, as where gradients are accumulated: it was paid for.
+        """
+        if self._gradient is not None:
+            remedy = "leave accumulation of gradients and skipping of updates off, and resume"
+            raise expected(self._function, "each released gradient", "to make an update", "the next batch", remedy)
+        self._require_held()  # what was unfrozen since
         self._look()
         self._gradient = self.private_grad(batch)
 
@@ -91,6 +94,7 @@ class HostedStep:
             PrivacyError: the state is another run's, or its ledger is not this one.
         """
         plan, ledger = self.private_grad.plan, self.private_grad.ledger
+        self._gradient = None  # of an update that was interrupted
         with damage_refused(self._function, "the checkpoint"):
             require_resumable(state, **self._facts, ledger=ledger)
             self.private_grad.load_state_dict(state["oracle"])
@@ -120,6 +124,15 @@ class HostedStep:
     def require_moved(self) -> None:
         """Raise PrivacyError if a parameter is as it was before the first step of this process."""
         self._look(last=True)
+
+    def _require_held(self) -> None:
+        """Raise PrivacyError unless the optimizer holds what is trainable."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
+        if missing:
+            remedy = "make the optimizer of this very model, after adapters are added to it"
+            got = f"not {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            raise expected(self._function, "optimizer", "to hold every trainable parameter", got, remedy)
 
     def _look(self, *, last: bool = False) -> None:
         """Drop what has moved by now from what has not; refuse what should have."""

@@ -81,6 +81,9 @@ class PrivateTrainer(Trainer):
         **trainer_options: Any,
     ) -> None:
         _require_options(args, plan, data_collator, trainer_options)
+        if loss_fn is None and type(self).compute_loss is not Trainer.compute_loss:
+            remedy = "give loss_fn too: (model, batch) -> losses of shape (B,); compute_loss is for evaluation only"
+            raise expected("PrivateTrainer", "compute_loss", "to be the Trainer's", "one of your own", remedy)
         loss_fn = _losses_of(model) if loss_fn is None else loss_fn
         super().__init__(
             model=cast(Any, model),
@@ -103,11 +106,6 @@ class PrivateTrainer(Trainer):
             ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
         )
         self.private_step = HostedStep("PrivateTrainer", model, self.private_grad, optimizers[0])
-
-        def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-            return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
-
-        optimizers[0].register_step_pre_hook(give)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The plan's batches, an epoch at a time."""
@@ -137,6 +135,7 @@ class PrivateTrainer(Trainer):
         if trial is not None:
             remedy = "give each trial a plan and a trainer of its own, and add their epsilons up"
             raise expected("PrivateTrainer", "trial", "to be None", "a hyper-parameter search", remedy)
+        _require_options(self.args, self.private_grad.plan, self.data_collator, {})  # which may have changed since
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if resume_from_checkpoint:
@@ -147,7 +146,15 @@ class PrivateTrainer(Trainer):
             self.private_step.load_state_dict(state, updates=updates)
         else:
             self.private_step.require_unspent()
-        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+        def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+            return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
+
+        giving = self.private_step.optimizer.register_step_pre_hook(give)
+        try:
+            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            giving.remove()  # the next trainer may have the same optimizer
         self.private_step.require_moved()
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
@@ -176,6 +183,15 @@ class PrivateTrainer(Trainer):
             folder.mkdir(parents=True, exist_ok=True)
             write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file makes it whole
         super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Under a research seed only: how far the streams have come tells how many examples augmentation drew for."""
+        if self.private_grad.plan.seed is not None:
+            super()._save_rng_state(output_dir)
+
+    def _load_best_model(self) -> None:
+        self.private_step.require_moved()  # the best may be the very weights that this process began with
+        super()._load_best_model()
 
 
 class _Epoch(IterableDataset[Any]):
@@ -246,6 +262,9 @@ def _losses_of(model: nn.Module) -> Losses:
     """The loss that transformers computes for this model, one an example."""
     base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(base).__name__, cast(Any, getattr(base, "config", None))
+    if getattr(config, "output_router_logits", False):
+        remedy = "set model.config.output_router_logits = False: the loss that balances experts mixes examples"
+        raise expected("PrivateTrainer", "model", "to have one loss an example", "output_router_logits=True", remedy)
     if name in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return causal_lm_losses
     one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
@@ -261,7 +280,14 @@ def _names(mapping: Mapping[str, Any]) -> set[str]:
 
 
 def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy of each sequence's label, shape (B,)."""
+    """Cross-entropy of each sequence's label, shape (B,).
+
+    Raises:
+        PrivacyError: labels that are no integers, which transformers takes for several labels a sequence.
+    """
+    if batch["labels"].is_floating_point():
+        remedy = "give one class a sequence, or loss_fn"
+        raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
 
@@ -269,6 +295,8 @@ def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tens
 def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Mean cross-entropy of each sequence's own next tokens, labels of -100 left out, shape (B,)."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits, following = model(**inputs).logits[:, :-1].float(), batch["labels"][:, 1:]
-    losses = F.cross_entropy(logits.transpose(1, 2), following, reduction="none")
+    logits = model(**inputs).logits.float()
+    prompt = logits.shape[1] - batch["labels"].shape[1]  # virtual tokens that PEFT puts in front
+    following = F.pad(batch["labels"], (prompt, 0), value=-100)[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), following, reduction="none")
     return losses.sum(1) / (following != -100).sum(1).clamp(min=1)

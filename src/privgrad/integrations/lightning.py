@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -67,6 +68,7 @@ class PrivateStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._plan, self._ledger = plan, ledger
+        self._in_memory = Ledger()  # of all fits: what the first released, the second must not forget
         self._options: dict[str, Any] = {
             "perturb": perturb,
             "precondition": precondition,
@@ -89,7 +91,11 @@ class PrivateStrategy(SingleDeviceStrategy):
         module = cast(LightningModule, self.lightning_module)
         _require_options(trainer, module, self._plan, self.optimizers)
         self.private_grad = PrivateGradient(
-            module, self._losses, self._plan, ledger=Ledger(self._ledger), **self._options
+            module,
+            self._losses,
+            self._plan,
+            ledger=self._in_memory if self._ledger is None else Ledger(self._ledger),
+            **self._options,
         )
         self.private_step = HostedStep("PrivateStrategy", module, self.private_grad, self.optimizers[0])
         self._resumed = False
@@ -103,7 +109,7 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        if hasattr(self, "private_grad"):
+        if hasattr(self, "private_grad") and self._ledger is not None:
             self.private_grad.ledger.close()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -143,9 +149,11 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
         module.log = module.log_dict = _refuse_to_log
+        hook, module._current_fx_name = module._current_fx_name, None  # without which super().log refuses, too
         try:
             return module.training_step(examples, *self._further)
         finally:
+            module._current_fx_name = hook
             del module.log, module.log_dict
 
 
@@ -194,6 +202,9 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
         raise expected("PrivateStrategy", "the Trainer", "to leave the private step to the plan", got, remedy)
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise expected("PrivateStrategy", "precision", "to scale no gradients", "a scaler", "take 'bf16-mixed'")
+    if type(trainer.precision_plugin).convert_input is not Precision.convert_input:
+        remedy = "take '32-true' or 'bf16-mixed'"
+        raise expected("PrivateStrategy", "precision", "to leave batches as they are", trainer.precision, remedy)
     if not module.automatic_optimization or len(optimizers) != 1:
         got = f"{len(optimizers)} optimizers" if module.automatic_optimization else "manual optimization"
         remedy = "write the loop by hand with PrivateGradient for anything else"
