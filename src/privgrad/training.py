@@ -124,6 +124,7 @@ def fit(
         BudgetExceededError: every step is spent, and nothing that came of them was saved.
     Privacy:
         As PrivateGradient; the checkpoint holds the model, the optimizer and the curve: post-processing, no keys.
+        If `evaluate` returns raw_ numbers (RawDiary), they stand in the curve and the checkpoint: do not publish these.
     """
     require_integer("fit", "evaluations", evaluations, 0)
     if average is not None and not 0 <= average < 1:
