@@ -187,8 +187,10 @@ class BAM(Perturbation):
     def chunks(
         self, engine: Engine, examples: Any, size: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        # The graph of a backward pass holds about as much again as the forward pass' own.
-        size = -(-size // 2) if self.mode == "exact" and radius > 0 else size
+        # Where a batch is split, layers' outputs outweigh the parameters; the graph of a backward pass holds about as
+        # many again.
+        is_split = size < count_examples(examples)
+        size = -(-size // 2) if self.mode == "exact" and radius > 0 and is_split else size
         return super().chunks(engine, examples, size, radius)
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:

@@ -78,7 +78,8 @@ def plan_of(
     Raises:
         PrivacyError: numbers that differ from num_examples, or a mechanism that the plan has no number for.
     Privacy:
-        Rate, noise, clip norm and divisor stay the script's, so that epsilon does.
+        Rate, noise, clip norm and divisor stay the script's, so that epsilon does; as they are now, so not of a script
+        whose schedulers change noise or clip norm.
     """
     if type(optimizer) not in (DPOptimizer, DPOptimizerFastGradientClipping) or optimizer.loss_reduction != "mean":
         got = f"{type(optimizer).__name__}, {getattr(optimizer, 'loss_reduction', None)}"
