@@ -232,6 +232,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"max_steps": -1, "max_epochs": 3}, f"set max_steps={STEPS}"),
     "part of an epoch": ({"limit_train_batches": 2}, "set limit_train_batches=1.0"),
     "another precision": ({"precision": "bf16-true"}, "take '32-true' or 'bf16-mixed'"),
+    "several devices": ({"devices": 2}, "set devices=1, or use fit"),
     "few examples": ({"overfit_batches": 2}, "set .*overfit_batches=0.0"),
 }
 
@@ -239,7 +240,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("options", "remedy"), REFUSED.values(), ids=REFUSED)
 def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[str, Any], remedy: str):
     with pytest.raises(
-        pg.PrivacyError, match=f"to leave (the private step to the plan|batches as they are).*; {remedy}"
+        pg.PrivacyError,
+        match=f"to (leave the private step|leave batches as they|train on one device, got devices=2).*; {remedy}",
     ):
         fit(make_trainer(tmp_path, planned(), **options), Classifier())
 
@@ -262,7 +264,9 @@ def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):
 
 def test_a_loader_of_ones_own_is_refused(tmp_path: Path):
     trainer = make_trainer(tmp_path, planned())
-    with pytest.raises(pg.SamplingError, match="expected batch to be a Batch"):
+    with pytest.raises(
+        pg.SamplingError, match=r"expected batch to be a Batch, got list; .*strategy\.batches\(train_set\)"
+    ):
         trainer.fit(Classifier(), DataLoader(make_data(), batch_size=8), DataLoader(make_data(), batch_size=8))
     assert trainer.strategy.private_grad.ledger.releases == 0
 

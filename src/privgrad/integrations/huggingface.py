@@ -234,6 +234,7 @@ def _require_options(
     if wrong:
         got = ", ".join(f"{name}={getattr(args, name)!r}" for name in wrong)
         remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
+        remedy += "; for mixed precision take bf16=True" if "fp16" in wrong else ""
         raise expected("PrivateTrainer", "args", "to leave the private step to the plan", got, remedy)
     for name in ("model_init", "compute_loss_func", "optimizer_cls_and_kwargs"):
         if trainer_options.get(name) is not None:

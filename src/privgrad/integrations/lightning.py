@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
@@ -119,6 +119,9 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Batch, *further: Any) -> Tensor:
         """Release one gradient. The loss stays private: nan tells nothing."""
+        if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give trainer.fit the training data as strategy.batches(train_set)"
+            raise expected("PrivateStrategy", "batch", "to be a Batch", type(batch).__name__, remedy, SamplingError)
         self._further = further
         with self.precision_plugin.train_step_context():
             self.private_step.release(batch)
@@ -188,6 +191,12 @@ def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
 
 def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:
     """Raise PrivacyError that lists every option that the private step cannot honour."""
+    # What was asked for stands nowhere else: Trainer.num_devices tells the strategy's one.
+    asked: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
+    devices = asked if isinstance(asked, int) else len(asked)
+    if devices != 1:
+        remedy = "set devices=1, or use fit(processes=...)"
+        raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"devices={devices}", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,
         "accumulate_grad_batches": 1,
