@@ -13,7 +13,7 @@ import pytest
 
 from conftest import make_plan
 from privgrad import data
-from privgrad.accounting import Release
+from privgrad.accounting import Release, epsilon
 from privgrad.cli import main
 from privgrad.ledger import Ledger
 
@@ -183,6 +183,34 @@ def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     assert "ledger.jsonl in a run's folder" in here("epsilon", tmp_path, "--delta", "1e-5", code=2).stderr
     (tmp_path / "notes.txt").write_text("my notes")
     assert "give a ledger's path" in here("epsilon", "notes.txt", "--delta", "1e-5", code=2).stderr
+
+
+def test_epsilon_of_several_ledgers_is_composed(here: Here, tmp_path: Path):
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "of users.jsonl")]
+    for path, sigma, unit in zip(paths, (1.0, 2.0, 2.0), ("example", "example", "user"), strict=True):
+        ledger = Ledger(path)
+        ledger.bind({**make_plan(noise_multiplier=sigma).public_facts, "privacy_unit": unit})
+        for draw in "xyz":
+            ledger.charge(Release(sigma, 0.25), draw=draw, limit=9)
+        ledger.close()
+    told = last_json(here("epsilon", *paths[:2], "--delta", "1e-5", "--json"))
+    each = [last_json(here("epsilon", path, "--delta", "1e-5", "--json")) for path in paths[:2]]
+    assert [row | {"delta": 1e-5} for row in told["ledgers"]] == [
+        {"ledger": str(path), **row} for path, row in zip(paths, each, strict=False)
+    ]
+    for kind in ("pld", "rdp"):
+        alone = [row[f"epsilon_{kind}"] for row in each]
+        assert max(alone) < told[f"epsilon_{kind}"] < sum(alone)
+    releases = [Release(1.0, 0.25, count=3), Release(2.0, 0.25, count=3)]
+    assert told["epsilon_pld"] == epsilon(releases, delta=1e-5)
+    assert told["releases"] == 6
+    shown = here("epsilon", "a.jsonl", "b.jsonl", "--delta", "1e-5").stdout
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("│")] == [
+        "a.jsonl",
+        "b.jsonl",
+        "together",
+    ]
+    assert "to protect the same unit" in here("epsilon", *paths, "--delta", "1e-5", code=2).stderr
 
 
 def test_fixed_batches_are_labelled_everywhere(here: Here, tmp_path: Path):

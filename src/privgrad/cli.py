@@ -138,25 +138,21 @@ def reproduce(
 @app.command()
 def epsilon(
     delta: Delta,
-    ledger: Annotated[Path | None, typer.Argument(help="A ledger file; or give the three numbers.")] = None,
+    ledger: Annotated[
+        list[Path] | None, typer.Argument(help="Ledger files, also added up; or give the three numbers.")
+    ] = None,
     noise_multiplier: NoiseMultiplier = None,
     sample_rate: SampleRate = None,
     steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a ledger's releases have cost, recomputed from the file alone; or what a plan would cost."""
+    """What the releases of ledgers have cost, recomputed from the files alone; or what a plan would cost."""
     answer: dict[str, Any] = {"delta": delta}
-    if ledger is not None and noise_multiplier is sample_rate is steps is None:
-        record = Ledger(ledger, read_only=True)
-        covered = record.plan_facts["sampling"] == "poisson"
-        answer |= {"releases": record.releases, "covered_by_accountant": covered, **record.plan_facts}
-        for note in _notes(record):
-            _tell("note", "yellow", note)
-        if delta > 1 / record.plan_facts["num_examples"]:
-            whole = "user" if record.plan_facts.get("privacy_unit") == "user" else "record"
-            _tell("note", "yellow", f"delta is above 1 / num_examples: publishing one whole {whole} would pass")
-        answer |= _epsilons(lambda kind: record.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
-    elif ledger is None and noise_multiplier is not None and sample_rate is not None and steps is not None:
+    if ledger and noise_multiplier is sample_rate is steps is None:
+        records = {path: Ledger(path, read_only=True) for path in ledger}
+        found = {path: _cost(record, delta, f"{path}: " if ledger[1:] else "") for path, record in records.items()}
+        answer |= _together(records, found, delta) if ledger[1:] else found[ledger[0]]
+    elif not ledger and noise_multiplier is not None and sample_rate is not None and steps is not None:
         answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
         answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
     else:
@@ -166,7 +162,10 @@ def epsilon(
         )
     if answer.get("covered_by_accountant") is False:
         _tell("note", "yellow", "fixed-size batches: epsilon is as if they were Poisson; no accountant covers it")
-    _show(answer, as_json)
+    if "ledgers" in answer and not as_json:
+        _out.print(_ledger_table(answer))
+    else:
+        _show(answer, as_json)
 
 
 @app.command()
@@ -380,6 +379,49 @@ def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:
 
 def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
     return _epsilons(lambda kind: accounting.epsilon([release], delta=delta, accountant=kind))
+
+
+def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
+    """What one ledger says and costs; notes on it are told."""
+    facts = ledger.plan_facts
+    covered = facts["sampling"] == "poisson"
+    for note in _notes(ledger):
+        _tell("note", "yellow", place + note)
+    if delta > 1 / facts["num_examples"]:
+        whole = "user" if facts.get("privacy_unit") == "user" else "record"
+        _tell("note", "yellow", f"{place}delta is above 1 / num_examples: publishing one whole {whole} would pass")
+    costs = _epsilons(lambda kind: ledger.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
+    return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **costs}
+
+
+def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], delta: float) -> dict[str, Any]:
+    """What each ledger costs, and all of their releases composed: at most what the epsilons add up to."""
+    promises = {
+        f"{facts['neighboring_relation']} {facts.get('privacy_unit', 'example')}"
+        for facts in (ledger.plan_facts for ledger in records.values())
+    }
+    if len(promises) > 1:
+        got = " and ".join(sorted(promises))
+        raise expected("privgrad epsilon", "ledgers", "to protect the same unit", got, "give those of each unit alone")
+    covered = all(one["covered_by_accountant"] for one in found.values())
+    charged = [release for ledger in records.values() for release in ledger.charged]
+    return {
+        "ledgers": [{"ledger": str(path), **one} for path, one in found.items()],
+        "releases": sum(one["releases"] for one in found.values()),
+        "covered_by_accountant": covered,
+        **_epsilons(lambda kind: accounting.epsilon(charged, delta=delta, accountant=kind, assume_poisson=not covered)),
+    }
+
+
+def _ledger_table(answer: dict[str, Any]) -> Table:
+    table = Table(title=f"At delta = {answer['delta']:g}", caption="Together: all releases composed.")
+    table.add_column("ledger", overflow="fold")
+    costs = [f"epsilon_{kind}" for kind in get_args(Accountant)]
+    for name in ("releases", *costs):
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in (*answer["ledgers"], {"ledger": "together", **answer}):
+        table.add_row(Text(row["ledger"]), str(row["releases"]), *(f"{row[cost]:.6g}" for cost in costs))
+    return table
 
 
 def _notes(ledger: Ledger) -> Iterator[str]:
