@@ -150,6 +150,7 @@ def test_watch_tells_noise_from_clipping(max_grad_norm: float, noise_multiplier:
     verdict = watch.verdict()
     assert says in verdict
     assert verdict.startswith("NOT PRIVATE")
+    assert ("Adam would divide by that, AdamBC subtracts it." in verdict) is (watch.summary()["noise_share"] > 0.5)
     assert {row["name"] for row in watch.layers()} == {name for name, _ in make_model().named_parameters()}
     assert watch.table().row_count == 4
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,13 @@ def test_the_sums_of_coordinates_on_the_floor_are_the_fraction():
     assert optimizer.fraction_floored() == sum(on_floor for on_floor, _ in floored.values()) / total > 0
 
 
+ENDS = {
+    "DP-SGD": "",
+    "DP-Adam": "is noise; AdamBC subtracts it (docs/choosing.md says when that helped).",
+    "DP-AdamBC": "was noise, and is taken out.",
+}
+
+
 def test_the_page_tells_plots_and_tags_them(both: dict[bool, tuple[Path, list[dict[str, Any]]]], tmp_path: Path):
     for on, (out, records) in both.items():
         spec = check_spec(SPEC | {"run": SPEC["run"] | {"diagnose": on}}, "test")
@@ -149,6 +157,10 @@ def test_the_page_tells_plots_and_tags_them(both: dict[bool, tuple[Path, list[di
         assert all((tmp_path / f"{name}.png").exists() is on for name in ("diagnosis", "moments"))
         assert page.count("<img") == page.count('alt="') == (4 if on else 2)
         assert ("DP-AdamBC:</b> Clipping shortened" in page) is on
+        said = dict(re.findall(r"<li><b>(\S+):</b> (Clipping .*?)</li>", page))
+        ends = {method: text.partition(" of its second moment ")[2] for method, text in said.items()}
+        assert ends == (ENDS if on else {})
+        assert "DP-SGD" not in said or "second moment" not in said["DP-SGD"]
     records = both[True][1]
     found = diagnosis(diagnosed(records)["DP-AdamBC"])
     assert 0 <= found["raw_clip_fraction"] <= 1

@@ -346,6 +346,8 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
         assert fact in text
     tuned = [tuning(lr=0.01), tuning(lr=0.1), final()]
     text = words(write(tmp_path, tuned, total_epsilon={"value": 41.2, "runs": 42}))
+    for caption in ("Mean ±", "Test accuracy and loss against ε spent", "Validation accuracy in tuning against"):
+        assert f"NOT PRIVATE for the held-out examples. {caption}" in text
     assert "These 42 trainings used the same data: together they cost ε = 41.20, tuning included" in text
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -92,8 +92,22 @@ class RawWatch:
         return table
 
 
-def verdict(found: Mapping[str, float]) -> str:
-    """What the numbers of `RawWatch.summary` say, in plain language. As private as these: NOT private."""
+SecondMoment = Literal["unknown", "none", "biased", "debiased"]
+
+_OF_NOISE: dict[SecondMoment, str] = {
+    "unknown": "of the released second moment is noise: Adam would divide by that, AdamBC subtracts it.",
+    "biased": "of its second moment is noise; AdamBC subtracts it (docs/choosing.md says when that helped).",
+    "debiased": "of its second moment was noise, and is taken out.",
+}
+
+
+def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown") -> str:
+    """What the numbers of `RawWatch.summary` say, in plain language. As private as these: NOT private.
+
+    Args:
+        found: the numbers.
+        second_moment: of released gradients, that the optimizer divides by the root of.
+    """
     if math.isnan(found["raw_clip_fraction"]):
         return "No example has been seen yet."
     sentences = [
@@ -114,9 +128,8 @@ def verdict(found: Mapping[str, float]) -> str:
         sentences.append("Clipping hurts more than noise: try a larger max_grad_norm.")
     else:
         sentences.append("Neither dominates.")
-    if found["noise_share"] > 0.5:
-        share = min(found["noise_share"], 1.0)
-        sentences.append(f"{share:.0%} of Adam's second moment is noise: AdamBC takes it out.")
+    if found["noise_share"] > 0.5 and second_moment != "none":
+        sentences.append(f"{min(found['noise_share'], 1.0):.0%} {_OF_NOISE[second_moment]}")
     return " ".join(sentences)
 
 

@@ -14,7 +14,8 @@ import jinja2
 from rich.table import Table
 from rich.text import Text
 
-from privgrad.diagnostics.watch import verdict
+from privgrad import optim
+from privgrad.diagnostics.watch import SecondMoment, verdict
 from privgrad.errors import expected
 from privgrad.experiments import figures
 from privgrad.experiments.records import (
@@ -33,6 +34,7 @@ from privgrad.experiments.records import (
     tuned_by,
     tuned_names,
 )
+from privgrad.optim.adaptive import Debiased
 
 _TUNED_BY = {
     "raw_train_loss": "Training loss (NOT PRIVATE)",
@@ -165,11 +167,25 @@ def _given(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
     """By method what its gradients' way says, in words."""
-    said = {method: verdict(diagnosis(runs)).replace("%", " %") for method, runs in diagnosed(records).items()}
+    said = {
+        method: verdict(diagnosis(runs), _second_moment(runs[0].get("optimizer"))).replace("%", " %")
+        for method, runs in diagnosed(records).items()
+    }
     words = {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
     for example, user in words.items() if of_users else ():
         said = {method: text.replace(example, user) for method, text in said.items()}
     return said
+
+
+def _second_moment(optimizer: str | None) -> SecondMoment:
+    """What an optimizer divides by, by the name that records give it."""
+    kind = getattr(optim, optimizer or "", None)
+    if kind is None:
+        return "unknown"
+    if issubclass(kind, Debiased):
+        return "debiased"
+    biased = (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi)
+    return "biased" if issubclass(kind, biased) else "none"
 
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
