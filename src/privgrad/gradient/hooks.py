@@ -179,13 +179,26 @@ class Hooks:
         """How many examples to take at once: their gradients stay near the caches, and well above the parameters."""
         if self._layouts is None:
             self.audit(examples)
-        parameters = sum(int(p.numel()) for p in trainable(self._model).values())
-        room = max(_TOGETHER, 4 * parameters) if self._room is None else self._room
-        size, most = count_examples(examples), max(1, room // max(1, self._floats))
-        if self._room is None and size * self._floats > max(_FEW, 12 * parameters):
+        size, most = count_examples(examples), max(1, self._together // max(1, self._floats))
+        if self._room is None and size * self._floats > max(_FEW, 12 * _size(self._model)):
             # Inputs and output gradients of all layers are held at once: two parts keep that near an ordinary peak.
             most = min(most, -(-size // 2))
         return -(-size // -(-size // most))
+
+    def moved_size(self, size: int, *, exact: bool) -> int:
+        """As microbatch_size, at most `size`, for `moved`: layers may write their weights out for each example."""
+        written = sum(
+            _size(unit)
+            for _, unit in units(self._model)
+            if parametrize.is_parametrized(unit) or not _moves_cheaply(unit, exact)
+        )
+        # Twice: the weights themselves, and their gradients.
+        return max(1, min(size, self._together // max(1, 2 * written)))
+
+    @property
+    def _together(self) -> int:
+        """How many numbers to hold at once for the examples."""
+        return max(_TOGETHER, 4 * _size(self._model)) if self._room is None else self._room
 
     def audit(self, examples: Any) -> None:
         """Learn where the examples are in each layer's tensors; check gradients of a few against single examples.
@@ -411,6 +424,11 @@ class Hooks:
                         factor, room = factor.written_out(), room - floats
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
+
+
+def _size(module: nn.Module) -> int:
+    """How many numbers are trained."""
+    return sum(int(p.numel()) for p in module.parameters() if p.requires_grad)
 
 
 def _shapes(examples: Any) -> tuple[torch.Size, ...]:

@@ -32,6 +32,8 @@ class Engine(Protocol):
 
     def microbatch_size(self, examples: Any) -> int: ...
 
+    def moved_size(self, size: int, *, exact: bool) -> int: ...
+
 
 class Perturbation:
     """What PrivateGradient asks where to take the gradients of a step: at the weights, unless a subclass says else.
@@ -187,10 +189,11 @@ class BAM(Perturbation):
     def chunks(
         self, engine: Engine, examples: Any, size: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        # Where a batch is split, layers' outputs outweigh the parameters; the graph of a backward pass holds about as
-        # many again.
-        is_split = size < count_examples(examples)
-        size = -(-size // 2) if self.mode == "exact" and radius > 0 and is_split else size
+        if radius > 0:
+            exact, is_split = self.mode == "exact", size < count_examples(examples)
+            # Where a batch is split, layers' outputs outweigh the parameters; the graph of a backward pass holds about
+            # as many again.
+            size = engine.moved_size(-(-size // 2) if exact and is_split else size, exact=exact)
         return super().chunks(engine, examples, size, radius)
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
