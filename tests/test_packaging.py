@@ -86,7 +86,8 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
 def test_in_an_empty_environment_the_wheel_does_what_the_pages_say(built: tuple[Path, Path], tmp_path: Path):
     binaries = tmp_path / "environment" / "bin"
     venv.create(binaries.parent, with_pip=True)
-    done(binaries / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", f"{built[0]}[experiments,tensorboard]")
+    wheel = f"{built[0]}[experiments,tensorboard]"
+    done(binaries / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
     assert done(binaries / "privgrad", "--version", folder=tmp_path) == f"privgrad {built[0].name.split('-')[1]}\n"
     done(binaries / "python", "-c", "import privgrad; assert 'environment' in privgrad.__file__", folder=tmp_path)
     for page in SELF_CONTAINED:
