@@ -135,6 +135,14 @@ def assert_each_gradient_is_that_of_a_batch_of_one(
         assert norms.item() == pytest.approx(size, rel=10 * tolerance)
 
 
+def assert_engines_agree(
+    model: nn.Module, losses: Any, rows: list[dict[str, Tensor]], *, rtol: float, atol: float
+) -> None:
+    by_vmap = Vmap(model, losses)(batch_of(rows))
+    for name, factor in Hooks(model, losses)(batch_of(rows)).items():
+        torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=rtol, atol=atol)
+
+
 def assert_trains(
     folder: Path, make: Callable[[], nn.Module], losses: Any, rows: list[dict[str, Tensor]], optimizer: Any
 ) -> None:
@@ -227,10 +235,7 @@ def test_an_experiment_adapts_a_language_model(tmp_path: Path):
 def test_minilm(tmp_path: Path):
     rows = encoded(MINILM, length=16, causal=False)
     assert_each_gradient_is_that_of_a_batch_of_one(minilm(), classification_losses, rows[:3], tolerance=1e-4)
-    model = minilm().eval()
-    by_vmap = Vmap(model, classification_losses)(batch_of(rows[:3]))
-    for name, factor in Hooks(model, classification_losses)(batch_of(rows[:3])).items():
-        torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-3, atol=1e-5)
+    assert_engines_agree(minilm().eval(), classification_losses, rows[:3], rtol=1e-3, atol=1e-5)
     assert_trains(tmp_path, minilm, classification_losses, rows, adam_bc)
 
 
@@ -244,9 +249,7 @@ def test_smollm2_with_adapters(tmp_path: Path):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
     assert_each_gradient_is_that_of_a_batch_of_one(model, causal_lm_losses, rows[:3], tolerance=1e-3)
-    by_vmap = Vmap(model, causal_lm_losses)(batch_of(rows[:2]))
-    for name, factor in Hooks(model, causal_lm_losses)(batch_of(rows[:2])).items():
-        torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-2, atol=1e-4)
+    assert_engines_agree(model, causal_lm_losses, rows[:2], rtol=1e-2, atol=1e-4)
     assert_trains(tmp_path, smollm2_lora, causal_lm_losses, rows, adam_bc)
 
 
