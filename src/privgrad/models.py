@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.errors import expected
+from privgrad.gradient.weight_standardization import WeightStandardization
 
 Activation = Literal["tanh", "relu", "leaky_relu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -97,28 +98,6 @@ def autoencoder(*, in_features: int) -> nn.Sequential:
     for fan_in, fan_out in pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out)] if fan_out == 30 else [nn.Linear(fan_in, fan_out), nn.Sigmoid()]
     return nn.Sequential(*layers)
-
-
-class WeightStandardization(nn.Module):
-    """A parametrization: per output channel, mean 0 and variance 1 / fan-in, times a gain.
-
-    Args:
-        channels: how many gains there are to learn, 1 at first; None for none.
-    Reference:
-        De et al. 2022 (arXiv 2204.13650). Deviation: (W - mean) / sqrt(fan-in var(W) + 1e-4); they take the larger of
-        the two under the root.
-    """
-
-    def __init__(self, channels: int | None = None) -> None:
-        super().__init__()
-        self.gain = None if channels is None else nn.Parameter(torch.ones(channels, 1, 1, 1))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        # One operator and its derivative: private training may need them for each example.
-        fan_in = weight[0].numel()
-        unit = F.layer_norm(weight.flatten(1), (fan_in,), eps=1e-4 / fan_in)
-        weight = (unit / fan_in**0.5).view_as(weight)
-        return weight if self.gain is None else self.gain * weight
 
 
 def ws_conv2d(n_in: int, n_out: int, kernel: int, *, gain: bool = True, **options: Any) -> nn.Module:

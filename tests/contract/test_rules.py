@@ -1,6 +1,7 @@
 """Every layer rule against a loop over single examples: gradients, norms, weighted sums, plain and preconditioned."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.weight_standardization import Projected
 from privgrad.models import ws_conv2d
 
 Make = Callable[[], nn.Module]
@@ -34,6 +36,15 @@ def frozen(layer: nn.Module, *names: str) -> nn.Module:
     for name in names:
         layer.get_parameter(name).requires_grad_(False)
     return layer
+
+
+def zero(layer: nn.Module, name: str) -> nn.Module:
+    nn.init.zeros_(layer.get_parameter(name))
+    return layer
+
+
+def few_places(*, padding: int = 1, **options: Any) -> nn.Module:
+    return ws_conv2d(8, 16, 3, padding=padding, **options)
 
 
 def floats(*shape: int) -> Callable[[int], Tensor]:
@@ -162,6 +173,24 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "Conv2d, many places, standardized": (lambda: standardized(nn.Conv2d(2, 3, 3)), floats(2, 11, 11)),
     "Conv2d, standardized": (lambda: standardized(nn.Conv2d(3, 4, 3)), floats(3, 6, 6)),
     "Conv2d, standardized, gain": (lambda: ws_conv2d(2, 4, 3, padding=1), floats(2, 5, 6)),
+    "Conv2d, few places, standardized": (lambda: few_places(gain=False), floats(8, 2, 2)),
+    "Conv2d, few places, standardized, gain": (few_places, floats(8, 2, 2)),
+    "Conv2d, few places, standardized, gain 0": (
+        lambda: zero(few_places(), "parametrizations.weight.0.gain"),
+        floats(8, 2, 2),
+    ),
+    "Conv2d, few places, standardized, stride": (lambda: few_places(stride=(2, 3)), floats(8, 4, 5)),
+    "Conv2d, few places, standardized, reflect": (lambda: few_places(padding_mode="reflect"), floats(8, 2, 2)),
+    "Conv2d, few places, standardized, frozen gain": (
+        lambda: frozen(few_places(), "parametrizations.weight.0.gain"),
+        floats(8, 2, 2),
+    ),
+    "Conv2d, few places, standardized, frozen weight": (
+        lambda: frozen(few_places(), "parametrizations.weight.original"),
+        floats(8, 2, 2),
+    ),
+    "Conv2d, few places, standardized, frames": (lambda: Frames(few_places()), floats(2, 8, 2, 1)),
+    "Conv2d, few places, standardized, twice": (lambda: Twice(ws_conv2d(16, 16, 3, padding=1)), floats(16, 2, 2)),
     "Conv2d, standardized by itself (no rule)": (lambda: StandardizedConv2d(2, 4, 3, padding=1), floats(2, 5, 6)),
     "Conv2d, frames": (lambda: Frames(nn.Conv2d(2, 3, 3)), floats(4, 2, 6, 6)),
     "Conv2d, twice": (lambda: Twice(nn.Conv2d(3, 3, 3, padding=1)), floats(3, 5, 5)),
@@ -198,6 +227,14 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "RNN, frames": (lambda: Frames(Reads(nn.RNN(4, 3))), floats(2, 5, 4)),
     "PReLU (no rule)": (lambda: nn.PReLU(5), floats(5)),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if "few places, standardized" in name])
+def test_gradients_of_standardized_weights_are_not_written_out(name: str):
+    make, inputs = RULES[name]
+    factors = Hooks(make().double(), losses_of)(inputs(3))
+    found = next((factor for parameter, factor in factors.items() if parameter.endswith("original")), None)
+    assert isinstance(found, Projected) == (name.split(", ")[-1] not in ("frames", "twice", "frozen weight"))
 
 
 class Twice2(nn.Module):

@@ -25,6 +25,7 @@ from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, sources
 from privgrad.gradient.rules import Rule, find_rule
+from privgrad.gradient.weight_standardization import StandardizedWeight
 
 REMEDY = "use engine='vmap'"
 
@@ -163,8 +164,23 @@ class Capture:
         (x,) = (*args, *kwargs.values())
         read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
         weights = {name: weight for name, weight in read.items() if weight is not None}
-        each = self._moves.of_parametrized(module, weights) if self._moves else {}
-        return self._by_rule(path, rule, module, weights, x, each)
+        return self._by_rule(path, rule, module, weights, x, self._computed(module, weights))
+
+    def _computed(self, layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, EachWeight | StandardizedWeight]:
+        """By name, those weights whose parametrization is to be known: what it computes from moves."""
+        found: dict[str, EachWeight | StandardizedWeight] = {}
+        for name in weights:
+            if parametrize.is_parametrized(layer, name):
+                parametrization = cast(nn.ModuleDict, layer.parametrizations)[name]
+                own = {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
+                moves = self._moves.of(own) if self._moves else {}
+                if self._moves and not moves:
+                    continue
+                if (known := StandardizedWeight.of(parametrization, moves)) is not None:
+                    found[name] = known
+                elif moves:
+                    found[name] = EachWeight(parametrization, moves, weights[name])
+        return found
 
     def _by_rule(
         self,
@@ -173,13 +189,13 @@ class Capture:
         layer: Any,
         weights: Mapping[str, Tensor],
         x: Tensor,
-        each: Mapping[str, EachWeight] | None = None,
+        computed: Mapping[str, EachWeight | StandardizedWeight] | None = None,
     ) -> Tensor:
         """One call of a rule: the weights replaced by stand-ins, the output tapped.
 
-        Where examples have weights of their own (`each`), these move from the common one.
+        Weights that are `computed` move as what they are computed from does.
         """
-        each = each or {}
+        computed = computed or {}
         layout = self._enter(path)
         stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         if layout is not None:
@@ -188,8 +204,7 @@ class Capture:
                 raise misplaced(path)
         if self._curved:
             rule, x = rule.bilinear(layer, x)
-        moves = self._moves.of(weights) if self._moves else {}
-        moves |= {name: own.move(weights[name]) for name, own in each.items()}
+        moves = self._moves.of(weights) | {name: own.move() for name, own in computed.items()} if self._moves else {}
         if self._curved and x.requires_grad:
             x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a place in the graph that is this layer's alone
         output = rule.moved(layer, stand_ins, moves, x) if moves else rule.forward(layer, stand_ins, x)
@@ -206,7 +221,8 @@ class Capture:
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     got, remedy = type(factor).__name__, "return Dense, Outer or another of privgrad.gradient.factors"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
-                parts = each[name].pull(factor) if name in each else _pulled(factor, weight)
+                own = computed.get(name)
+                parts = own.pull(factor) if own is not None and own.takes(factor) else _pulled(factor, weight)
                 for parameter, part in parts.items():
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Dense, Factor, Outer, largest_scale
+from privgrad.gradient.factors import Factor, Outer, largest_scale
 from privgrad.gradient.norms import cached, kept, place_norms, wide
 
 _FEW = 64  # places
@@ -63,8 +63,7 @@ def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
     size, places = weight.examples, geometry.places(x.shape[2:])
     if geometry.by_patches(places):
         patches = geometry.patches(x)
-        map_of_patches = weight.unfolded() if isinstance(weight, Convolution) else Dense(weight.dense().flatten(2))
-        found = map_of_patches.apply(patches.reshape(size, -1, patches.shape[2]))
+        found = weight.of_patches().apply(patches.reshape(size, -1, patches.shape[2]))
         return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *places)
     # Examples are groups of channels; the parts of one are the batch.
     rows = x.reshape(size, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
@@ -98,7 +97,7 @@ class Convolution(Factor):
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
         if self._few_places:
-            return self.unfolded().dense().view(self.examples, *self.shape)
+            return self.of_patches().dense().view(self.examples, *self.shape)
         # Examples are groups of channels; the parts of one are the batch, over which the gradient is a sum.
         split = (z.view(self.examples, self.parts, *z.shape[1:]) for z in (self.x.contiguous(), self.b.contiguous()))
         x, b = (z.transpose(0, 1).flatten(1, 2) for z in split)
@@ -136,15 +135,15 @@ class Convolution(Factor):
 
     @property
     def worth_keeping(self) -> bool:
-        return not self._by_inner_products
+        return not self.by_inner_products
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        if inverse_scales is not None or not self._by_inner_products:
+        if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
         few = self._split(cached(self._places * self.parts * int(self.shape[1:].numel())))
-        return torch.cat([cast(Convolution, part).unfolded().norms_by_inner_products() for part in few])
+        return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in few])
 
-    def unfolded(self) -> Outer:
+    def of_patches(self) -> Outer:
         """The same as a linear map of patches, shape (O, I * kernel); for one group."""
         found = Outer(self.geometry.patches(self.x), self.b.flatten(2).mT)
         return found if self.parts == 1 else found.merge(self.parts)
@@ -158,7 +157,7 @@ class Convolution(Factor):
         return self.geometry.by_patches(self.b.shape[2:])
 
     @property
-    def _by_inner_products(self) -> bool:
+    def by_inner_products(self) -> bool:
         outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
         return self._few_places and 2 * self._places * self.parts * (fan_in + outputs) < fan_in * outputs
 

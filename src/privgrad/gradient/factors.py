@@ -107,6 +107,10 @@ class Factor(ABC):
         read_BJTD = self.read(ids_BJT.flatten(1)).reshape(*ids_BJT.shape, -1)
         return (read_BJTD * weight_BJT.to(read_BJTD.dtype)[..., None]).sum(2)
 
+    def of_patches(self) -> "Factor":
+        """Of a convolution's weight, shape (O, I, *kernel): as a linear map of patches, shape (O, I kernel)."""
+        return Dense(self.dense().flatten(2))
+
     def scaled(self, scales: Tensor) -> "Factor":
         """Every gradient times the same scales, whose shape broadcasts to P."""
         return Dense(self.dense() * scales)

@@ -38,6 +38,7 @@ from privgrad.gradient.moves import Moves
 from privgrad.gradient.norms import wide
 from privgrad.gradient.products import sources
 from privgrad.gradient.rules import find_rule
+from privgrad.gradient.weight_standardization import Projected
 from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
@@ -67,6 +68,7 @@ class Hooks:
         self._calls = 0
         self._reached = set[str]()  # names of parameters, in the audit
         self._known = dict[Any, tuple[Any, ...]]()  # what audits found, by the shapes of an example
+        self._unwritten = set[int]()  # computed weights that an example's move writes out for no example
         self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -187,11 +189,9 @@ class Hooks:
 
     def moved_size(self, size: int, *, exact: bool) -> int:
         """As microbatch_size, at most `size`, for `moved`: layers may write their weights out for each example."""
-        written = sum(
-            _size(unit)
-            for _, unit in units(self._model)
-            if parametrize.is_parametrized(unit) or not _moves_cheaply(unit, exact)
-        )
+        each = [u for _, u in units(self._model) if parametrize.is_parametrized(u) or not _moves_cheaply(u, exact)]
+        unwritten = set[int]() if exact else self._unwritten
+        written = sum(p.numel() for u in each for p in u.parameters() if p.requires_grad and id(p) not in unwritten)
         # Twice: the weights themselves, and their gradients.
         return max(1, min(size, self._together // max(1, 2 * written)))
 
@@ -234,6 +234,8 @@ class Hooks:
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
             found = self._factors(few)
+            parameters = trainable(self._model)
+            self._unwritten = {id(parameters[n]) for n, factor in found.items() if isinstance(factor, Projected)}
             tolerance = self._tolerance
             require_unwritten(self._model, checksums)
             require_single(self._model, self._loss_fn, few, found, tolerance)

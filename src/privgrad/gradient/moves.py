@@ -3,14 +3,13 @@
 Shape suffixes: B examples, T places of an example, I inputs, O outputs, P a parameter's shape.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.utils import parametrize
 
 from privgrad.gradient.convolution import Geometry, convolve
 from privgrad.gradient.factors import Dense, Factor
@@ -75,20 +74,24 @@ class EachWeight:
     Args:
         parametrization: computes it from parameters of its own.
         moves: of these, by name.
+        weight: what it computes from the parameters as they are.
     """
 
-    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Move]) -> None:
-        self._parametrization, self._moves = parametrization, moves
+    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Move], weight: Tensor) -> None:
+        self._parametrization, self._moves, self._weight = parametrization, moves, weight.detach()
         self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
 
-    def move(self, weight: Tensor) -> Move:
+    def move(self) -> Move:
         """How far each example's weight lies from the one that all share."""
-        weight = weight.detach()
+        weight = self._weight
         moved = weight.new_empty(self._examples, *weight.shape)
         with torch.no_grad():
             for part in self._parts(weight.shape):
                 torch.sub(self._weights(self._points(part)), weight, out=moved[part])
         return Move(Dense(moved), moved.new_ones(len(moved)))
+
+    def takes(self, grads: Factor) -> bool:
+        return True
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
@@ -146,17 +149,6 @@ class Moves:
         """By the names of these parameters, of those that move."""
         found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
         return {name: Move(factor, self.share) for name, factor in found.items() if factor is not None}
-
-    def of_parametrized(self, layer: nn.Module, names: Iterable[str]) -> dict[str, EachWeight]:
-        """By name, of those among the layer's weights that a parametrization computes from what moves."""
-        found: dict[str, EachWeight] = {}
-        for name in names:
-            if parametrize.is_parametrized(layer, name):
-                parametrization = cast(nn.ModuleDict, layer.parametrizations)[name]
-                own = {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
-                if moves := self.of(own):
-                    found[name] = EachWeight(parametrization, moves)
-        return found
 
 
 def _for_rows(values_B: Tensor, x: Tensor) -> Tensor:
