@@ -68,6 +68,7 @@ def test_every_item_runs_small(name: str, tmp_path: Path, request: pytest.Fixtur
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout.splitlines()[-1])
     assert found == json.loads((tmp_path / "out" / "table.json").read_text())
+    assert json.loads((tmp_path / "out" / "spec.json").read_text())
     lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
     again = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--out", str(tmp_path / "out")])
     assert again.exit_code == 0, again.output

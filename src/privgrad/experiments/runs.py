@@ -309,8 +309,10 @@ def open_folder(spec: Spec, out: Path, probe: Mapping[str, Any] | None = None) -
 
 def describe(spec: Spec, probe: Mapping[str, Any] | None = None) -> str:
     """What a folder is known by; the probe is what an item looks at along its trainings."""
-    described = spec.model_dump_json(indent=1, exclude_defaults=True)
-    return described if probe is None else f"{described}\n{json.dumps(probe)}"
+    if probe is None:
+        return spec.model_dump_json(indent=1, exclude_defaults=True)
+    described = spec.model_dump(mode="json", exclude_defaults=True) | {"probe": dict(probe)}
+    return json.dumps(described, indent=1, ensure_ascii=False)
 
 
 def claim(out: Path, description: str, *, look_only: bool = False) -> None:
