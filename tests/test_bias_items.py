@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import privgrad as pg
-from privgrad.experiments.bias import bias, runtime
+from privgrad.experiments import figures
+from privgrad.experiments.bias import _shown, bias, runtime
 from privgrad.experiments.reproduce import _prepared, reproduce
 from privgrad.experiments.runs import Record, read_records
 from privgrad.experiments.spec import Spec, check_spec
@@ -64,6 +66,27 @@ def test_what_is_shown_is_the_mean_over_the_steps(figure5: tuple[dict[str, Any],
     assert found["batch_size=64"]["BAM, own"] == {"raw_bias": {"mean": pytest.approx(fmean(wanted)), "std": None}}
     assert "NOT PRIVATE" in (out / "table.txt").read_text()
     assert (out / "curves.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "label"),
+    [
+        (["raw_ascent", "raw_released"], "cosine, NOT PRIVATE"),
+        (["raw_bias"], "|clipped g - g|, NOT PRIVATE"),
+        (["seconds"], "seconds a step"),
+    ],
+)
+def test_the_plot_says_what_its_numbers_are(
+    numbers: list[str], label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures, "png", lambda draw: drawn.append(draw()) or b"")
+    curves = {("BAM", number): {0: {1: [0.2, 0.4], 2: [0.1, 0.1]}} for number in numbers}
+    _shown(curves, "step", "title", "caption", tmp_path)
+    (ax,) = drawn[0].axes
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", label)
+    assert len(drawn[0].legends) == len(numbers) - 1
+    assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
 def test_looking_changes_no_training_and_an_interrupted_one_is_gone_on_with(

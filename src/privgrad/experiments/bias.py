@@ -219,8 +219,9 @@ def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -
     table = Table(label, *names.values(), title=title, caption=caption)
     for x, row in found.items():
         table.add_row(x.partition("=")[2], *(_cell(**row[method][number]) for method, number in names))
-    told = [_TOLD[shown[0]]] if len(shown) == 1 else []
-    marked = [*told, "NOT PRIVATE"] if shown[0].startswith("raw_") else told
+    # Of several numbers the legend tells the rest: "cosine of g_i and g".
+    told = [_TOLD[number] if len(shown) == 1 else _TOLD[number].partition(" of ")[0] for number in shown]
+    marked = [*dict.fromkeys(told), *(["NOT PRIVATE"] if shown[0].startswith("raw_") else [])]
     draw = partial(
         curves_figure,
         {names[key]: trials for key, trials in lines.items()},

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 from torch import Tensor
 
 from privgrad.experiments.records import (
@@ -361,6 +361,8 @@ def curves_figure(
         means = [statistics.fmean(losses) for losses in zip(*([y for _, y in t] for t in trials), strict=True)]
         ax.plot(steps, means, color=color, linewidth=2.2, label=_label(method))
     ax.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
+    if xscale == "linear":
+        ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     _legend(figure, ax)
     return figure
 
