@@ -14,7 +14,7 @@ from privgrad.audit import Game, directions, one_step
 from privgrad.data import DataSet
 from privgrad.errors import expected
 from privgrad.experiments.spec import MethodTable, Spec, make_data
-from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient
+from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient, require_images
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
 
@@ -36,6 +36,7 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
         if name not in known:
             raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
     data = make_data(spec)
+    require_images(spec, data)
     inputs, labels, *users = data.train.tensors
     if (
         users

@@ -32,6 +32,7 @@ from privgrad.experiments.tasks import (
     outcomes,
     preconditioner,
     public_gradient,
+    require_images,
     warm_start,
 )
 from privgrad.ledger import is_in_use
@@ -302,6 +303,7 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
 def open_folder(spec: Spec, out: Path, probe: Mapping[str, Any] | None = None) -> DataSet:
     """Check all that can be checked, then make the folder or see that it holds runs of the same spec and probe."""
     data = make_data(spec)
+    require_images(spec, data)
     spec.plan(None)
     claim(out, describe(spec, probe))
     return data

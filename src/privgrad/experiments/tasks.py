@@ -31,6 +31,20 @@ from privgrad.oracle import PrivateGradient
 from privgrad.types import NoisyGradient
 
 _MOST_LOGITS = 1 << 26  # at once, where results are measured
+_OF_IMAGES = ("cnn-small", "cnn2", "cnn5", "resnet9", "wide-resnet")  # models
+
+
+def require_images(spec: Spec, data: DataSet) -> None:
+    """Raise PrivacyError unless a model for images takes those of the data: most are made for one size."""
+    if spec.model.name not in _OF_IMAGES:
+        return
+    try:
+        with torch.device("meta"):  # shapes only: nothing is computed, and nothing drawn
+            _made(spec, data)(torch.zeros(1, *data.input_shape))
+    except RuntimeError as error:
+        condition = f"to take inputs of shape {data.input_shape}, as {spec.data.name!r} has"
+        remedy = "set [data] size = 28 where the data allow it, or choose another model"
+        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy) from error
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
