@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from privgrad.gradient.factors import Factor
+from privgrad.gradient.factors import Factor, Outer
 from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.weight_standardization import Projected
+from privgrad.gradient.weight_standardization import Combined
 from privgrad.models import ws_conv2d
 
 Make = Callable[[], nn.Module]
@@ -232,9 +232,11 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
 @pytest.mark.parametrize("name", [name for name in RULES if "few places, standardized" in name])
 def test_gradients_of_standardized_weights_are_not_written_out(name: str):
     make, inputs = RULES[name]
-    factors = Hooks(make().double(), losses_of)(inputs(3))
-    found = next((factor for parameter, factor in factors.items() if parameter.endswith("original")), None)
-    assert isinstance(found, Projected) == (name.split(", ")[-1] not in ("frames", "twice", "frozen weight"))
+    engine, x = Hooks(make().double(), losses_of), inputs(3)
+    known = name.split(", ")[-1] not in ("frames", "twice", "frozen weight")
+    for factors in (engine(x), engine.moved(x, 0.1, exact=False), engine.moved(x, 0.1, exact=True)):
+        found = next((factor for parameter, factor in factors.items() if parameter.endswith("original")), None)
+        assert (isinstance(found, Combined) and isinstance(found.inner, Outer)) == known
 
 
 class Twice2(nn.Module):

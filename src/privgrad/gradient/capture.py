@@ -25,7 +25,7 @@ from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, sources
 from privgrad.gradient.rules import Rule, find_rule
-from privgrad.gradient.weight_standardization import StandardizedWeight
+from privgrad.gradient.weight_standardization import MovedStandardizedWeight, StandardizedWeight
 
 REMEDY = "use engine='vmap'"
 
@@ -39,11 +39,26 @@ class Tap:
 
     path: str
     edge: GradientEdge
-    # Of the gradient; for curvature of (gradient, what stands for the input).
-    factors: Callable[..., Mapping[Tensor, Factor]]
+    factors: Callable[..., Mapping[Tensor, Factor]]  # of the gradient, and what bends it, if the tap is `bent`
     inputs: list[tuple[Tensor, int]]  # with their version when they were used
     delta: Callable[[Moves], Tensor | None] | None = None  # what moving the parameters would add here; for curvature
     source: Tensor | None = None  # the input, where gradients flow on to it; for curvature
+    bent: bool = False  # whether the parameters' curvature is more than that of the gradient
+
+
+@dataclass(frozen=True)
+class Bend:
+    """What curvature adds to a layer's gradients beside that of the output.
+
+    Attributes:
+        first: gradient of the output, without curvature.
+        source: what stands for the input beside it; None where there is none.
+        moves: along which the curvature is.
+    """
+
+    first: Tensor
+    source: Tensor | None
+    moves: Moves
 
 
 @dataclass(frozen=True)
@@ -151,11 +166,12 @@ class Capture:
         inputs: Sequence[Tensor],
         delta: Callable[[Moves], Tensor | None] | None = None,
         source: Tensor | None = None,
+        bent: bool = False,
     ) -> Tensor:
         """Note the tensor's place in the graph; return it, or what to go on with."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self._finished and tensor.requires_grad:
-            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions, delta, source))
+            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions, delta, source, bent))
         return tensor
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,23 +180,7 @@ class Capture:
         (x,) = (*args, *kwargs.values())
         read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
         weights = {name: weight for name, weight in read.items() if weight is not None}
-        return self._by_rule(path, rule, module, weights, x, self._computed(module, weights))
-
-    def _computed(self, layer: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, EachWeight | StandardizedWeight]:
-        """By name, those weights whose parametrization is to be known: what it computes from moves."""
-        found: dict[str, EachWeight | StandardizedWeight] = {}
-        for name in weights:
-            if parametrize.is_parametrized(layer, name):
-                parametrization = cast(nn.ModuleDict, layer.parametrizations)[name]
-                own = {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
-                moves = self._moves.of(own) if self._moves else {}
-                if self._moves and not moves:
-                    continue
-                if (known := StandardizedWeight.of(parametrization, moves)) is not None:
-                    found[name] = known
-                elif moves:
-                    found[name] = EachWeight(parametrization, moves, weights[name])
-        return found
+        return self._by_rule(path, rule, module, weights, x)
 
     def _by_rule(
         self,
@@ -189,13 +189,10 @@ class Capture:
         layer: Any,
         weights: Mapping[str, Tensor],
         x: Tensor,
-        computed: Mapping[str, EachWeight | StandardizedWeight] | None = None,
     ) -> Tensor:
-        """One call of a rule: the weights replaced by stand-ins, the output tapped.
-
-        Weights that are `computed` move as what they are computed from does.
-        """
-        computed = computed or {}
+        """One call of a rule: the weights replaced by stand-ins, the output tapped."""
+        standardized = _standardized(layer, weights)
+        each = self._each(layer, weights, standardized) if self._moves else {}
         layout = self._enter(path)
         stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         if layout is not None:
@@ -204,7 +201,7 @@ class Capture:
                 raise misplaced(path)
         if self._curved:
             rule, x = rule.bilinear(layer, x)
-        moves = self._moves.of(weights) | {name: own.move() for name, own in computed.items()} if self._moves else {}
+        moves = self._moves.of(weights) | {name: own.move() for name, own in each.items()} if self._moves else {}
         if self._curved and x.requires_grad:
             x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a place in the graph that is this layer's alone
         output = rule.moved(layer, stand_ins, moves, x) if moves else rule.forward(layer, stand_ins, x)
@@ -212,28 +209,55 @@ class Capture:
         if layout is None:
             return output
 
-        def factors(grad: Tensor, backward: Tensor | None = None) -> dict[Tensor, Factor]:
+        def factors(grad: Tensor, bend: Bend | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
             for name, weight in weights.items():
-                if not weight.requires_grad or (backward is not None and name != "weight"):
+                if not weight.requires_grad:
                     continue
-                factor = rule.factor(layer, name, stand_ins, x.detach() if backward is None else backward, grad)
+                factor, more = rule.factor(layer, name, stand_ins, x.detach(), grad), None
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     got, remedy = type(factor).__name__, "return Dense, Outer or another of privgrad.gradient.factors"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
-                own = computed.get(name)
-                parts = own.pull(factor) if own is not None and own.takes(factor) else _pulled(factor, weight)
+                if bend is not None and bend.source is not None and name == "weight":
+                    more = rule.factor(layer, name, stand_ins, bend.source, bend.first)
+                known = standardized.get(name)
+                if name in each:
+                    parts = each[name].pull(factor)
+                elif known is not None and bend is not None:
+                    parts = known.bent(factor, more, bend.moves.of(known.own))
+                elif known is not None and (self._curved or known.takes(factor)):
+                    parts = known.pull(factor)
+                else:
+                    parts = _pulled(factor if more is None else factor + more, weight)
                 for parameter, part in parts.items():
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
         def delta(moves: Moves) -> Tensor | None:
             found = moves.of(weights)
+            found |= {
+                name: own.tangent(own_moves) for name, own in standardized.items() if (own_moves := moves.of(own.own))
+            }
             return rule.delta(layer, found, x) if found else None
 
         if not self._curved:
             return self._tap(path, output, factors, inputs=[x])
-        return self._tap(path, output, factors, inputs=[x], delta=delta, source=x if x.requires_grad else None)
+        source = x if x.requires_grad else None
+        return self._tap(path, output, factors, inputs=[x], delta=delta, source=source, bent=True)
+
+    def _each(
+        self, layer: Any, weights: Mapping[str, Tensor], standardized: Mapping[str, StandardizedWeight]
+    ) -> dict[str, EachWeight | MovedStandardizedWeight]:
+        """By name, of those weights that a parametrization computes from what moves."""
+        found: dict[str, EachWeight | MovedStandardizedWeight] = {}
+        for name, parametrization in _parametrizations(layer).items():
+            moves = cast(Moves, self._moves).of(
+                {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
+            )
+            if name in weights and moves:
+                known = standardized[name].moved(moves) if name in standardized else None
+                found[name] = known or EachWeight(parametrization, moves, weights[name])
+        return found
 
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
@@ -359,6 +383,18 @@ def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Ite
         return
     for name, child in model.named_children():
         yield from units(child, f"{path}.{name}" if path else name, seen)
+
+
+def _parametrizations(layer: Any) -> Mapping[str, nn.Module]:
+    """By the names of the weights that they compute."""
+    is_parametrized = isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)
+    return dict(cast(nn.ModuleDict, layer.parametrizations).items()) if is_parametrized else {}
+
+
+def _standardized(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, StandardizedWeight]:
+    """By name, of those weights that weight standardisation computes."""
+    known = {name: StandardizedWeight.of(own) for name, own in _parametrizations(layer).items() if name in weights}
+    return {name: weight for name, weight in known.items() if weight is not None}
 
 
 def _ignore(tensor: Tensor, *_: object) -> Tensor:

@@ -1,6 +1,6 @@
 """The Hessian's product with each example's own move, by a backward pass through the backward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from privgrad.gradient.capture import Tap
-from privgrad.gradient.factors import Factor
+from privgrad.gradient.capture import Bend, Tap
 from privgrad.gradient.moves import Moves
 
 
@@ -37,14 +36,14 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
     return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
 
 
-def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[Mapping[Tensor, Factor]]]:
-    """Gradients at the taps, with what curvature adds to them; and what it adds by way of the taps' sources.
+def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[Bend | None]]:
+    """Gradients at the taps, with what curvature adds to them; and what else it adds to those of parameters.
 
     Computes: with b the gradient at a tap's output and x its source, phi = sum <b, delta(x)> is each example's
     <g_i, v_i>, v_i the move. Its gradient is H_i v_i; and a layer's weight takes part twice: in the forward pass, where
     it meets (x, d phi / d output), and in the backward pass, where it meets (d phi / d (gradient of x), b).
     """
-    total, nothing = first.detached, [dict[Tensor, Factor]() for _ in first.taps]
+    total = first.detached
     # Of phi only the gradient is wanted: <delta, d b> + <b, d delta>.
     ends: list[Tensor] = []
     others: list[Tensor] = []
@@ -57,14 +56,14 @@ def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[
                     ends.append(end)
                     others.append(other.detach().to(end.dtype))
     if not ends:
-        return total, [*nothing]
+        return total, [None] * len(total)
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
     second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))
     rest = iter(added[len(first.taps) :])
-    more: list[Mapping[Tensor, Factor]] = []
+    bends: list[Bend | None] = []
     for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
         curved = next(rest) if back is not None and back.requires_grad else None
-        more.append({} if grad is None or curved is None else tap.factors(grad, curved))
+        bends.append(Bend(grad, curved, moves) if tap.bent and grad is not None else None)
     pairs = zip(total, added, strict=False)
-    return [grad if grad is None or add is None else grad + add for grad, add in pairs], more
+    return [grad if grad is None or add is None else grad + add for grad, add in pairs], bends

@@ -20,6 +20,7 @@ from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.audit import PROBED, checksums_of, doubled, few_of, norm_of, require_single, require_unwritten
 from privgrad.gradient.capture import (
     REMEDY,
+    Bend,
     Capture,
     Layout,
     OtherCallsError,
@@ -38,7 +39,7 @@ from privgrad.gradient.moves import Moves
 from privgrad.gradient.norms import wide
 from privgrad.gradient.products import sources
 from privgrad.gradient.rules import find_rule
-from privgrad.gradient.weight_standardization import Projected
+from privgrad.gradient.weight_standardization import Projected, StandardizedWeight
 from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
@@ -68,7 +69,9 @@ class Hooks:
         self._calls = 0
         self._reached = set[str]()  # names of parameters, in the audit
         self._known = dict[Any, tuple[Any, ...]]()  # what audits found, by the shapes of an example
-        self._unwritten = set[int]()  # computed weights that an example's move writes out for no example
+        self._pulled = dict[
+            int, bool
+        ]()  # by id of what a weight is computed from: whether it moves without being written out
         self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -189,9 +192,9 @@ class Hooks:
 
     def moved_size(self, size: int, *, exact: bool) -> int:
         """As microbatch_size, at most `size`, for `moved`: layers may write their weights out for each example."""
-        each = [u for _, u in units(self._model) if parametrize.is_parametrized(u) or not _moves_cheaply(u, exact)]
-        unwritten = set[int]() if exact else self._unwritten
-        written = sum(p.numel() for u in each for p in u.parameters() if p.requires_grad and id(p) not in unwritten)
+        each = [u for _, u in units(self._model) if parametrize.is_parametrized(u) or not self._moves_cheaply(u, exact)]
+        parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
+        written = sum(p.numel() for p in parameters if not self._pulled.get(id(p), False))
         # Twice: the weights themselves, and their gradients.
         return max(1, min(size, self._together // max(1, 2 * written)))
 
@@ -199,6 +202,17 @@ class Hooks:
     def _together(self) -> int:
         """How many numbers to hold at once for the examples."""
         return max(_TOGETHER, 4 * _size(self._model)) if self._room is None else self._room
+
+    def _moves_cheaply(self, unit: nn.Module, exact: bool) -> bool:
+        """Whether the unit's rule knows what moving its parameters does; if not, each example gets its own copy."""
+        rule = find_rule(unit)
+        if rule is None or not rule.has_delta:
+            return False
+        if not exact or not parametrize.is_parametrized(unit):
+            return not exact or rule.is_bilinear
+        computed = cast("Mapping[str, nn.Module]", unit.parametrizations)
+        originals = [getattr(own, "original", None) for own in computed.values() if StandardizedWeight.of(own)]
+        return len(originals) == len(computed) and all(id(original) in self._pulled for original in originals)
 
     def audit(self, examples: Any) -> None:
         """Learn where the examples are in each layer's tensors; check gradients of a few against single examples.
@@ -234,8 +248,8 @@ class Hooks:
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
             found = self._factors(few)
-            parameters = trainable(self._model)
-            self._unwritten = {id(parameters[n]) for n, factor in found.items() if isinstance(factor, Projected)}
+            own, pulled = trainable(self._model), {n: f for n, f in found.items() if isinstance(f, Projected | Pulled)}
+            self._pulled = {id(own[name]): isinstance(factor, Projected) for name, factor in pulled.items()}
             tolerance = self._tolerance
             require_unwritten(self._model, checksums)
             require_single(self._model, self._loss_fn, few, found, tolerance)
@@ -304,7 +318,7 @@ class Hooks:
 
     def _check_moved(self, few: Any, radius: float, *, exact: bool) -> None:
         checksums = checksums_of(self._model)
-        whole = self._whole | {path for path, module in units(self._model) if not _moves_cheaply(module, exact)}
+        whole = self._whole | {path for path, module in units(self._model) if not self._moves_cheaply(module, exact)}
         self._moved[exact] = (self._learn_layouts(few, whole), whole)
         try:
             with evaluating(self._model):
@@ -379,8 +393,8 @@ class Hooks:
                 return {}, Moves({}, torch.zeros(0))
             first = backward(losses, capture.taps)
             moves = self._moves(self._collected(losses, capture.taps, first.detached), radius)
-            grads, more = curvature(first, moves)
-        return self._collected(losses, capture.taps, grads, more), moves
+            grads, bends = curvature(first, moves)
+        return self._collected(losses, capture.taps, grads, bends), moves
 
     @contextmanager
     def _captured(self, capture: Capture, examples: Any) -> Generator[Tensor]:
@@ -396,9 +410,9 @@ class Hooks:
         losses: Tensor,
         taps: Sequence[Tap],
         grads: Sequence[Tensor | None],
-        more: Sequence[Mapping[Tensor, Factor]] | None = None,
+        bends: Sequence[Bend | None] | None = None,
     ) -> dict[str, Factor]:
-        """Factors by name, from gradients at the taps and what is to be added to them."""
+        """Factors by name, from gradients at the taps and what curvature adds to them."""
         names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
         self._half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self._floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
@@ -413,9 +427,8 @@ class Hooks:
                         raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
                 if grad is None:
                     continue
-                others = more[index] if more else dict[Tensor, Factor]()
-                for parameter, factor in tap.factors(grad).items():
-                    factor = factor + others[parameter] if parameter in others else factor
+                bend = bends[index] if bends else None
+                for parameter, factor in (tap.factors(grad, bend) if bend else tap.factors(grad)).items():
                     name = names[id(parameter)]
                     if factor.examples != size:
                         if factor.examples % size != 0:
@@ -436,14 +449,6 @@ def _size(module: nn.Module) -> int:
 def _shapes(examples: Any) -> tuple[torch.Size, ...]:
     """Of one example's tensors."""
     return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))
-
-
-def _moves_cheaply(unit: nn.Module, exact: bool) -> bool:
-    """Whether the unit's rule knows what moving its parameters does; if not, each example gets its own copy."""
-    rule = find_rule(unit)
-    if rule is None or not rule.has_delta:
-        return False
-    return not exact or (rule.is_bilinear and not parametrize.is_parametrized(unit))
 
 
 def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:

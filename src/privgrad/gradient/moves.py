@@ -90,9 +90,6 @@ class EachWeight:
                 torch.sub(self._weights(self._points(part)), weight, out=moved[part])
         return Move(Dense(moved), moved.new_ones(len(moved)))
 
-    def takes(self, grads: Factor) -> bool:
-        return True
-
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
         size = self._examples

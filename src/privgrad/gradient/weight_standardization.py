@@ -4,7 +4,7 @@ Shape suffixes: B examples, T places of an example, O outputs, F fan-in, P a par
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ def _added(fan_in: int) -> float:
     return 1e-4 / fan_in
 
 
+Rows = Outer | Dense  # of a weight, shape (O, F): of few places, or written out
+
+
 class Combined(Factor):
     """Rows of each example's own, of a matrix that all share, and of ones: g_io = h_io + along_io y_o + level_io.
 
@@ -50,14 +53,19 @@ class Combined(Factor):
         inner: h_i, shape (O, F).
         rows: y, shape P, which is (O, F) with F flattened.
         along_BO, level_BO: what they are multiplied with.
+        square_BO: |g_io|^2 up to rounding of |h_io|^2, where it is known.
     """
 
-    def __init__(self, inner: Outer, rows: Tensor, along_BO: Tensor, level_BO: Tensor) -> None:
+    def __init__(
+        self, inner: Rows, rows: Tensor, along_BO: Tensor, level_BO: Tensor, square_BO: Tensor | None = None
+    ) -> None:
         super().__init__(inner.examples, rows.shape)
         self.inner, self.rows, self.along_BO, self.level_BO = inner, rows, along_BO, level_BO
+        self.square_BO = square_BO
 
     def __getitem__(self, examples: slice) -> "Combined":
-        return Combined(self.inner[examples], self.rows, self.along_BO[examples], self.level_BO[examples])
+        numbers = (None if x is None else x[examples] for x in (self.along_BO, self.level_BO, self.square_BO))
+        return Combined(self.inner[examples], self.rows, *cast("Any", numbers))
 
     def dense(self) -> Tensor:
         out_BOF = torch.addcmul(self.level_BO[:, :, None], self.along_BO[:, :, None], self.rows.flatten(1))
@@ -69,7 +77,18 @@ class Combined(Factor):
         return (self.inner.weighted_sum(weight_B) + shared_OF).view(self.shape)
 
     def keep(self, kept_B: Tensor) -> "Combined":
-        return Combined(self.inner.keep(kept_B), self.rows, kept(self.along_BO, kept_B), kept(self.level_BO, kept_B))
+        numbers = (None if x is None else kept(x, kept_B) for x in (self.along_BO, self.level_BO, self.square_BO))
+        return Combined(self.inner.keep(kept_B), self.rows, *cast("Any", numbers))
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        if inverse_scales is not None or self.square_BO is None:
+            return super().norms(inverse_scales)
+        square_B = self.square_BO.sum(1, dtype=torch.float64)
+        norm_B = square_B.clamp(min=0).sqrt()
+        again = cancelled(square_B, self.terms()) | ~torch.isfinite(square_B)
+        for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
+            norm_B[index] = Factor.norms(self[index : index + 1])[0]
+        return norm_B
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor:
         along_B = short_norms(self.along_BO * short_norms(self.rows.flatten(1)))
@@ -87,130 +106,219 @@ class Combined(Factor):
 
 
 class Projected(Combined):
-    """A gradient that came back through standardized rows, which leave it nothing along ones and little along y.
+    """A gradient that came back through standardized rows: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o.
 
     Args:
-        combined: the gradient.
-        square_BO: |g_io|^2, right up to rounding of |h_io|^2.
-        product_BO: <g_io, y_o>; None where the rows were not y.
+        h: with respect to the weight.
+        rows: y, shape P.
+        scale_BO: as above.
+        mean_BO: of h_io.
+        along_BO: mean of y_o h_io.
+        square_BO: |q_io|^2.
     """
 
-    def __init__(self, combined: Combined, square_BO: Tensor, product_BO: Tensor | None) -> None:
-        super().__init__(combined.inner, combined.rows, combined.along_BO, combined.level_BO)
-        self.square_BO, self.product_BO = square_BO, product_BO
+    def __init__(
+        self, h: Rows, rows: Tensor, scale_BO: Tensor, mean_BO: Tensor, along_BO: Tensor, square_BO: Tensor
+    ) -> None:
+        inner, square = _by_rows(h, scale_BO), scale_BO.square() * square_BO
+        super().__init__(inner, rows, -scale_BO * along_BO, -scale_BO * mean_BO, square)
+        self.parts = h, (scale_BO, mean_BO, along_BO, square_BO)
 
     def __getitem__(self, examples: slice) -> "Projected":
-        product_BO = None if self.product_BO is None else self.product_BO[examples]
-        return Projected(super().__getitem__(examples), self.square_BO[examples], product_BO)
+        h, numbers = self.parts
+        return Projected(h[examples], self.rows, *(x[examples] for x in numbers))
 
     def keep(self, kept_B: Tensor) -> "Projected":
-        product_BO = None if self.product_BO is None else kept(self.product_BO, kept_B)
-        return Projected(super().keep(kept_B), kept(self.square_BO, kept_B), product_BO)
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        if inverse_scales is not None:
-            return super().norms(inverse_scales)
-        square_B = self.square_BO.sum(1, dtype=torch.float64)
-        norm_B = square_B.clamp(min=0).sqrt()
-        again = cancelled(square_B, terms_of(self.inner, None)) | ~torch.isfinite(square_B)
-        for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
-            norm_B[index] = Factor.norms(self[index : index + 1])[0]
-        return norm_B
+        h, numbers = self.parts
+        return Projected(h.keep(kept_B), self.rows, *(kept(x, kept_B) for x in numbers))
 
 
 class StandardizedWeight:
-    """A convolution's weight that WeightStandardization computes, at the parameters or at each example's own.
+    """A convolution's weight that WeightStandardization computes, at the parameters.
 
     Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean), r_o the inverse root of the row's variance and what is
-    added to it, k_o = gain_o / sqrt(F). A gradient h_o with respect to w_o is, with respect to v_o,
-        g_o = r_o k_o (h_o - mean(h_o) - y_o mean(y_o h_o)),
-    and sqrt(F) mean(y_o h_o) with respect to the gain. Parameters moved by a share of such gradients have rows that are
-    made of y_o, ones and what g_o is made of: nothing is written out.
+    added to it, k_o = gain_o / sqrt(F). With <.> for means over a row, a gradient h_o with respect to w_o is, with
+    respect to v_o,
+        g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>),
+    and sqrt(F) <y_o h_o> with respect to the gain. All that follows from g is made of h, y and ones.
 
     Args:
-        parametrization: torch's, of the weight; see `of`.
-        moves: of its parameters, by name; no parameter moves where there is none for "original".
+        parametrization: torch's, of the weight.
     """
 
-    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Move]) -> None:
-        self._own = dict(parametrization.named_parameters())
-        v = wide(self._own["original"].detach())
-        self._fan_in, self._added = v[0].numel(), _added(v[0].numel())
-        rows_OF, _, inverse_O1 = torch.native_layer_norm(v.flatten(1), (self._fan_in,), None, None, self._added)
-        self._rows, inverse_O = rows_OF.view(v.shape), inverse_O1[:, 0]
-        gain = self._own.get("0.gain")
-        self._common_O = torch.ones_like(inverse_O) if gain is None else wide(gain.detach()).flatten()
-        self._common_O = self._common_O / self._fan_in**0.5
-        self._inverse_BO, self._scale_BO, self._point = (
-            inverse_O[None],
-            self._common_O[None],
-            cast("Combined | None", None),
-        )
-        if "original" in moves:
-            g, share_B1 = cast(Projected, moves["original"].factor), moves["original"].share[:, None]
-            product_BO = cast(Tensor, g.product_BO) / inverse_O
-            moved_BO = inverse_O**-2 + (2 * share_B1 * product_BO + share_B1.square() * g.square_BO) / self._fan_in
-            self._inverse_BO = moved_BO.clamp(min=self._added).rsqrt()
-            share_BO = share_B1 * self._inverse_BO
-            along_BO = self._inverse_BO / inverse_O + share_BO * g.along_BO
-            self._point = Combined(_by_rows(g.inner, share_BO), self._rows, along_BO, share_BO * g.level_BO)
-        if "0.gain" in moves:
-            self._scale_BO = self._scale_BO + moves["0.gain"].dense().flatten(1) / self._fan_in**0.5
+    def __init__(self, parametrization: nn.Module) -> None:
+        self.own = dict(parametrization.named_parameters())
+        v, gain = wide(self.own["original"].detach()), self.own.get("0.gain")
+        self.fan_in = v[0].numel()
+        rows_OF, _, inverse_O1 = torch.native_layer_norm(v.flatten(1), (self.fan_in,), None, None, _added(self.fan_in))
+        self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
+        k_O = torch.ones_like(inverse_O1) if gain is None else wide(gain.detach())
+        self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
+        self.lost_1O = _added(self.fan_in) * self.inverse_1O.square()  # |y|^2 = F (1 - lost)
 
     @classmethod
-    def of(cls, parametrization: nn.Module, moves: Mapping[str, Move]) -> "StandardizedWeight | None":
-        """None where another parametrization computes the weight, or moves are not what this one pulls back."""
+    def of(cls, parametrization: nn.Module) -> "StandardizedWeight | None":
+        """None where another parametrization computes the weight."""
         steps = list(cast(nn.ModuleList, parametrization))
-        if len(steps) != 1 or type(steps[0]) is not WeightStandardization:
-            return None
-        along = moves["original"].factor if "original" in moves else None
-        known = isinstance(along, Projected) and along.product_BO is not None
-        return cls(parametrization, moves) if known or not moves else None
+        return cls(parametrization) if [type(step) for step in steps] == [WeightStandardization] else None
 
     def takes(self, grads: Factor) -> bool:
-        """Whether this is the shorter way for such gradients; if parameters move, it is the only one."""
-        return self._point is not None or (isinstance(grads, Convolution) and grads.by_inner_products)
+        """Whether this is the shorter way for such gradients."""
+        return isinstance(grads, Convolution) and grads.by_inner_products
 
-    def move(self) -> Move:
-        """How far each example's weight lies from the one at the parameters."""
-        point, k_BO = cast(Combined, self._point), self._scale_BO
-        along_BO = k_BO * point.along_BO - self._common_O
-        moved = Combined(_by_rows(point.inner, k_BO), self._rows, along_BO, k_BO * point.level_BO)
-        return Move(moved, moved.along_BO.new_ones(moved.examples))
+    def moved(self, moves: Mapping[str, Move]) -> "MovedStandardizedWeight | None":
+        """Where its parameters are moved, by name; None if not along gradients that were pulled back here."""
+        along = moves["original"].factor if "original" in moves else None
+        few = isinstance(along, Projected) and isinstance(along.inner, Outer)
+        return MovedStandardizedWeight(self, moves) if few else None
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
-        point, scale_BO = self._point, self._inverse_BO * self._scale_BO
-        if point is not None and grads.examples != point.examples:
-            grads = grads.merge(grads.examples // point.examples)
-        h = cast(Convolution, grads).of_patches()
-        y_BTO = h.a_BTI @ self._rows.flatten(1).mT if point is None else point.of_patches().apply(h.a_BTI)
-        along_BO = (y_BTO * h.b_BTO).sum(1) / self._fan_in
-        mean_BO = (h.a_BTI.sum(2, keepdim=True).mT @ h.b_BTO)[:, 0] / self._fan_in
-        found: dict[str, Factor] = {}
-        if "0.gain" in self._own:
-            gain = self._own["0.gain"]
-            found["0.gain"] = Dense((self._fan_in**0.5 * along_BO).view(-1, *gain.shape))
-        # |y|^2 = F (1 - added r^2)
-        lost_BO = self._added * self._inverse_BO.square()
-        rest_BO = mean_BO.square() + along_BO.square() * (1 + lost_BO)
-        square_BO = scale_BO.square() * (_row_squares(h) - self._fan_in * rest_BO)
-        inner, along_BO, level_BO = _by_rows(h, scale_BO), -scale_BO * along_BO, -scale_BO * mean_BO
-        product_BO = None
-        if point is None:
-            product_BO = -along_BO * lost_BO * self._fan_in
-        else:
-            inner = cast(Outer, inner + _by_rows(point.inner, along_BO))
-            along_BO, level_BO = along_BO * point.along_BO, level_BO + along_BO * point.level_BO
-        found["original"] = Projected(Combined(inner, self._rows, along_BO, level_BO), square_BO, product_BO)
-        return {own: found[name] for name, own in self._own.items() if own.requires_grad}
+        h = _rows_of(grads)
+        mean_BO, along_BO = self._means(h)
+        rest_BO = mean_BO.square() + along_BO.square() * (1 + self.lost_1O)
+        scale_BO = (self.inverse_1O * self.k_1O).expand_as(mean_BO)
+        square_BO = _products(h, h) - self.fan_in * rest_BO
+        pulled = Projected(h, self.rows, scale_BO, mean_BO, along_BO, square_BO)
+        return self.named(pulled, self.fan_in**0.5 * along_BO)
+
+    def tangent(self, moves: Mapping[str, Move]) -> Move:
+        """How far the weight moves with its parameters, to first order: k_o D u_o + (move of k_o) y_o.
+
+        D u = r (u - y <y u>) is what y does along a u without mean.
+        """
+        g, share_B1, gain_BO = self.along(moves)
+        scale_BO = share_B1 * self.inverse_1O * self.k_1O
+        along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
+        moved = Combined(_by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
+        return Move(moved, along_BO.new_ones(moved.examples))
+
+    def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Move]) -> dict[Tensor, Factor]:
+        """As `pull`, with the derivative of <h, tangent>, h being what g was pulled back from, as if h were constant.
+
+        Computes: with u = s g the move of v, m that of k, and G = k h,
+            - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
+            <h, D u> / sqrt(F) along the gain.
+
+        Args:
+            total: gradients with respect to the weight, with what curvature adds to them.
+            more: what curvature adds by way of the layer's input.
+            moves: of the parameters, by name, along g.
+        """
+        g, s_B1, m_BO = self.along(moves)
+        h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
+        r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
+        of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
+        of_y_BO = r_1O * self.k_1O * along_BO * slope_BO - (scale_BO.square() * square_BO) / fan_in
+        of_gain_BO = square_BO + fan_in * along_BO.square() * self.lost_1O
+        of_gain_BO = s_B1 * r_1O * (scale_BO * of_gain_BO - slope_BO * fan_in * along_BO) / fan_in**0.5
+
+        first, rest = _rows_of(total), None if more is None else _rows_of(more)
+        mean_tBO, along_tBO = self._means(first)
+        if rest is not None:
+            mean_tBO, along_tBO = (x + y for x, y in zip((mean_tBO, along_tBO), self._means(rest), strict=True))
+        inner = _sum(first, scale_BO, h, of_h_BO)
+        inner = inner if rest is None else cast(Rows, inner + _by_rows(rest, scale_BO))
+        # The inner factor's means, of which the projections leave nothing but the part along y that is added.
+        inner_mean_BO = scale_BO * mean_tBO + of_h_BO * mean_BO
+        inner_along_BO = scale_BO * along_tBO + of_h_BO * along_BO
+        y_BO = s_B1 * r_1O * of_y_BO - inner_along_BO
+        square_BO = y_BO * (2 * inner_along_BO + y_BO * (1 - self.lost_1O)) - inner_mean_BO.square()
+        square_BO = _products(inner, inner) + fan_in * square_BO
+        bent = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
+        return self.named(bent, fan_in**0.5 * along_tBO + of_gain_BO)
+
+    def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
+        """By parameter, of those that are trained."""
+        found = {
+            name: original if name == "original" else Dense(gain_BO.view(-1, *p.shape)) for name, p in self.own.items()
+        }
+        return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
+
+    def _means(self, h: Rows) -> tuple[Tensor, Tensor]:
+        """(<h>, <y h>), shape (B, O)."""
+        return _sums(h) / self.fan_in, _products(h, self.rows.flatten(1)) / self.fan_in
+
+    def slope(self, g: Projected) -> Tensor:
+        """<y g>."""
+        scale_BO, _, along_BO, _ = g.parts[1]
+        return scale_BO * along_BO * self.lost_1O
+
+    def along(self, moves: Mapping[str, Move]) -> tuple[Projected, Tensor, Tensor]:
+        """(g, s, m): v moves by s_i g_i, k by m."""
+        move, gain = moves["original"], moves.get("0.gain")
+        m_BO = gain.dense().flatten(1) / self.fan_in**0.5 if gain else move.share.new_zeros(len(move.share), 1)
+        return cast(Projected, move.factor), move.share[:, None], m_BO
 
 
-def _row_squares(h: Outer) -> Tensor:
-    """|h_io|^2, shape (B, O)."""
-    return (h.a_BTI @ h.a_BTI.mT @ h.b_BTO).mul_(h.b_BTO).sum(1)
+class MovedStandardizedWeight:
+    """The same at each example's own parameters, moved along gradients g of few places that were pulled back.
+
+    Computes: v + s g has rows with y' = (r' / r) y + r' s g, of which the variance is known from those of v and g, and
+    <v g>.
+    """
+
+    def __init__(self, common: StandardizedWeight, moves: Mapping[str, Move]) -> None:
+        self._common = common
+        g, s_B1, m_BO = common.along(moves)
+        r_1O, added = common.inverse_1O, _added(common.fan_in)
+        variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * cast(Tensor, g.square_BO) / common.fan_in)
+        self._inverse_BO = variance_BO.clamp(min=added).rsqrt()
+        self._lost_BO, self._k_BO = added * self._inverse_BO.square(), common.k_1O + m_BO
+        share_BO = s_B1 * self._inverse_BO
+        along_BO = self._inverse_BO / r_1O + share_BO * g.along_BO
+        self._rows = Combined(_by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
+
+    def move(self) -> Move:
+        """How far each example's weight lies from the one at the parameters."""
+        rows, k_BO = self._rows, self._k_BO
+        along_BO = k_BO * rows.along_BO - self._common.k_1O
+        moved = Combined(_by_rows(rows.inner, k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
+        return Move(moved, along_BO.new_ones(moved.examples))
+
+    def pull(self, grads: Factor) -> dict[Tensor, Factor]:
+        """As that of the common weight."""
+        rows, fan_in = self._rows, self._common.fan_in
+        h = _rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
+        mean_BO, along_BO = _sums(h) / fan_in, _products(h, rows.of_patches()) / fan_in
+        scale_BO = self._inverse_BO * self._k_BO
+        rest_BO = mean_BO.square() + along_BO.square() * (1 + self._lost_BO)
+        square_BO = scale_BO.square() * (_products(h, h) - fan_in * rest_BO)
+        y_BO = -scale_BO * along_BO
+        inner = cast(Rows, _by_rows(h, scale_BO) + _by_rows(rows.inner, y_BO))
+        level_BO = y_BO * rows.level_BO - scale_BO * mean_BO
+        pulled = Combined(inner, rows.rows, y_BO * rows.along_BO, level_BO, square_BO)
+        return self._common.named(pulled, fan_in**0.5 * along_BO)
 
 
-def _by_rows(factor: Outer, scale_BO: Tensor) -> Outer:
+def _rows_of(grads: Factor) -> Rows:
+    """Gradients of a convolution's weight, as rows."""
+    few = isinstance(grads, Convolution) and grads.by_inner_products
+    return cast(Rows, grads.of_patches() if few else Dense(grads.dense().flatten(2)))
+
+
+def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:
     """Every row of every example times its own number."""
-    return Outer(factor.a_BTI, factor.b_BTO * scale_BO[:, None])
+    if isinstance(h, Outer):
+        return Outer(h.a_BTI, h.b_BTO * scale_BO[:, None])
+    return Dense(h.grads_BP * scale_BO[:, :, None])
+
+
+def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:
+    """Both times their numbers; of the same inputs, if of few places."""
+    if isinstance(one, Outer) and isinstance(other, Outer):
+        return Outer(one.a_BTI, torch.addcmul(one.b_BTO * one_BO[:, None], other.b_BTO, other_BO[:, None]))
+    return Dense(torch.addcmul(one.dense() * one_BO[:, :, None], other.dense(), other_BO[:, :, None]))
+
+
+def _products(h: Rows, other: Factor | Tensor) -> Tensor:
+    """Inner products of rows with those of a factor, or of a matrix that all share: shape (B, O)."""
+    if isinstance(h, Outer):
+        found_BTO = other.apply(h.a_BTI) if isinstance(other, Factor) else h.a_BTI @ other.mT
+        return (found_BTO * h.b_BTO).sum(1)
+    return cast(Tensor, torch.linalg.vecdot(h.grads_BP, other.dense() if isinstance(other, Factor) else other))
+
+
+def _sums(h: Rows) -> Tensor:
+    """Of rows, shape (B, O)."""
+    return (h.a_BTI.sum(2, keepdim=True).mT @ h.b_BTO)[:, 0] if isinstance(h, Outer) else h.grads_BP.sum(2)
