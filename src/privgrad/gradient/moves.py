@@ -61,8 +61,10 @@ class Move:
         return Move(self.factor.transposed(), self.share)
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
-        """As convolve, with this much of a weight."""
-        return convolve(self.factor, x, geometry) * _for_rows(self._share(x.dim() - 1), x)
+        """As convolve, with this much of a weight; the share goes into what is smaller, outputs or weights."""
+        if geometry.by_patches(geometry.places(x.shape[2:])):
+            return convolve(self.factor, x, geometry) * _for_rows(self._share(x.dim() - 1), x)
+        return convolve(Dense(self.dense()), x, geometry)
 
     def _share(self, dims: int) -> Tensor:
         return self.share.view(-1, *[1] * dims)
