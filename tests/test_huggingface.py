@@ -190,7 +190,11 @@ def test_learnt_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path):
     batch = {name: torch.stack([row[name] for row in data[:4]]) for name in data[0]}
     alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(4)]
     torch.testing.assert_close(causal_lm_losses(model, batch), torch.stack(alone))
-    trainer = make_trainer(tmp_path, model, data, engine="vmap")
+    refused = make_trainer(tmp_path / "hooks", model, data)
+    with pytest.raises(pg.UnsupportedModuleError, match=r"'prompt_encoder\.default\.embedding'.*engine='vmap'"):
+        refused.train()
+    assert refused.private_grad.ledger.releases == 0
+    trainer = make_trainer(tmp_path / "vmap", model, data, engine="vmap")
     trainer.train()
     assert trainer.private_grad.ledger.releases == STEPS
 

@@ -183,6 +183,47 @@ def test_a_parameter_used_outside_its_module_is_refused_by_name():
     assert rows["embedding.weight"].dense().shape == (6, 7, 4)
 
 
+class Prompted(nn.Module):
+    """Two learnt tokens before each example's own, which PEFT repeats and others broadcast."""
+
+    def __init__(self, repeat: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.prompt, self.head, self.repeat = nn.Embedding(2, 4), nn.Linear(4, 3), repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.repeat(self.prompt(torch.arange(2).unsqueeze(0)), len(x))
+        return self.head(torch.cat([before, x], 1).tanh().sum(1))
+
+
+def test_what_is_repeated_for_each_example_is_refused_by_name_and_taken_by_vmap():
+    examples = labelled(torch.randn(6, 3, 4, dtype=torch.float64))
+    repeated, broadcast = (
+        Prompted(repeat).double()
+        for repeat in (lambda x, size: x.repeat(size, 1, 1), lambda x, size: x.expand(size, -1, -1))
+    )
+    broadcast.load_state_dict(repeated.state_dict())
+    with pytest.raises(pg.UnsupportedModuleError, match=r"'prompt' computes for all.*use engine='vmap'"):
+        Hooks(repeated, loss_fn)(examples)
+    rows, factors = Vmap(repeated, loss_fn)(examples), Hooks(broadcast, loss_fn)(examples)
+    for parameter, factor in factors.items():
+        assert_equal_to_loop(factor, rows[parameter].dense(), 1e-10)
+
+
+def test_an_error_of_the_backward_pass_is_not_taken_for_that():
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            raise RuntimeError("no derivative here")
+
+    model = Prompted(lambda x, size: cast(Tensor, Broken.apply(x)).expand(size, -1, -1))
+    with pytest.raises(RuntimeError, match="no derivative here"):
+        Hooks(model, loss_fn)(labelled(torch.randn(6, 3, 4)))
+
+
 @pytest.mark.parametrize("time", [2, 3, 6])
 def test_time_first_data_is_caught_even_where_time_equals_batch(time: int):
     with pytest.raises(pg.UnsupportedModuleError, match="examples"):

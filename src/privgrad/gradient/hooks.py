@@ -247,7 +247,11 @@ class Hooks:
         checksums = checksums_of(self._model)
         self._layouts = self._learn_layouts(few)
         with evaluating(self._model):
-            found = self._factors(few)
+            try:
+                found = self._factors(few)
+            except RuntimeError:
+                self._require_unrepeated(few)
+                raise
             own, pulled = trainable(self._model), {n: f for n, f in found.items() if isinstance(f, Projected | Pulled)}
             self._pulled = {id(own[name]): isinstance(factor, Projected) for name, factor in pulled.items()}
             tolerance = self._tolerance
@@ -259,6 +263,21 @@ class Hooks:
             self._require_apart_in_training(few, tolerance)
             self._layouts = layouts
         require_unwritten(self._model, checksums)
+
+    def _require_unrepeated(self, few: Any) -> None:
+        """Raise UnsupportedModuleError if the losses fail since what one layer computes once is there for each example.
+
+        They have been computed before, of the same examples, with the layers as they are.
+        """
+        layouts = self._layouts or []
+        shared = [path for path, layout in layouts if layout and layout[0] is None]
+        try:
+            with self._captured(Capture(self._model, layouts, count_examples(few), self._whole), few):
+                return
+        except RuntimeError as error:
+            if shared:
+                condition, got = "to broadcast over the examples, not to be repeated for each", str(error).rstrip(".")
+                raise refused(f"what '{shared[0]}' computes for all", condition, got, REMEDY) from error
 
     @property
     def _tolerance(self) -> float:
