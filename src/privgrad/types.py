@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from privgrad.errors import expected
 
@@ -71,16 +71,12 @@ def count_examples(examples: Any) -> int:
     Raises:
         PrivacyError: no tensor, or leading dimensions that differ.
     """
-    sizes: set[int] = set()
-
-    def note(leaf: Tensor) -> Tensor:
-        if not isinstance(leaf, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+    leaves: list[Any] = tree_leaves(examples)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
             remedy = "turn it into a tensor in the data set or in collate"
             raise expected("Batch", "examples", "to be tensors", type(leaf).__name__, remedy)
-        sizes.add(leaf.shape[0])
-        return leaf
-
-    map_examples(note, examples)
+    sizes = {leaf.shape[0] for leaf in cast("list[Tensor]", leaves)}
     if len(sizes) != 1:
         remedy = "collate examples into tensors with one entry an example"
         raise expected("Batch", "examples", "to share one leading dimension", sorted(sizes), remedy)

@@ -88,7 +88,7 @@ class Capture:
         *,
         curved: bool = False,
     ) -> None:
-        self._model, self._layouts, self._size, self._whole, self._moves = model, layouts, size, whole, moves
+        self._model, self._layouts, self.size, self._whole, self._moves = model, layouts, size, whole, moves
         self._curved = curved  # whether what curvature needs is noted
         self.by_products = set[str]()
         self.taps: list[Tap] = []
@@ -304,7 +304,7 @@ class Capture:
         dims = tuple(None if place is None else place[0] for place in places)
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
         moves = self._moves.of(own) if self._moves else {}
-        copies = {name: p.detach().expand(self._size, *p.shape) for name, p in own.items()}
+        copies = {name: p.detach().expand(self.size, *p.shape) for name, p in own.items()}
         copies |= {name: move.added_to(own[name].detach()) for name, move in moves.items()}
         copies = {name: copy.requires_grad_() for name, copy in copies.items()}
         rest = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
@@ -329,7 +329,7 @@ class Capture:
                     {name: p[i] for name, p in copies.items()},
                     *(x if dim is None else x.select(dim, i) for x, dim in zip(mapped, dims, strict=True)),
                 )
-                for i in range(self._size)
+                for i in range(self.size)
             ]
             produced = [torch.stack(row) for row in zip(*rows, strict=True)]
         joined = map(partial(_joined, path), produced, layout[len(tensors) :])
@@ -344,9 +344,9 @@ class Capture:
         """What is the same for all examples is repeated in dimension 0, as a view."""
         if place is None:
             x = x[0] if x.dim() > 0 and len(x) == 1 else x
-            return x.expand(self._size, *x.shape)
+            return x.expand(self.size, *x.shape)
         dim, parts = place
-        if x.shape[dim] != self._size * parts:
+        if x.shape[dim] != self.size * parts:
             raise OtherCallsError(path)
         return x
 
@@ -356,7 +356,7 @@ class Capture:
             return x
         dim, parts = place
         whole = self._with_examples(path, x, place)
-        return whole.reshape(*x.shape[:dim], self._size, parts, *x.shape[dim + 1 :])
+        return whole.reshape(*x.shape[:dim], self.size, parts, *x.shape[dim + 1 :])
 
 
 class _Unit(nn.Module):

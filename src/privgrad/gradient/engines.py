@@ -144,13 +144,17 @@ def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, tuple[Any, ...
         if id(container) in seen:
             continue
         seen.add(id(container))
-        found.append((name, container, _held(container)))
+        found.append((name, container, held := _held(container)))
+        if not held:
+            continue
         inner = cast("Iterable[Any]", container.values() if hasattr(container, "values") else container)
         waiting += [(name, value) for value in inner if isinstance(value, _CONTAINERS)]
     return found
 
 
 def _held(container: Any) -> tuple[Any, ...]:
+    if not len(container):
+        return ()
     return tuple(cast("Iterable[Any]", container.items() if hasattr(container, "items") else container))
 
 
@@ -164,6 +168,8 @@ def _refill(container: Any, held: tuple[Any, ...]) -> None:
 
 def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether two containers hold the very same things: items of dicts are pairs, compared by part."""
+    if not one and not other:  # as most are
+        return True
     return len(one) == len(other) and all(
         a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
         for a, b in zip(one, other, strict=True)

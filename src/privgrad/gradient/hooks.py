@@ -69,9 +69,9 @@ class Hooks:
         self._calls = 0
         self._reached = set[str]()  # names of parameters, in the audit
         self._known = dict[Any, tuple[Any, ...]]()  # what audits found, by the shapes of an example
-        self._pulled = dict[
-            int, bool
-        ]()  # by id of what a weight is computed from: whether it moves without being written out
+        self._other = set[Any]()  # such shapes, of which layers were found to be called otherwise than of others
+        # By id of what a weight is computed from: whether it moves without being written out.
+        self._pulled = dict[int, bool]()
         self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -134,7 +134,7 @@ class Hooks:
         if self._is_due() or False not in self._moved:
             audit()
         parameters = trainable(self._model)
-        share_B = next(iter(parameters.values())).new_full((count_examples(examples),), share)
+        share_B = next(iter(parameters.values())).new_full((next(iter(moved.values())).examples,), share)
         moves = Moves({id(parameters[name]): factor for name, factor in moved.items()}, wide(share_B))
         return self._twice(lambda: self._factors(examples, moves), audit, examples)
 
@@ -151,10 +151,13 @@ class Hooks:
 
         Loops may be longer for longer sequences; what depends on the data otherwise is refused.
         """
+        if (shapes := _shapes(examples)) in self._other:
+            self._recall(examples)
         try:
             factors = compute()
         except OtherCallsError:
             try:
+                self._other.add(shapes)
                 self._recall(examples)
                 factors = compute()
             except OtherCallsError:
@@ -419,7 +422,7 @@ class Hooks:
     def _captured(self, capture: Capture, examples: Any) -> Generator[Tensor]:
         """The losses of a forward pass; open until its graph has been used."""
         with torch.enable_grad(), preserved(self._model), capture:
-            losses = require_losses(self._loss_fn(self._model, examples), count_examples(examples))
+            losses = require_losses(self._loss_fn(self._model, examples), capture.size)
             capture.finish()
             _require_inside_units(losses, trainable(self._model))
             yield losses

@@ -21,7 +21,8 @@ def cached(floats: int) -> int:
 
 def wide(tensor: Tensor) -> Tensor:
     """In float32, or wider if it was."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    wide_enough = tensor.dtype in (torch.float32, torch.float64)
+    return tensor if wide_enough else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def kept(x: Tensor, kept_B: Tensor) -> Tensor:
