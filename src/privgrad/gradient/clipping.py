@@ -221,20 +221,22 @@ def _add_clipped(
 ) -> RawClipping:
     """Add one chunk's clipped gradients to the total."""
     norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
-    finite_B = torch.isfinite(_joint_norm(norms.values()))
+    norm_B, nonfinite, apart = _joint_norm(norms.values()), 0, dict[int, RawClipping]()
+    finite_B = torch.isfinite(norm_B)
     if not bool(finite_B.all()):
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
         chunk = {name: factor.keep(finite_B) for name, factor in chunk.items()}
-        norms = {name: torch.where(finite_B, norm_B, 0.0) for name, norm_B in norms.items()}
+        norms = {name: torch.where(finite_B, each_B, 0.0) for name, each_B in norms.items()}
+        norm_B, nonfinite = torch.where(finite_B, norm_B, 0.0), int((~finite_B).sum())
     factors = _factors(clip, norms, max_grad_norm)
-    cancelling_B, apart = _cancelling(chunk, factors, max_grad_norm, inverse_scales), dict[int, RawClipping]()
-    if bool(cancelling_B.any()):
+    cancelling_B = _cancelling(chunk, factors, max_grad_norm, inverse_scales)
+    if cancelling_B is not None and bool(cancelling_B.any()):
         # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
         for index in cast("list[int]", cancelling_B.nonzero()[:, 0].tolist()):
             alone = {name: Dense(factor[index : index + 1].dense()) for name, factor in chunk.items()}
             apart[index] = _add_clipped(total, alone, clip, max_grad_norm, inverse_scales)
         chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
-        norms = {name: torch.where(cancelling_B, 0.0, norm_B) for name, norm_B in norms.items()}
+        norms = {name: torch.where(cancelling_B, 0.0, each_B) for name, each_B in norms.items()}
         factors = _factors(clip, norms, max_grad_norm)
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
     for name, factor_B in factors.items():
@@ -242,11 +244,11 @@ def _add_clipped(
             chunk[name].add_weighted_sum(total[name], factor_B)
         else:
             total[name] = chunk[name].weighted_sum(factor_B)
-    norm_B, smallest_B = _joint_norm(norms.values()), torch.stack(list(factors.values())).amin(0)
+    smallest_B = torch.stack(_distinct(factors)).amin(0)
     for index, raw in apart.items():
         norm_B[index], smallest_B[index] = raw.raw_norms[0], raw.raw_factors[0]
         length_B[index] = raw.raw_lengths[0]
-    nonfinite = int((~finite_B).sum()) + sum(raw.raw_nonfinite_examples for raw in apart.values())
+        nonfinite += raw.raw_nonfinite_examples
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
 
@@ -283,15 +285,17 @@ def _cancelling(
     factors: Mapping[str, Tensor],
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
-) -> Tensor:
-    """Which examples' gradients are small differences of terms so large that their rounding would pass the bound."""
-    first_B = next(iter(factors.values()))
-    exceeding = [torch.zeros_like(first_B, dtype=torch.bool)]
+) -> Tensor | None:
+    """Which examples' gradients are small differences of terms so large that their rounding would pass the bound.
+
+    None: no gradient is made of terms.
+    """
+    exceeding: list[Tensor] = []
     for name, factor in chunk.items():
         terms_B = factor.terms(inverse_scales.get(name))
         if terms_B is not None:
             exceeding.append(~(factors[name] * terms_B <= _TERMS * max_grad_norm))
-    return torch.stack(exceeding).any(0)
+    return torch.stack(exceeding).any(0) if exceeding else None
 
 
 def _require_bound(
@@ -299,11 +303,16 @@ def _require_bound(
 ) -> Tensor:
     """The lengths of the contributions, each within C: by the factors themselves and not by the rule's word."""
     contribution_B = _joint_norm(factors[name] * norm_B for name, norm_B in norms.items())
-    finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in factors.values())
+    finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in _distinct(factors))
     if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
         remedy = "correct the rule: nothing was released"
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", "more", remedy)
     return contribution_B
+
+
+def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The factors, each tensor once: most rules give all parameters the same."""
+    return list({id(factor_B): factor_B for factor_B in factors.values()}.values())
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
