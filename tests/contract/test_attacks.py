@@ -195,6 +195,15 @@ def test_squares_that_underflow_do_not_hide_a_gradient(scale: float, a: float, b
     assert clipped.values["p"].double().norm() <= 2e-3 * (1 + 1e-4)
 
 
+@pytest.mark.parametrize(("a", "b"), [(1e-23, 5e17), (5e17, 1e-23)])
+def test_squares_that_underflow_do_not_hide_a_place_among_others(a: float, b: float):
+    a_BTI, b_BTO = torch.zeros(2, 4, 784), torch.zeros(2, 4, 60)
+    for place, (x, y) in enumerate([(a, b), (1e-8, 1.0), (2.0, 0.0), (0.0, 2.0)]):
+        a_BTI[:, place], b_BTO[:, place] = x, y
+    wanted_B = torch.full((2,), (a * b + 1e-8) * (784 * 60) ** 0.5, dtype=torch.float64)
+    torch.testing.assert_close(Outer(a_BTI, b_BTO).norms(), wanted_B, rtol=1e-4, atol=0.0)
+
+
 class Remembers(nn.Module):
     """Keeps private tensors in nested containers, and writes to a plain tensor attribute."""
 

@@ -193,6 +193,9 @@ class Dense(Factor):
     def dense(self) -> Tensor:
         return self.grads_BP
 
+    def written_out(self) -> "Dense":
+        return self
+
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return (weight_B.to(self.grads_BP.dtype) @ self.grads_BP.flatten(1)).view(self.shape)
 
@@ -242,6 +245,9 @@ class Outer(Factor):
     def read(self, ids_BT: Tensor) -> Tensor:
         b_BTS = self.b_BTO.gather(2, ids_BT[:, None].expand(-1, self.b_BTO.shape[1], -1))
         return b_BTS.mT @ self.a_BTI
+
+    def written_out(self) -> Dense:
+        return Dense(self.dense())
 
     def scaled(self, scales: Tensor) -> Factor:
         if scales.shape[0] == 1:
@@ -314,7 +320,10 @@ class Outer(Factor):
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from the clipping.
         hidden_B = square_B <= _CANCELLED * bound_B.square()
-        hidden_B |= (((a_BT < TINY) & (b_BT > 1)) | ((b_BT < TINY) & (a_BT > 1))).any(1)
+        for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
+            lost_BT = (small_BT < TINY) & (large_BT > 1)
+            if bool(lost_BT.any()):  # what is zero, as at places that are filled up, hides nothing
+                hidden_B |= (lost_BT & (x_BTD != 0).any(2)).any(1)
         norm_B = square_B.clamp(min=0).sqrt()
         again = hidden_B.nonzero()[:, 0]
         if len(again) > 0:
