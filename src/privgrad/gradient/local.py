@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
@@ -77,49 +78,67 @@ class LocalTraining(Perturbation):
     def chunks(
         self, engine: Engine, examples: Any, size: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        """Each user's update; users with as many mini-batches come out together.
+        """Each user's update.
 
         In every step all who have a mini-batch left train side by side. What a user's arithmetic looks like follows
         from their own count alone: from how wide their mini-batches are, and how many.
         """
         *tensors, count_U = _require_users(examples)
-        if len(count_U) and not 0 <= int(count_U.min()) <= int(count_U.max()) <= tensors[0].shape[1]:
+        counts, most = cast("list[int]", count_U.tolist()), tensors[0].shape[1]
+        if counts and not 0 <= min(counts) <= max(counts) <= most:
             remedy = (
                 "make the data set by privgrad.data.by_user, whose last tensor says how many examples each user has"
             )
-            raise expected("LocalTraining", "counts", f"to be from 0 to {tensors[0].shape[1]}", "others", remedy)
+            raise expected("LocalTraining", "counts", f"to be from 0 to {most}", "others", remedy)
         narrow = -(-self.batch_size // 4)
-        for width, alike_U in ((narrow, count_U <= narrow), (self.batch_size, count_U > narrow)):
-            users = (alike_U & (count_U > 0)).nonzero()[:, 0]
-            users = users[torch.argsort(-(-count_U[users] // width), descending=True, stable=True)]
+        for width, least, greatest in ((narrow, 1, narrow), (self.batch_size, narrow + 1, most)):
+            users = [user for user, count in enumerate(counts) if least <= count <= greatest]
+            users.sort(key=lambda user: -(-counts[user] // width), reverse=True)
             for start in range(0, len(users), size):
-                chosen = users[start : start + size]
-                yield from self._trained(engine, tensors, chosen, count_U[chosen], width, radius)
+                row_U = torch.tensor(users[start : start + size], device=count_U.device)
+                yield from self._trained(engine, tensors, row_U, count_U[row_U], width, radius)
 
     def _trained(
         self, engine: Engine, tensors: Sequence[Tensor], row_U: Tensor, count_U: Tensor, width: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        """Updates of users in the order of how many mini-batches they have, most first; whoever is done comes out."""
+        """Updates of users in the order of how many mini-batches they have, most first."""
         batches_U, there, moved = -(-count_U // width), len(count_U), dict[str, Factor]()
-        column_M = torch.arange(width, device=count_U.device)
         steps = [self.epochs * batches for batches in cast("list[int]", batches_U.tolist())]
+        first_US = torch.arange(steps[0], device=count_U.device) % batches_U[:, None] * width
+        left_US = (count_U[:, None] - first_US).clamp(max=width)
+        # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
+        column_M = torch.arange(width, device=count_U.device)
+        place_USM = first_US[:, :, None] + torch.where(column_M < left_US[:, :, None], column_M, 0)
+        place_USM += row_U[:, None, None] * tensors[0].shape[1]
+        rows = [tensor.flatten(0, 1) for tensor in tensors]
+        held = there
         for step in range(steps[0] + 1):
-            before, there = there, sum(own > step for own in steps)
-            if there < before:
-                yield before - there, {name: factor[there:before] * radius for name, factor in moved.items()}
-                moved = {name: factor[:there] for name, factor in moved.items()}
-            if there == 0:
-                return
-            first_U = step % batches_U[:there] * width
-            left_U = (count_U[:there] - first_U).clamp(max=width)
-            # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
-            place_UM = first_U[:, None] + torch.where(column_M < left_U[:, None], column_M, 0)
-            part = (*(tensor[row_U[:there, None], place_UM] for tensor in tensors), left_U)
-            found = engine.at(part, moved, -radius) if moved else engine(part)
+            there = sum(own > step for own in steps)
+            # Each chunk that is clipped has a price of its own: where updates are written out, all wait for the last.
+            if there == 0 or not all(isinstance(factor, Dense) for factor in moved.values()):
+                if there < held:
+                    yield held - there, {name: factor[there:held] * radius for name, factor in moved.items()}
+                    moved, held = {name: factor[:there] for name, factor in moved.items()}, there
+                if there == 0:
+                    return
+            part = (*(_taken(tensor, place_USM[:there, step]) for tensor in rows), left_US[:there, step])
+            training = {name: factor[:there] for name, factor in moved.items()}
+            found = engine.at(part, training, -radius) if training else engine(part)
             for name, factor in found.items():
                 scales = self._inverse_scales.get(name)
-                update = factor if scales is None else factor.scaled(scales)
-                moved[name] = (moved[name] + update if name in moved else update).settled()
+                update = _for_all(factor if scales is None else factor.scaled(scales), held).settled()
+                moved[name] = (moved[name] + update).settled() if name in moved else update
+
+
+def _for_all(update: Factor, users: int) -> Factor:
+    """Zero for those who only wait."""
+    waiting = users - update.examples
+    return update if waiting == 0 else Dense(F.pad(update.dense(), (0, 0) * len(update.shape) + (0, waiting)))
+
+
+def _taken(rows: Tensor, place_UM: Tensor) -> Tensor:
+    """Shape (U, M, ...)."""
+    return rows.index_select(0, place_UM.flatten()).view(*place_UM.shape, *rows.shape[1:])
 
 
 class Reported(Perturbation):
