@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
@@ -106,34 +105,38 @@ class LocalTraining(Perturbation):
         steps = [self.epochs * batches for batches in cast("list[int]", batches_U.tolist())]
         first_US = torch.arange(steps[0], device=count_U.device) % batches_U[:, None] * width
         left_US = (count_U[:, None] - first_US).clamp(max=width)
-        # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
-        column_M = torch.arange(width, device=count_U.device)
-        place_USM = first_US[:, :, None] + torch.where(column_M < left_US[:, :, None], column_M, 0)
-        place_USM += row_U[:, None, None] * tensors[0].shape[1]
-        rows = [tensor.flatten(0, 1) for tensor in tensors]
-        held = there
+        first_US += row_U[:, None] * tensors[0].shape[1]
+        rows, column_M = [tensor.flatten(0, 1) for tensor in tensors], torch.arange(width, device=count_U.device)
+        ended: list[tuple[int, Mapping[str, Factor]]] = []
         for step in range(steps[0] + 1):
-            there = sum(own > step for own in steps)
-            # Each chunk that is clipped has a price of its own: where updates are written out, all wait for the last.
-            if there == 0 or not all(isinstance(factor, Dense) for factor in moved.values()):
-                if there < held:
-                    yield held - there, {name: factor[there:held] * radius for name, factor in moved.items()}
-                    moved, held = {name: factor[:there] for name, factor in moved.items()}, there
-                if there == 0:
-                    return
-            part = (*(_taken(tensor, place_USM[:there, step]) for tensor in rows), left_US[:there, step])
-            training = {name: factor[:there] for name, factor in moved.items()}
-            found = engine.at(part, training, -radius) if training else engine(part)
+            before, there = there, sum(own > step for own in steps)
+            if there < before:
+                ended.append((before - there, {name: factor[there:before] * radius for name, factor in moved.items()}))
+                moved = {name: factor[:there] for name, factor in moved.items()}
+                # Each chunk that is clipped has a price of its own: where updates are written out, all wait.
+                if there == 0 or not all(isinstance(factor, Dense) for factor in moved.values()):
+                    yield from _joined(ended)
+                    ended = []
+            if there == 0:
+                return
+            left_U = left_US[:there, step]
+            # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
+            place_UM = torch.where(column_M < left_U[:, None], column_M, 0) + first_US[:there, step, None]
+            part = (*(_taken(tensor, place_UM) for tensor in rows), left_U)
+            found = engine.at(part, moved, -radius) if moved else engine(part)
             for name, factor in found.items():
                 scales = self._inverse_scales.get(name)
-                update = _for_all(factor if scales is None else factor.scaled(scales), held).settled()
+                update = (factor if scales is None else factor.scaled(scales)).settled()
                 moved[name] = (moved[name] + update).settled() if name in moved else update
 
 
-def _for_all(update: Factor, users: int) -> Factor:
-    """Zero for those who only wait."""
-    waiting = users - update.examples
-    return update if waiting == 0 else Dense(F.pad(update.dense(), (0, 0) * len(update.shape) + (0, waiting)))
+def _joined(parts: list[tuple[int, Mapping[str, Factor]]]) -> list[tuple[int, Mapping[str, Factor]]]:
+    """One chunk of several, the last first, if they are of the same parameters."""
+    names = parts[0][1].keys()
+    if len(parts) == 1 or any(part.keys() != names for _, part in parts):
+        return parts
+    together = {name: torch.cat([part[name].dense() for _, part in reversed(parts)]) for name in names}
+    return [(sum(users for users, _ in parts), {name: Dense(values) for name, values in together.items()})]
 
 
 def _taken(rows: Tensor, place_UM: Tensor) -> Tensor:
