@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
 from privgrad.gradient import audit, checks, clipping, engines, factors, groups, hooks, rules, tables
+from privgrad.gradient import weight_standardization as standardization
 from privgrad.gradient.factors import Dense, Outer
 from privgrad.gradient.hooks import Hooks
 from privgrad.gradient.tables import Rows
@@ -47,6 +48,28 @@ def multiplied_back(real: Any, chunks: Any, **options: Any) -> tuple[ClippedSum,
     total, raw = real(chunks, **options)
     inverse_scales = options.get("inverse_scales") or {}
     return replace(total, values={n: v / inverse_scales.get(n, 1.0) for n, v in total.values.items()}), raw
+
+
+def projected_twice(patch: Patch) -> None:
+    """Norms that are too small: what weight standardisation takes from a gradient is taken from its square twice."""
+    real = standardization.Projected.__init__
+
+    def wrong(self: Any, h: Any, rows: Any, scale_BO: Any, mean_BO: Any, along_BO: Any, square_BO: Any) -> None:
+        taken_BO = (mean_BO.square() + along_BO.square()) * rows[0].numel()
+        real(self, h, rows, scale_BO, mean_BO, along_BO, (square_BO - taken_BO).clamp(min=0))
+
+    patch.setattr(standardization.Projected, "__init__", wrong)
+
+
+def one_variance_for_all(patch: Patch) -> None:
+    """Moved weights are divided by the batch's mean deviation, not by each example's own."""
+    real = standardization.MovedStandardizedWeight.move
+
+    def wrong(self: Any) -> Any:
+        self._k_BO = self._k_BO * self._inverse_BO.mean(0) / self._inverse_BO
+        return real(self)
+
+    patch.setattr(standardization.MovedStandardizedWeight, "move", wrong)
 
 
 def sensitivity_of_one_layer(real: Any, chunks: Any, *, clip: Any, **options: Any) -> tuple[ClippedSum, Any]:
@@ -352,6 +375,19 @@ GRADIENTS = [
         "squares kept of scales that were written over",
         stale_squares,
         "test_precondition.test_norms_follow_scales_that_are_written_over",
+    ),
+    Mutant(
+        "norms of standardized weights' gradients too small",
+        projected_twice,
+        "test_rules.test_rule_equals_a_loop_over_single_examples",
+        {"name": "Conv2d, few places, standardized, gain", "dtype": torch.float64, "tolerance": 1e-10, "size": 7},
+    ),
+    Mutant(
+        "one variance of moved weights for all examples",
+        one_variance_for_all,
+        "test_perturb.test_rule_equals_a_loop_over_single_examples",
+        {"name": "Conv2d, few places, standardized", "dtype": torch.float64, "tolerance": 1e-8, "exact": False},
+        guard="to be that of single examples",
     ),
     Mutant(
         "one dropout mask for all examples",
