@@ -3,19 +3,32 @@
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from pages import ROOT
+import privgrad as pg
+from pages import ROOT, blocks
+from privgrad import accounting, models
 
 CHOOSING, TUNING = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md"))
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
 MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
 TRIED = re.compile(r"(?P<lr>[\d.]+): (?P<value>[\d.]+)(?P<percent> %)?")
+
+# Ten passes of one example in 50.
+LARGE: dict[str, Any] = {
+    "sample_rate": 0.02,
+    "steps": 500,
+    "expected_batch_size": 1_000,
+    "max_grad_norm": 1.0,
+    "num_examples": 50_000,
+    "delta": 1e-6,
+}
 
 
 class Row(NamedTuple):
@@ -110,3 +123,59 @@ def test_what_tuning_says_in_words_stands_in_its_table():
     others = "\n".join(line for line in lines if not FOLDER.search(line))
     others = others.replace("84.8 %", "").replace("84.7 %", "")  # of the batches, see above
     assert [number for number in re.findall(r"[\d.]+ %", others) if number not in measured] == []
+
+
+def test_how_much_data_is_what_the_planner_says():
+    """Each row's noise has the row's epsilon."""
+    rows = [
+        [float(cell.replace(",", "")) for cell in line.strip("| ").split("|")]
+        for line in TUNING.read_text().splitlines()
+        if re.fullmatch(r"(\| [\d,]+ ){4}\|", line)
+    ]
+    assert [row[0] for row in rows] == [1, 3, 8]
+    for target, *needed in rows:
+        parts = [count / parameters**0.5 for count, parameters in zip(needed, (1e4, 1e5, 1e6), strict=True)]
+        assert parts[0] == pytest.approx(parts[2], rel=0.05)
+        assert parts[1] == pytest.approx(parts[2], rel=0.01)
+        sigma = 0.1 * parts[2] * 0.02 * 500**0.5
+        plan = pg.PrivacyPlan(noise_multiplier=sigma, **LARGE)
+        assert plan.epsilon() == pytest.approx(target, rel=0.02)
+
+
+def test_the_code_that_says_how_much_data_prints_its_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """By RDP, which takes milliseconds, and some percent more noise."""
+    real, page = accounting._epsilon, TUNING.read_text()
+    monkeypatch.setattr(accounting, "_epsilon", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
+    (code,) = (block.text for block in blocks("docs/tuning.md", "python") if block.heading == "How much data")
+    exec(code, {})
+    for line in capsys.readouterr().out.splitlines():
+        epsilon, *found = (float(cell.replace(",", "")) for cell in line.strip("| ").split("|"))
+        (said,) = (other for other in page.splitlines() if re.match(rf"\| {epsilon:g} \| \d", other))
+        wanted = [float(cell.replace(",", "")) for cell in said.strip("| ").split("|")][1:]
+        assert found == pytest.approx(wanted, rel=0.12)
+
+
+def test_where_noise_was_small_enough_is_what_the_plans_say():
+    lengths = {
+        "Fashion-MNIST": ("examples/fashion_mnist.toml", models.cnn5(in_channels=1, num_classes=10), 0.863),
+        "heavy tail": ("results/heavy-tail-fig2/spec.json", models.linear(in_features=9216, num_classes=255), 10.0),
+        "digits": ("examples/digits.toml", models.mlp(in_features=64, hidden=64, num_classes=10), 4.089),
+        "the autoencoder": ("results/adadps-autoencoder/spec.json", models.autoencoder(in_features=784), 1.0),
+    }
+    said = re.findall(r"([\d.]+) C \(([\w -]+)", TUNING.read_text())
+    assert {name for _, name in said} == lengths.keys()
+    for length, name in said:
+        path, model, sigma = lengths[name]
+        text = (ROOT / path).read_text()
+        privacy = (json.loads(text) if path.endswith("json") else tomllib.loads(text))["privacy"]
+        if (target := privacy.pop("target_epsilon", None)) is None:
+            assert privacy["noise_multiplier"] == sigma
+        else:
+            rate = privacy["expected_batch_size"] / privacy["num_examples"]
+            plan = pg.PrivacyPlan(noise_multiplier=sigma, sample_rate=rate, **privacy)
+            assert plan.epsilon() == pytest.approx(target, rel=0.005)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        found = sigma * (parameters / privacy["steps"]) ** 0.5 / privacy["expected_batch_size"]
+        assert printed(found, length) == length, name

@@ -1,5 +1,7 @@
 """PrivateTrainer: the step is the oracle's, the rest is the Trainer's; killed runs go on; adapters are trained."""
 
+import contextlib
+import copy
 import json
 import math
 import os
@@ -20,7 +22,15 @@ from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -32,6 +42,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from privgrad.gradient.checks import gradients
+from privgrad.gradient.engines import Vmap
+from privgrad.gradient.hooks import Hooks
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
 
 LENGTH = 6
@@ -197,6 +210,39 @@ def test_learnt_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path):
     trainer = make_trainer(tmp_path / "vmap", model, data, engine="vmap")
     trainer.train()
     assert trainer.private_grad.ledger.releases == STEPS
+
+
+OF_PEFT: dict[str, PeftConfig] = {
+    "prompts": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "prompts of an encoder": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8),
+    "prefixes": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "LoRA": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True),
+    "LoRA of embeddings": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["wte"]),
+    "DoRA": LoraConfig(task_type="CAUSAL_LM", use_dora=True, target_modules=["c_attn"], fan_in_fan_out=True),
+    "IA3": IA3Config(task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.parametrize("kind", OF_PEFT)
+def test_every_kind_of_adapter_has_the_gradients_of_single_examples(kind: str):
+    """By vmap all of them; by hooks those that it does not refuse by name."""
+    model = get_peft_model(gpt2(), copy.deepcopy(OF_PEFT[kind])).double().eval()  # pyright: ignore[reportArgumentType]
+    for name, parameter in model.named_parameters():
+        if "lora" in name and "_B" in name:  # zero at first: the other factor would have no gradient
+            nn.init.normal_(parameter, std=0.1)
+    rows = [{name: value[: LENGTH - 2] for name, value in row.items()} for row in sentences()[:3]]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    found = {"vmap": Vmap(model, causal_lm_losses)(batch)}
+    with contextlib.suppress(pg.UnsupportedModuleError):
+        found["hooks"] = Hooks(model, causal_lm_losses)(batch)
+    assert ("hooks" in found) == (kind in ("LoRA", "prefixes"))
+    for index in range(3):
+        single = gradients(model, causal_lm_losses, {name: value[index : index + 1] for name, value in batch.items()})
+        assert any(wanted.norm() > 0 for wanted in single.values())
+        for factors in found.values():
+            for name, wanted in single.items():
+                torch.testing.assert_close(factors[name].dense()[index], wanted, rtol=1e-5, atol=1e-8)
 
 
 def test_layers_called_otherwise_in_evaluation_mode_are_refused_with_the_remedy(tmp_path: Path):
