@@ -388,6 +388,10 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     changed = make_trainer(tmp_path / "other", model, texts(), optimizer=sgd, planned=planned)
     with pytest.raises(pg.PrivacyError, match="to be of this run, got one of optimizer AdamBC, now SGD"):
         changed.train(resume_from_checkpoint=True)
+    changed.private_grad.ledger.close()
+    clipped = make_trainer(tmp_path / "other", bert(), texts(), clip=pg.clip.Automatic(), planned=planned)
+    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of clip None, now Automatic\(gamma=0\.01\)"):
+        clipped.train(resume_from_checkpoint=True)
 
 
 def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):

@@ -213,6 +213,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         plain.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(pg.PrivacyError, match="the checkpoint to be of a private run"):
         fit(other, Classifier(), ckpt_path=tmp_path / "plain.ckpt")
+    clipped = PrivateStrategy(
+        plan, device="cpu", ledger=tmp_path / "one" / "ledger.jsonl", clip=pg.clip.PerLayer({"": 1.0})
+    )
+    with pytest.raises(pg.PrivacyError, match="to be of this run, got one of clip None, now PerLayer"):
+        fit(make_trainer(tmp_path / "one", plan, strategy=clipped), Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
 
 
 class Plain(Classifier):

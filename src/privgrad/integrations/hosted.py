@@ -11,12 +11,13 @@ from torch.utils.data import Dataset
 
 from privgrad.checkpoint import damage_refused, require_resumable
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
+from privgrad.gradient.clipping import Clipping
 from privgrad.optim import PrivateOptimizer
 from privgrad.oracle import PrivateGradient
 from privgrad.sampling import Collate
 from privgrad.types import Batch, NoisyGradient
 
-_VERSION = 2
+_VERSION = 3
 _PATIENCE = 10  # updates within which every parameter has to move: a warm-up may begin with a learning rate of zero
 
 
@@ -28,13 +29,22 @@ class HostedStep:
         model: the model that the host trains.
         private_grad: of that model; its ledger says what is spent.
         optimizer: from privgrad.optim, over the same model.
+        clip: private_grad's.
     Raises:
         PrivacyError: the optimizer is none of ours, or has other parameters than the model's trainable ones.
     Privacy:
         Adds nothing to what private_grad releases.
     """
 
-    def __init__(self, function: str, model: nn.Module, private_grad: PrivateGradient, optimizer: object) -> None:
+    def __init__(
+        self,
+        function: str,
+        model: nn.Module,
+        private_grad: PrivateGradient,
+        optimizer: object,
+        *,
+        clip: Clipping | None = None,
+    ) -> None:
         if not isinstance(optimizer, PrivateOptimizer):
             remedy = "give one of privgrad.optim, made of model.named_parameters()"
             raise expected(function, "optimizer", "to be one for released gradients", type(optimizer).__name__, remedy)
@@ -43,7 +53,11 @@ class HostedStep:
         self.epoch_steps = max(1, round(1 / private_grad.plan.sample_rate))
         self._function, self.model = function, model
         self._require_held()
-        self._settings = {"optimizer": type(optimizer).__name__, "options": repr(optimizer.defaults)}
+        self._settings = {
+            "clip": repr(clip),
+            "optimizer": type(optimizer).__name__,
+            "options": repr(optimizer.defaults),
+        }
         self._gradient: NoisyGradient | None = None
         self._unmoved: dict[str, tuple[float, float]] | None = None
         self._looks = 0

@@ -105,7 +105,7 @@ class PrivateTrainer(Trainer):
             memory_mb=memory_mb,
             ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
         )
-        self.private_step = HostedStep("PrivateTrainer", model, self.private_grad, optimizers[0])
+        self.private_step = HostedStep("PrivateTrainer", model, self.private_grad, optimizers[0], clip=clip)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The plan's batches, an epoch at a time."""

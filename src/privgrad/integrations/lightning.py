@@ -97,7 +97,9 @@ class PrivateStrategy(SingleDeviceStrategy):
             ledger=self._in_memory if self._ledger is None else Ledger(self._ledger),
             **self._options,
         )
-        self.private_step = HostedStep("PrivateStrategy", module, self.private_grad, self.optimizers[0])
+        self.private_step = HostedStep(
+            "PrivateStrategy", module, self.private_grad, self.optimizers[0], clip=self._options["clip"]
+        )
         self._resumed = False
 
     def on_train_start(self) -> None:
