@@ -2,6 +2,7 @@
 
 import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ from pages import ROOT, blocks, commands
 
 pytest.importorskip("build")
 pytest.importorskip("hatchling")
+pytest.importorskip("hatch_fancy_pypi_readme")
 
 SELF_CONTAINED = [page for page in pages.pages() if blocks(page, "python") and not pages.given(page).names]
 
@@ -79,6 +81,25 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
     assert said.get_all("Provides-Extra") == sorted(project["optional-dependencies"])
     changes = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert next(line for line in changes if line.startswith("## ")).split()[1] == project["version"]
+
+
+def test_its_long_description_is_the_readme_without_links_into_the_repository(built: tuple[Path, Path]):
+    """Where it is shown, there is no repository beside it."""
+    with zipfile.ZipFile(built[0]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_bytes(archive.read(name))
+    assert said["Description-Content-Type"] == "text/markdown"
+    payload = said.get_payload(decode=True)
+    assert isinstance(payload, bytes)
+    shown, readme = payload.decode(), (ROOT / "README.md").read_text()
+    link = re.compile(r"!?\[([^\]]*)\]\(([^)]*)\)")
+    relative = [found for found in link.finditer(readme) if not found[2].startswith(("https:", "http:"))]
+    assert relative
+    assert not [found[0] for found in link.finditer(shown) if not found[2].startswith(("https:", "http:"))]
+    texts = [found[1] for found in relative if not found[0].startswith("!")]
+    assert all((ROOT / text).exists() and f"`{text}`" in shown for text in texts), "a link's text is its path"
+    lines = [line for line in readme.splitlines() if not link.search(line)]
+    assert [line for line in lines if line not in shown] == []
 
 
 @pytest.mark.slow
