@@ -221,6 +221,35 @@ def test_no_step_without_the_bridge_or_without_noise():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_opacus_has_noised_serves_once(rank: int):
+    """After a step, a gradient without noise is not taken for the next one, whatever is cleared by hand."""
+    torch.manual_seed(0)
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        inner = pg.optim.AdamBC((model := make_model()).named_parameters())
+        numbers: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "expected_batch_size": BATCH}
+        module, optimizer = cast(Any, GradSampleModule(model)), DistributedDPOptimizer(inner, **numbers)
+        connect(connect(optimizer))  # a notebook's cell may be run again
+        inputs, labels = make_data(BATCH).tensors
+        F.cross_entropy(module(inputs), labels).backward()
+        optimizer.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in cast(Any, model.parameters()):
+            parameter.grad_sample = parameter.grad = None
+        F.cross_entropy(module(inputs), labels).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        with pytest.raises(pg.PrivacyError, match="to hold Opacus' noise, got none of it"):
+            inner.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer.zero_grad()
+        F.cross_entropy(module(inputs), labels).backward()
+        optimizer.step()
+        assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_the_plan_of_a_script_has_its_numbers_and_its_epsilon():
     model, engine = make_model(), cast(Any, PrivacyEngine())
     _, optimizer, loader = engine.make_private(

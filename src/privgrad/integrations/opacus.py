@@ -1,6 +1,7 @@
 """Opacus: our optimizers under its engine, and its numbers as a plan of ours."""
 
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from opacus.data_loader import DPDataLoader
@@ -12,6 +13,7 @@ from opacus.optimizers import (
 )
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from privgrad.errors import SamplingError, expected
 from privgrad.optim import PrivateOptimizer
@@ -25,6 +27,8 @@ _KNOWN = (
     DistributedDPOptimizer,
     DistributedDPOptimizerFastGradientClipping,
 )
+
+_connected = WeakKeyDictionary[PrivateOptimizer, RemovableHandle]()
 
 
 def connect(optimizer: Any) -> Any:
@@ -61,7 +65,9 @@ def connect(optimizer: Any) -> Any:
     def give(within: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         return (within,), {"grad": _released(optimizer)}
 
-    inner.register_step_pre_hook(give)
+    if inner in _connected:  # before: what has served one would not serve the other
+        _connected[inner].remove()
+    _connected[inner] = inner.register_step_pre_hook(give)
     return optimizer
 
 
@@ -103,23 +109,29 @@ def plan_of(
 
 
 def _released(optimizer: Any) -> NoisyGradient:
-    """What Opacus has left in .grad, and the size of the noise in it."""
+    """What Opacus has left in .grad, once, and the size of the noise in it."""
     divisor = 1.0
     if optimizer.loss_reduction == "mean":
         processes = getattr(optimizer, "world_size", 1)
         divisor = float(optimizer.expected_batch_size) * optimizer.accumulated_iterations * processes
     values: dict[str, Tensor] = {}
+    sums: list[Any] = []
     for group in optimizer.original_optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             if parameter.requires_grad:
                 values[name] = _noised(optimizer, name, parameter)
+                sums.append(parameter.summed_grad)
+    for summed in sums:
+        summed._served = True
     return NoisyGradient(values, noise_std=float(optimizer.noise_multiplier * optimizer.max_grad_norm) / divisor)
 
 
 def _noised(optimizer: Any, name: str, parameter: nn.Parameter) -> Tensor:
-    # Opacus marks a sum once it has added the noise to it; of several processes, only the first adds any.
-    marked = hasattr(getattr(parameter, "summed_grad", None), "_processed") or getattr(optimizer, "rank", 0) > 0
-    if parameter.grad is None or not marked:
+    # Opacus marks a sum once it has added the noise to it; of several processes, only the first adds any. A sum that
+    # has served says nothing of what is in .grad since.
+    summed = getattr(parameter, "summed_grad", None)
+    marked = hasattr(summed, "_processed") or getattr(optimizer, "rank", 0) > 0
+    if parameter.grad is None or summed is None or not marked or hasattr(summed, "_served"):
         remedy = "step Opacus' optimizer, after a backward pass through its module"
         raise expected("connect", f"the gradient of {name!r}", "to hold Opacus' noise", "none of it", remedy)
     return parameter.grad
