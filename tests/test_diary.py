@@ -156,11 +156,16 @@ def test_the_page_tells_plots_and_tags_them(both: dict[bool, tuple[Path, list[di
         assert ('id="diagnostics">Diagnostics <span class="tag">NOT PRIVATE</span>' in page) is on
         assert all((tmp_path / f"{name}.png").exists() is on for name in ("diagnosis", "moments"))
         assert page.count("<img") == page.count('alt="') == (4 if on else 2)
+        assert ("(made of released numbers: covered by ε). Lines" in page) is on
         assert ("DP-AdamBC:</b> Clipping shortened" in page) is on
         said = dict(re.findall(r"<li><b>(\S+):</b> (Clipping .*?)</li>", page))
         ends = {method: text.partition(" of its second moment ")[2] for method, text in said.items()}
         assert ends == (ENDS if on else {})
         assert "DP-SGD" not in said or "second moment" not in said["DP-SGD"]
+    fixed = [record | {"sampling": "fixed"} for record in both[True][1]]
+    told = context(check_spec(SPEC, "test"), fixed, both[True][0], command="")
+    page = write_report(fixed, told, tmp_path).read_text()
+    assert "(made of released numbers). Lines" in page
     records = both[True][1]
     found = diagnosis(diagnosed(records)["DP-AdamBC"])
     assert 0 <= found["raw_clip_fraction"] <= 1
