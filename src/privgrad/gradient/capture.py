@@ -23,7 +23,7 @@ from privgrad.gradient.adapters import find_adapter
 from privgrad.gradient.engines import without_vmap_warnings
 from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
-from privgrad.gradient.products import Product, Products, sources
+from privgrad.gradient.products import Product, Products, casts, sources
 from privgrad.gradient.rules import Rule, find_rule
 from privgrad.gradient.weight_standardization import MovedStandardizedWeight, StandardizedWeight
 
@@ -235,9 +235,11 @@ class Capture:
 
         def delta(moves: Moves) -> Tensor | None:
             found = moves.of(weights)
-            found |= {
-                name: own.tangent(own_moves) for name, own in standardized.items() if (own_moves := moves.of(own.own))
-            }
+            for name, own in standardized.items():
+                if own_moves := moves.of(own.own):
+                    if not own.knows(own_moves):  # the layer is called more often than for other examples
+                        raise OtherCallsError(path)
+                    found[name] = own.tangent(own_moves)
             return rule.delta(layer, found, x) if found else None
 
         if not self._curved:
@@ -418,7 +420,10 @@ def _restore(module: nn.Module, forward: Any) -> None:
 def _pulled(factor: Factor, weight: Tensor) -> dict[Tensor, Factor]:
     """By what the weight is computed from; of the weight itself, if it is not computed."""
     leaves = {id(source): source for source in sources([weight])}.values()
-    return {leaf: factor if leaf is weight else Pulled(factor, weight, leaf) for leaf in leaves}
+    if weight.grad_fn is None:
+        return dict.fromkeys(leaves, factor)
+    apart = casts(weight) or any(leaf.itemsize < 4 for leaf in (weight, *leaves))
+    return {leaf: Pulled(factor, weight, leaf, apart=apart) for leaf in leaves}
 
 
 def _move_of(parameter: Tensor, moves: Moves) -> Tensor | None:

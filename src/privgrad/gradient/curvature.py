@@ -55,8 +55,9 @@ def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[
                 if end.requires_grad:
                     ends.append(end)
                     others.append(other.detach().to(end.dtype))
-    if not ends:
-        return total, [None] * len(total)
+    if not ends:  # the losses are linear in all outputs: what bends is how weights are computed
+        pairs = zip(first.taps, total, strict=True)
+        return total, [Bend(grad, None, moves) if tap.bent and grad is not None else None for tap, grad in pairs]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
     second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))

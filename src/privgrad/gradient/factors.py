@@ -7,13 +7,25 @@ Everything here is computed in float32 or wider, and is NOT private.
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from privgrad.gradient.norms import TINY, cached, hidden, kept, long_norms, norms_of, place_norms, unit, wide
+from privgrad.gradient.norms import (
+    TINY,
+    cached,
+    hidden,
+    kept,
+    long_norms,
+    norms_of,
+    place_norms,
+    short_norms,
+    unit,
+    wide,
+)
 from privgrad.threads import blocks
 
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
@@ -320,15 +332,29 @@ class Outer(Factor):
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from the clipping.
         hidden_B = square_B <= _CANCELLED * bound_B.square()
-        for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
-            lost_BT = (small_BT < TINY) & (large_BT > 1)
-            if bool(lost_BT.any()):  # what is zero, as at places that are filled up, hides nothing
-                hidden_B |= (lost_BT & (x_BTD != 0).any(2)).any(1)
+        hidden_B |= self.underflowing(a_BT, b_BT)
         norm_B = square_B.clamp(min=0).sqrt()
         again = hidden_B.nonzero()[:, 0]
         if len(again) > 0:
             norm_B[again] = Factor.norms(Outer(self.a_BTI[again], self.b_BTO[again]))
         return norm_B
+
+    def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
+        """Which examples have places whose squares underflow on one side and are large on the other, shape (B,).
+
+        Args:
+            a_BT, b_BT: norms of the places, in their own precision, where they are known.
+        """
+        a_BT, b_BT = (
+            short_norms(self.a_BTI) if a_BT is None else a_BT,
+            short_norms(self.b_BTO) if b_BT is None else b_BT,
+        )
+        found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
+        for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
+            lost_BT = (small_BT < TINY) & (large_BT > 1)
+            if bool(lost_BT.any()):  # what is zero, as at places that are filled up, hides nothing
+                found_B |= (lost_BT & (x_BTD != 0).any(2)).any(1)
+        return found_B
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
         """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel.
@@ -446,32 +472,41 @@ class Pulled(Factor):
         inner: h_i, gradients with respect to the weight.
         weight: the weight, with its graph.
         parameter: a leaf of that graph.
+        apart: pull sums back example by example: in half precision all would share the rounding of a large sum.
     """
 
-    def __init__(self, inner: Factor, weight: Tensor, parameter: Tensor) -> None:
+    def __init__(self, inner: Factor, weight: Tensor, parameter: Tensor, *, apart: bool) -> None:
         super().__init__(inner.examples, parameter.shape)
-        self.inner, self.weight, self.parameter = inner, weight, parameter
+        self.inner, self.weight, self.parameter, self.apart = inner, weight, parameter, apart
 
     def __getitem__(self, examples: slice) -> "Pulled":
-        return Pulled(self.inner[examples], self.weight, self.parameter)
+        return self._like(self.inner[examples])
 
     def dense(self) -> Tensor:
         grads_BP = self.inner.dense()
         if len(grads_BP) == 1:
-            return self._pull(grads_BP[0], batched=False)[None]
-        return self._pull(grads_BP, batched=True)
+            return wide(self._pull(grads_BP[0], batched=False)[None])
+        return wide(self._pull(grads_BP, batched=True))
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        return self._pull(self.inner.weighted_sum(weight_B), batched=False)
+        if not self.apart:
+            return self._pull(self.inner.weighted_sum(weight_B), batched=False)
+        parts = self._split()
+        ends = accumulate(part.examples for part in parts)
+        pairs = zip(parts, ends, strict=True)
+        return _total([Dense(p.dense()).weighted_sum(weight_B[end - p.examples : end]) for p, end in pairs])
 
     def keep(self, kept_B: Tensor) -> "Pulled":
-        return Pulled(self.inner.keep(kept_B), self.weight, self.parameter)
+        return self._like(self.inner.keep(kept_B))
 
     def inner_products(self, direction: Tensor) -> Tensor:
         return torch.cat([part.dense().flatten(1) @ direction.flatten() for part in self._split()])
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         return largest_scale(inverse_scales) * terms_of(self.inner, None)
+
+    def _like(self, inner: Factor) -> "Pulled":
+        return Pulled(inner, self.weight, self.parameter, apart=self.apart)
 
     def _pull(self, grad: Tensor, *, batched: bool) -> Tensor:
         if self.examples == 0:

@@ -108,7 +108,6 @@ class Hooks:
         audit = partial(self._audit_moved, examples, radius, exact=exact)
         if exact:
             if self._is_due() or True not in self._moved:
-                self.audit(examples)
                 audit()
             return self._twice(lambda: self._curved(examples, radius)[0], audit, examples)
         with torch.random.fork_rng():
@@ -127,10 +126,7 @@ class Hooks:
         Returns, Raises, Privacy: as __call__.
         """
 
-        def audit() -> None:
-            self.audit(examples)
-            self._audit_moved(examples, abs(share), exact=False)
-
+        audit = partial(self._audit_moved, examples, abs(share), exact=False)
         if self._is_due() or False not in self._moved:
             audit()
         parameters = trainable(self._model)
@@ -198,6 +194,9 @@ class Hooks:
         each = [u for _, u in units(self._model) if parametrize.is_parametrized(u) or not self._moves_cheaply(u, exact)]
         parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
         written = sum(p.numel() for p in parameters if not self._pulled.get(id(p), False))
+        if exact and size * self._floats > max(_FEW, 4 * _size(self._model)):
+            # The graph of a backward pass holds about as much again as that of a forward pass.
+            size = -(-size // 2)
         # Twice: the weights themselves, and their gradients.
         return max(1, min(size, self._together // max(1, 2 * written)))
 
@@ -324,7 +323,8 @@ class Hooks:
         return Moves({id(parameters[name]): factor for name, factor in first.items()}, share_B)
 
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
-        """As `audit`, for the gradients of `moved`."""
+        """As `audit`, and for the gradients of `moved`."""
+        self.audit(examples)
         few = few_of(examples)
 
         def in_double(twin: Hooks, few: Any) -> None:

@@ -101,7 +101,8 @@ class EachWeight:
             points = {name: point.requires_grad_() for name, point in self._points(part).items()}
             with torch.enable_grad():
                 weights = self._weights(points)
-            found = torch.autograd.grad(weights, list(points.values()), grads[part].dense().to(weights.dtype))
+            along = grads[part].dense().to(weights.dtype)
+            found = torch.autograd.grad(weights, list(points.values()), along, materialize_grads=True)
             for rows, values in zip(pulled.values(), found, strict=True):
                 rows[part] = values
         return {own: Dense(rows) for own, rows in pulled.items()}

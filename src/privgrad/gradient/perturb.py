@@ -190,10 +190,7 @@ class BAM(Perturbation):
         self, engine: Engine, examples: Any, size: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
         if radius > 0:
-            exact, is_split = self.mode == "exact", size < count_examples(examples)
-            # Where a batch is split, layers' outputs outweigh the parameters; the graph of a backward pass holds about
-            # as many again.
-            size = engine.moved_size(-(-size // 2) if exact and is_split else size, exact=exact)
+            size = engine.moved_size(size, exact=self.mode == "exact")
         return super().chunks(engine, examples, size, radius)
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:

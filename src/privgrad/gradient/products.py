@@ -50,20 +50,25 @@ class Products(TorchFunctionMode):
 
 def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The tensors that require gradients and that these are computed from; themselves, if they are not computed."""
-    waiting: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            waiting.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            yield tensor
+    yield from (tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad)
+    yield from (node.variable for node in _nodes(tensors) if hasattr(node, "variable"))
+
+
+def casts(tensor: Tensor) -> bool:
+    """Whether a tensor is computed by way of another precision, as under autocast."""
+    return any(node.name().startswith("ToCopy") for node in _nodes([tensor]))
+
+
+def _nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
+    """Of the graph that these are computed by, each once."""
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = set[Any]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         waiting.extend(edge[0] for edge in node.next_functions)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.gradient.convolution import Convolution
-from privgrad.gradient.factors import Dense, Factor, Outer, cancelled, largest_scale, terms_of
+from privgrad.gradient.factors import Dense, Factor, Outer, Sum, cancelled, largest_scale, terms_of
 from privgrad.gradient.moves import Move
 from privgrad.gradient.norms import kept, short_norms, wide
 
@@ -50,14 +50,14 @@ class Combined(Factor):
     """Rows of each example's own, of a matrix that all share, and of ones: g_io = h_io + along_io y_o + level_io.
 
     Args:
-        inner: h_i, shape (O, F).
+        inner: h_i, shape (O, F); rows, or a sum of such.
         rows: y, shape P, which is (O, F) with F flattened.
         along_BO, level_BO: what they are multiplied with.
         square_BO: |g_io|^2 up to rounding of |h_io|^2, where it is known.
     """
 
     def __init__(
-        self, inner: Rows, rows: Tensor, along_BO: Tensor, level_BO: Tensor, square_BO: Tensor | None = None
+        self, inner: Factor, rows: Tensor, along_BO: Tensor, level_BO: Tensor, square_BO: Tensor | None = None
     ) -> None:
         super().__init__(inner.examples, rows.shape)
         self.inner, self.rows, self.along_BO, self.level_BO = inner, rows, along_BO, level_BO
@@ -86,6 +86,8 @@ class Combined(Factor):
         square_B = self.square_BO.sum(1, dtype=torch.float64)
         norm_B = square_B.clamp(min=0).sqrt()
         again = cancelled(square_B, self.terms()) | ~torch.isfinite(square_B)
+        for part in self.inner.parts if isinstance(self.inner, Sum) else [self.inner]:
+            again |= part.underflowing() if isinstance(part, Outer) else False
         for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
             norm_B[index] = Factor.norms(self[index : index + 1])[0]
         return norm_B
@@ -120,7 +122,7 @@ class Projected(Combined):
     def __init__(
         self, h: Rows, rows: Tensor, scale_BO: Tensor, mean_BO: Tensor, along_BO: Tensor, square_BO: Tensor
     ) -> None:
-        inner, square = _by_rows(h, scale_BO), scale_BO.square() * square_BO
+        inner, square = _by_rows(h, scale_BO), scale_BO.double().square() * square_BO
         super().__init__(inner, rows, -scale_BO * along_BO, -scale_BO * mean_BO, square)
         self.parts = h, (scale_BO, mean_BO, along_BO, square_BO)
 
@@ -154,13 +156,19 @@ class StandardizedWeight:
         self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
         k_O = torch.ones_like(inverse_O1) if gain is None else wide(gain.detach())
         self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
-        self.lost_1O = _added(self.fan_in) * self.inverse_1O.square()  # |y|^2 = F (1 - lost)
+        # <y>, and 1 - <y y>: up to rounding 0, and what is added times r^2.
+        self.level_1O, self.lost_1O = rows_OF.mean(1)[None], 1 - rows_OF.square().mean(1)[None]
 
     @classmethod
     def of(cls, parametrization: nn.Module) -> "StandardizedWeight | None":
         """None where another parametrization computes the weight."""
-        steps = list(cast(nn.ModuleList, parametrization))
-        return cls(parametrization) if [type(step) for step in steps] == [WeightStandardization] else None
+        steps, own = list(cast(nn.ModuleList, parametrization)), dict(parametrization.named_parameters())
+        if [type(step) for step in steps] != [WeightStandardization] or not own.keys() <= {"original", "0.gain"}:
+            return None
+        held = vars(steps[0])
+        changed = "forward" in held or bool(held["_forward_hooks"]) or bool(held["_forward_pre_hooks"])
+        fits = "0.gain" not in own or own["original"].dim() == own["0.gain"].dim()
+        return cls(parametrization) if fits and not changed else None
 
     def takes(self, grads: Factor) -> bool:
         """Whether this is the shorter way for such gradients."""
@@ -168,17 +176,19 @@ class StandardizedWeight:
 
     def moved(self, moves: Mapping[str, Move]) -> "MovedStandardizedWeight | None":
         """Where its parameters are moved, by name; None if not along gradients that were pulled back here."""
-        along = moves["original"].factor if "original" in moves else None
-        few = isinstance(along, Projected) and isinstance(along.inner, Outer)
+        few = self.knows(moves) and isinstance(self.along(moves)[0].inner, Outer)
         return MovedStandardizedWeight(self, moves) if few else None
+
+    def knows(self, moves: Mapping[str, Move]) -> bool:
+        """Whether these are along one gradient that was pulled back here."""
+        return "original" in moves and isinstance(moves["original"].factor, Projected)
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
         h = _rows_of(grads)
         mean_BO, along_BO = self._means(h)
-        rest_BO = mean_BO.square() + along_BO.square() * (1 + self.lost_1O)
         scale_BO = (self.inverse_1O * self.k_1O).expand_as(mean_BO)
-        square_BO = _products(h, h) - self.fan_in * rest_BO
+        square_BO = _products(h, h) - self.fan_in * _taken(mean_BO, along_BO, self.level_1O, self.lost_1O)
         pulled = Projected(h, self.rows, scale_BO, mean_BO, along_BO, square_BO)
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
@@ -190,7 +200,7 @@ class StandardizedWeight:
         g, share_B1, gain_BO = self.along(moves)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
-        moved = Combined(_by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
+        moved = Combined(_by_rows(cast(Rows, g.inner), scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Move(moved, along_BO.new_ones(moved.examples))
 
     def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Move]) -> dict[Tensor, Factor]:
@@ -217,14 +227,19 @@ class StandardizedWeight:
         mean_tBO, along_tBO = self._means(first)
         if rest is not None:
             mean_tBO, along_tBO = (x + y for x, y in zip((mean_tBO, along_tBO), self._means(rest), strict=True))
-        inner = _sum(first, scale_BO, h, of_h_BO)
-        inner = inner if rest is None else cast(Rows, inner + _by_rows(rest, scale_BO))
+        inner = own = _sum(first, scale_BO, h, of_h_BO)
+        inner_square_BO = _products(own, own)
+        if rest is not None:
+            rest = _by_rows(rest, scale_BO)
+            inner_square_BO += 2 * _products(own, rest) + _products(rest, rest)
+            inner = _both(own, rest)
         # The inner factor's means, of which the projections leave nothing but the part along y that is added.
         inner_mean_BO = scale_BO * mean_tBO + of_h_BO * mean_BO
         inner_along_BO = scale_BO * along_tBO + of_h_BO * along_BO
         y_BO = s_B1 * r_1O * of_y_BO - inner_along_BO
-        square_BO = y_BO * (2 * inner_along_BO + y_BO * (1 - self.lost_1O)) - inner_mean_BO.square()
-        square_BO = _products(inner, inner) + fan_in * square_BO
+        of_rows_BO = y_BO * (1 - self.lost_1O) - 2 * inner_mean_BO * self.level_1O
+        square_BO = y_BO * (2 * inner_along_BO + of_rows_BO) - inner_mean_BO.square()
+        square_BO = inner_square_BO + fan_in * square_BO
         bent = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
         return self.named(bent, fan_in**0.5 * along_tBO + of_gain_BO)
 
@@ -241,13 +256,15 @@ class StandardizedWeight:
 
     def slope(self, g: Projected) -> Tensor:
         """<y g>."""
-        scale_BO, _, along_BO, _ = g.parts[1]
-        return scale_BO * along_BO * self.lost_1O
+        scale_BO, mean_BO, along_BO, _ = g.parts[1]
+        return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 
     def along(self, moves: Mapping[str, Move]) -> tuple[Projected, Tensor, Tensor]:
         """(g, s, m): v moves by s_i g_i, k by m."""
         move, gain = moves["original"], moves.get("0.gain")
-        m_BO = gain.dense().flatten(1) / self.fan_in**0.5 if gain else move.share.new_zeros(len(move.share), 1)
+        m_BO = (
+            gain.dense().flatten(1) / self.fan_in**0.5 if gain is not None else move.share.new_zeros(len(move.share), 1)
+        )
         return cast(Projected, move.factor), move.share[:, None], m_BO
 
 
@@ -263,17 +280,22 @@ class MovedStandardizedWeight:
         g, s_B1, m_BO = common.along(moves)
         r_1O, added = common.inverse_1O, _added(common.fan_in)
         variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * cast(Tensor, g.square_BO) / common.fan_in)
-        self._inverse_BO = variance_BO.clamp(min=added).rsqrt()
-        self._lost_BO, self._k_BO = added * self._inverse_BO.square(), common.k_1O + m_BO
-        share_BO = s_B1 * self._inverse_BO
-        along_BO = self._inverse_BO / r_1O + share_BO * g.along_BO
-        self._rows = Combined(_by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
+        self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
+        self._k_BO, share_BO, of_y_BO = common.k_1O + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
+        square_BO = cast(Tensor, g.square_BO).to(m_BO.dtype) / common.fan_in
+        self._level_BO = common.level_1O * (of_y_BO + share_BO * g.along_BO)  # of g, all but its part along y is level
+        moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
+            2 * of_y_BO * common.slope(g) + share_BO * square_BO
+        )
+        self._lost_BO = 1 - moved_BO
+        along_BO = of_y_BO + share_BO * g.along_BO
+        self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
     def move(self) -> Move:
         """How far each example's weight lies from the one at the parameters."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O
-        moved = Combined(_by_rows(rows.inner, k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
+        moved = Combined(_by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
         return Move(moved, along_BO.new_ones(moved.examples))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
@@ -282,13 +304,18 @@ class MovedStandardizedWeight:
         h = _rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
         mean_BO, along_BO = _sums(h) / fan_in, _products(h, rows.of_patches()) / fan_in
         scale_BO = self._inverse_BO * self._k_BO
-        rest_BO = mean_BO.square() + along_BO.square() * (1 + self._lost_BO)
-        square_BO = scale_BO.square() * (_products(h, h) - fan_in * rest_BO)
+        square_BO = _products(h, h) - fan_in * _taken(mean_BO, along_BO, self._level_BO, self._lost_BO)
+        square_BO = scale_BO.double().square() * square_BO
         y_BO = -scale_BO * along_BO
-        inner = cast(Rows, _by_rows(h, scale_BO) + _by_rows(rows.inner, y_BO))
+        inner = _both(_by_rows(h, scale_BO), _by_rows(cast(Rows, rows.inner), y_BO))
         level_BO = y_BO * rows.level_BO - scale_BO * mean_BO
         pulled = Combined(inner, rows.rows, y_BO * rows.along_BO, level_BO, square_BO)
         return self._common.named(pulled, fan_in**0.5 * along_BO)
+
+
+def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor) -> Tensor:
+    """What h - <h> - y <y h> lacks of the mean square of h, by <h>, <y h>, <y> and 1 - <y y>."""
+    return mean_BO.square() + along_BO.square() * (1 + lost_BO) - 2 * mean_BO * along_BO * level_BO
 
 
 def _rows_of(grads: Factor) -> Rows:
@@ -302,6 +329,11 @@ def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:
     if isinstance(h, Outer):
         return Outer(h.a_BTI, h.b_BTO * scale_BO[:, None])
     return Dense(h.grads_BP * scale_BO[:, :, None])
+
+
+def _both(one: Rows, other: Rows) -> Factor:
+    """The sum; inputs of few places stay where they are."""
+    return one + other if isinstance(one, Dense) else Sum([one, other])
 
 
 def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:

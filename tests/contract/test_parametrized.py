@@ -1,0 +1,135 @@
+"""Weights that a parametrization computes: what a closed form, or half precision, could hide from the clipping."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from privgrad.gradient.clipping import Flat, clipped_sum
+from privgrad.gradient.engines import Vmap
+from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.weight_standardization import Projected, WeightStandardization
+from privgrad.models import ws_conv2d
+
+ORIGINAL = "parametrizations.weight.original"
+
+
+def products(model: nn.Module, examples: Any) -> Tensor:
+    """Losses that are linear in the output."""
+    return (model(examples[0]) * examples[1]).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("mode", ["plain", "sam", "exact"])
+def test_places_whose_squares_underflow_are_not_hidden_by_standardization(mode: str):
+    torch.manual_seed(0)
+    layer = ws_conv2d(128, 128, 1, bias=False, gain=False)
+    x, y = torch.randn(16, 128, 1, 2), torch.randn(16, 128, 1, 2) * 0.25 / 128
+    x[..., 0], y[..., 0] = x[..., 0] * 1e-25, y[..., 0] * 1e25
+    share = torch.linspace(0.05, 0.2, 16).sqrt()[:, None, None]  # at some, the other place outweighs what is lost
+    x[..., 1], y[..., 1] = x[..., 1] * share, y[..., 1] * share
+    engine = Hooks(layer, products)
+    found = engine((x, y)) if mode == "plain" else engine.moved((x, y), 0.02, exact=mode == "exact")
+    factor = found[ORIGINAL]
+    torch.testing.assert_close(factor.norms(), factor.dense().double().flatten(1).norm(dim=1), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
+def test_norms_are_of_what_is_summed_however_far_rows_are_from_zero(offset: float):
+    """In float32 the rows of such weights are not quite of mean 0 and variance 1."""
+    torch.manual_seed(0)
+    layer = ws_conv2d(64, 64, 3, padding=1)
+    layer.get_parameter(ORIGINAL).data += offset
+    engine, examples = Hooks(layer, products), (torch.randn(3, 64, 2, 2), torch.randn(3, 64, 2, 2))
+    for found in (
+        engine(examples),
+        engine.moved(examples, 0.02, exact=False),
+        engine.moved(examples, 0.02, exact=True),
+    ):
+        factor = found[ORIGINAL]
+        torch.testing.assert_close(factor.norms(), factor.dense().double().flatten(1).norm(dim=1), rtol=1e-4, atol=0)
+
+
+class Again(nn.Module):
+    """Calls a layer once for small images, twice for larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(3, 64, 1), ws_conv2d(64, 64, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(torch.tanh(self.first(x))))
+        return torch.tanh(self.layer(x)) if x.shape[2] > 2 else x
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 3, 3, 2), (3, 2, 3, 2, 2)])
+def test_exact_bam_learns_when_a_standardized_layer_is_called_more_often(sizes: tuple[int, ...]):
+    torch.manual_seed(0)
+    model = Again().double()
+    engine, plain = Hooks(model, products), Vmap(model, products)
+    for size in sizes:
+        examples = tuple(torch.randn(3, n, size, size, dtype=torch.float64) for n in (3, 64))
+        found, wanted = (e.moved(examples, 0.05, exact=True) for e in (engine, plain))
+        for name, factor in wanted.items():
+            torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-8, atol=1e-10)
+
+
+def test_exact_bam_bends_standardized_weights_though_the_loss_is_linear():
+    torch.manual_seed(0)
+    layer = ws_conv2d(64, 64, 3, bias=False).double()
+    examples = torch.randn(3, 64, 4, 4).double(), torch.randn(3, 64, 2, 2).double()
+    found, wanted = (engine(layer, products).moved(examples, 0.02, exact=True) for engine in (Hooks, Vmap))
+    for name, factor in wanted.items():
+        torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-8, atol=1e-10)
+
+
+def doubled(layer: Any) -> None:
+    step = layer.parametrizations.weight[0]
+    step.forward = lambda weight: 2 * WeightStandardization.forward(step, weight)
+
+
+def hooked(layer: Any) -> None:
+    layer.parametrizations.weight[0].register_forward_hook(lambda _, __, weight: 2 * weight)
+
+
+@pytest.mark.parametrize("change", [doubled, hooked])
+def test_a_changed_standardization_is_not_taken_for_the_known_one(change: Any):
+    torch.manual_seed(0)
+    layer = ws_conv2d(64, 64, 3, bias=False, gain=False).double()
+    change(layer)
+    examples = torch.randn(3, 64, 4, 4).double(), torch.randn(3, 64, 2, 2).double()
+    found, wanted = (engine(layer, products)(examples)[ORIGINAL] for engine in (Hooks, Vmap))
+    assert not isinstance(found, Projected)
+    torch.testing.assert_close(found.dense(), wanted.dense(), rtol=1e-8, atol=1e-10)
+
+
+class LowRank(nn.Module):
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(0.1 * torch.randn(outputs, 4)), nn.Parameter(0.1 * torch.randn(4, inputs))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def test_one_example_more_moves_the_sum_by_at_most_c_under_autocast():
+    """Sums that are pulled back through half precision at once would be rounded by as much as they are large."""
+    torch.manual_seed(0)
+    layer = nn.Linear(432, 64).requires_grad_(False)
+    model = parametrize.register_parametrization(layer, "weight", LowRank(64, 432))
+    x, bound = torch.rand(1024, 432), 0.01
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(model(x).float(), torch.zeros(len(x), dtype=torch.long), reduction="none")
+
+    def summed(x: Tensor) -> dict[str, Tensor]:
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        total, _ = clipped_sum([Hooks(model, losses)(x)], like=parameters, clip=Flat(), max_grad_norm=bound)
+        return dict(total.values)
+
+    all_of_them, but_one = summed(x), summed(x[:-1])
+    moved = sum(float((all_of_them[name] - but_one[name]).double().square().sum()) for name in but_one) ** 0.5
+    assert moved <= bound * (1 + 1e-3)
