@@ -1,5 +1,7 @@
 """Weights that a parametrization computes: what a closed form, or half precision, could hide from the clipping."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from privgrad.gradient import hooks
+from privgrad.gradient.capture import Capture
 from privgrad.gradient.clipping import Flat, clipped_sum
 from privgrad.gradient.engines import Vmap
 from privgrad.gradient.hooks import Hooks
@@ -133,3 +137,35 @@ def test_one_example_more_moves_the_sum_by_at_most_c_under_autocast():
     all_of_them, but_one = summed(x), summed(x[:-1])
     moved = sum(float((all_of_them[name] - but_one[name]).double().square().sum()) for name in but_one) ** 0.5
     assert moved <= bound * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("mode", ["plain", "sam", "exact"])
+def test_a_pass_is_freed_without_the_collector_of_cycles(monkeypatch: pytest.MonkeyPatch, mode: str):
+    """What a pass holds of all layers would else stay through the next one."""
+    alive: list[weakref.ref[Capture]] = []
+
+    class Watched(Capture):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            alive.append(weakref.ref(self))
+
+    model = nn.Sequential(ws_conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.Tanh(), nn.Conv2d(64, 64, 1))
+    engine, examples = Hooks(model, products), (torch.randn(3, 64, 2, 2), torch.randn(3, 64, 2, 2))
+
+    def take() -> None:
+        if mode == "plain":
+            engine(examples)
+        else:
+            engine.moved(examples, 0.02, exact=mode == "exact")
+
+    take()
+    take()
+    monkeypatch.setattr(hooks, "Capture", Watched)
+    gc.collect()
+    gc.disable()
+    try:
+        take()
+        assert alive
+        assert not [capture for capture in alive if capture() is not None]
+    finally:
+        gc.enable()

@@ -209,6 +209,9 @@ class Capture:
         if layout is None:
             return output
 
+        # What is noted may not lead back here: a cycle would keep all that the pass holds until the collector comes.
+        curved = self._curved
+
         def factors(grad: Tensor, bend: Bend | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
             for name, weight in weights.items():
@@ -225,7 +228,7 @@ class Capture:
                     parts = each[name].pull(factor)
                 elif known is not None and bend is not None:
                     parts = known.bent(factor, more, bend.moves.of(known.own))
-                elif known is not None and (self._curved or known.takes(factor)):
+                elif known is not None and (curved or known.takes(factor)):
                     parts = known.pull(factor)
                 else:
                     parts = _pulled(factor if more is None else factor + more, weight)

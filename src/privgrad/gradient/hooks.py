@@ -106,14 +106,12 @@ class Hooks:
         Returns, Raises, Privacy: as __call__.
         """
         audit = partial(self._audit_moved, examples, radius, exact=exact)
+        if self._is_due() or exact not in self._moved:
+            audit()
         if exact:
-            if self._is_due() or True not in self._moved:
-                audit()
             return self._twice(lambda: self._curved(examples, radius)[0], audit, examples)
         with torch.random.fork_rng():
-            first = self(examples)
-        if False not in self._moved or self._calls & (self._calls - 1) == 0:
-            audit()
+            first = self._twice(partial(self._factors, examples), audit, examples)
         return self._twice(lambda: self._factors(examples, self._moves(first, radius)), audit, examples)
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
@@ -194,7 +192,7 @@ class Hooks:
         each = [u for _, u in units(self._model) if parametrize.is_parametrized(u) or not self._moves_cheaply(u, exact)]
         parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
         written = sum(p.numel() for p in parameters if not self._pulled.get(id(p), False))
-        if exact and size * self._floats > max(_FEW, 4 * _size(self._model)):
+        if exact and size * self._floats > max(_FEW, 2 * _size(self._model)):
             # The graph of a backward pass holds about as much again as that of a forward pass.
             size = -(-size // 2)
         # Twice: the weights themselves, and their gradients.
