@@ -283,12 +283,12 @@ class MovedStandardizedWeight:
         self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
         self._k_BO, share_BO, of_y_BO = common.k_1O + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
         square_BO = cast(Tensor, g.square_BO).to(m_BO.dtype) / common.fan_in
-        self._level_BO = common.level_1O * (of_y_BO + share_BO * g.along_BO)  # of g, all but its part along y is level
+        along_BO = of_y_BO + share_BO * g.along_BO
+        self._level_BO = common.level_1O * along_BO  # of g, all but its part along y is level
         moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
             2 * of_y_BO * common.slope(g) + share_BO * square_BO
         )
         self._lost_BO = 1 - moved_BO
-        along_BO = of_y_BO + share_BO * g.along_BO
         self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
     def move(self) -> Move:
