@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import SamplingError, expected, require_integer, require_positive
 from privgrad.gradient.checks import check_loss, gradients, require_supported
-from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum
+from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum, sum_dtype
 from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.groups import group_means, group_of
@@ -142,7 +142,11 @@ class PrivateGradient:
         facts["research_seed"] = plan.seed is not None
         facts["side_information"] = None if precondition is None else precondition.source
         facts["perturbation"] = None if perturb is None else self._perturb.described(plan.steps)
-        facts["noise_generator"] = noise_generator(trainable(model).values(), on_grid=plan.noise_on_grid)
+        sums = [
+            torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
+            for parameter in trainable(model).values()
+        ]
+        facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
         # Asked once: what is charged as private stays so.
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
         if self._not_private:
@@ -231,7 +235,8 @@ class PrivateGradient:
 
         def noisy() -> NoisyGradient:
             if processes.rank > 0:
-                return NoisyGradient(clipped.values, noise_std=0.0)  # the memory that the first one's goes to
+                # The memory that the first one's goes to.
+                return NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
             gradient = add_noise(
                 clipped,
                 noise_multiplier=self._plan.noise_multiplier,
@@ -240,6 +245,7 @@ class PrivateGradient:
                 step=index,
                 on_grid=self._plan.noise_on_grid,
             )
+            gradient = replace(gradient, values=_rounded(gradient.values, parameters))
             self._charge(batch, gradient)
             return gradient
 
@@ -273,6 +279,7 @@ class PrivateGradient:
                 clip=self._clip,
                 max_grad_norm=self._plan.max_grad_norm,
                 grouped=self._plan.group_size > 1,
+                expected_size=self._plan.divisor,
                 inverse_scales=inverse_scales,
             )
 
@@ -399,6 +406,13 @@ class PrivateGradient:
         for chunk in chunks:
             mixed = transform.shift or transform.keep < 1
             yield shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
+
+
+def _rounded(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a gradient as the optimizers take it, in float32, or float64 for such parameters. Post-processing."""
+    return {
+        name: value.to(torch.promote_types(parameters[name].dtype, torch.float32)) for name, value in values.items()
+    }
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, merged
+from privgrad.gradient.factors import Examples, Factor, merged
 from privgrad.gradient.norms import hidden, kept, long_norms, norms_of, place_norms, unit, wide
 
 
@@ -30,7 +30,7 @@ class Bags(Factor):
         self.ids_BT, self.r_BD = ids_BT.long(), wide(r_BD)
         self.weight_BT = weight_BT.to(self.r_BD.dtype)
 
-    def __getitem__(self, examples: slice) -> "Bags":
+    def __getitem__(self, examples: Examples) -> "Bags":
         return Bags(self.ids_BT[examples], self.weight_BT[examples], self.r_BD[examples], self.shape[0])
 
     def dense(self) -> Tensor:
@@ -39,6 +39,10 @@ class Bags(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         r_BD = self.r_BD * weight_B.to(self.r_BD.dtype)[:, None]
         return cast(Tensor, torch.sparse.mm(self._bags.t(), r_BD))
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        r_BD = self.r_BD.double() * weight_B.double()[:, None]
+        return cast(Tensor, torch.sparse.mm(self._bags.double().t(), r_BD))
 
     def read(self, ids_BT: Tensor) -> Tensor:
         same_BTS = ids_BT[:, :, None] == self.ids_BT[:, None]
@@ -108,7 +112,7 @@ class ManyBags(Factor):
         self.ids_BJT, self.r_BJD = ids_BJT, wide(r_BJD)
         self.weight_BJT = weight_BJT.to(self.r_BJD.dtype)
 
-    def __getitem__(self, examples: slice) -> "ManyBags":
+    def __getitem__(self, examples: Examples) -> "ManyBags":
         return ManyBags(self.ids_BJT[examples], self.weight_BJT[examples], self.r_BJD[examples], self.shape[0])
 
     def dense(self) -> Tensor:
@@ -122,6 +126,15 @@ class ManyBags(Factor):
         r_BJD = self.r_BJD * weight_B.to(self.r_BJD.dtype)[:, None, None]
         bags = _sparse(self.ids_BJT.flatten(0, 1), self.weight_BJT.flatten(0, 1), self.shape[0])
         return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        r_BJD = self.r_BJD.double() * weight_B.double()[:, None, None]
+        bags = _sparse(self.ids_BJT.flatten(0, 1), self.weight_BJT.double().flatten(0, 1), self.shape[0])
+        return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
+
+    @property
+    def places(self) -> int:
+        return self.ids_BJT.shape[1]
 
     def read(self, ids_BT: Tensor) -> Tensor:
         return self.read_bags(ids_BT[..., None], torch.ones_like(ids_BT[..., None], dtype=self.r_BJD.dtype))

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
 from privgrad.gradient.engines import without_vmap_warnings
-from privgrad.gradient.factors import Dense, Factor, Pulled
+from privgrad.gradient.factors import Dense, Factor, Jacobian, JacobianNorms, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, casts, sources
 from privgrad.gradient.rules import Rule, find_rule
@@ -87,8 +87,10 @@ class Capture:
         moves: Moves | None = None,
         *,
         curved: bool = False,
+        norms: JacobianNorms | None = None,
     ) -> None:
         self._model, self._layouts, self.size, self._whole, self._moves = model, layouts, size, whole, moves
+        self._norms = JacobianNorms() if norms is None else norms
         self._curved = curved  # whether what curvature needs is noted
         self.by_products = set[str]()
         self.taps: list[Tap] = []
@@ -210,7 +212,7 @@ class Capture:
             return output
 
         # What is noted may not lead back here: a cycle would keep all that the pass holds until the collector comes.
-        curved = self._curved
+        curved, norms = self._curved, self._norms
 
         def factors(grad: Tensor, bend: Bend | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
@@ -231,7 +233,8 @@ class Capture:
                 elif known is not None and (curved or known.takes(factor)):
                     parts = known.pull(factor)
                 else:
-                    parts = _pulled(factor if more is None else factor + more, weight)
+                    norm_of = partial(_norm_of, norms, (path, name), known)
+                    parts = _pulled(factor if more is None else factor + more, weight, norm_of)
                 for parameter, part in parts.items():
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
@@ -420,13 +423,20 @@ def _restore(module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-def _pulled(factor: Factor, weight: Tensor) -> dict[Tensor, Factor]:
+def _norm_of(norms: JacobianNorms, key: tuple[str, str], known: StandardizedWeight | None, jacobian: Jacobian) -> float:
+    """Return a bound on the norm of a weight's Jacobian: in closed form for weight standardization, or measured."""
+    if known is not None:
+        return known.stretch(jacobian.parameter)
+    return norms.of((*key, id(jacobian.parameter)), jacobian)
+
+
+def _pulled(factor: Factor, weight: Tensor, norm_of: Callable[[Jacobian], float]) -> dict[Tensor, Factor]:
     """By what the weight is computed from; of the weight itself, if it is not computed."""
     leaves = {id(source): source for source in sources([weight])}.values()
     if weight.grad_fn is None:
         return dict.fromkeys(leaves, factor)
     apart = casts(weight) or any(leaf.itemsize < 4 for leaf in (weight, *leaves))
-    return {leaf: Pulled(factor, weight, leaf, apart=apart) for leaf in leaves}
+    return {leaf: Pulled(factor, Jacobian(weight, leaf, norm_of), apart=apart) for leaf in leaves}
 
 
 def _move_of(parameter: Tensor, moves: Moves) -> Tensor | None:

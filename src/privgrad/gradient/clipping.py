@@ -13,9 +13,12 @@ from torch import Tensor
 
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient.norms import cached
 from privgrad.types import ClippedSum
 
-_TERMS = 1e5  # times C: what the terms of a contribution may come to; float32 rounds them to 1e-2 C at the very worst
+# Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
+_TERMS = 1e4
+_LOST = 1e-30  # below it a factor is 0: float32 would round it, or its product with a gradient, to a multiple of 1e-45
 
 
 class Clipping(Protocol):
@@ -163,6 +166,7 @@ def clipped_sum(
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor] | None = None,
     grouped: bool = False,
+    expected_size: int = 1,
 ) -> tuple[ClippedSum, RawClipping]:
     """Clip every example's gradient and add them up.
 
@@ -177,6 +181,8 @@ def clipped_sum(
         clip: the rule.
         max_grad_norm: C > 0.
         inverse_scales: 1 / A by parameter name, elementwise; missing names and None are 1. Public.
+        expected_size: public number of contributions that are expected; the precision of the sum follows from it (see
+            `sum_dtype`).
         grouped: what is clipped are means over groups of examples, each example in one (see `groups.group_means`).
     Returns:
         The sum, with its sensitivity; and what clipping saw, which is PRIVATE.
@@ -185,23 +191,20 @@ def clipped_sum(
         chunked: each contribution is bounded by itself, before it meets another. With groups by at most 2C: one
         contribution of norm C becomes another, perhaps its opposite.
     """
-    total: dict[str, Tensor] = {}
-    seen: list[RawClipping] = []
+    sums, seen = _Sums(max_grad_norm), list[RawClipping]()
     devices = {value.device.type for value in like.values()}
-    with ExitStack() as stack:
-        for device in devices:
-            # Half-precision products under an ambient autocast would break the bound by a factor, not by rounding.
-            stack.enter_context(torch.autocast(device, enabled=False))
-        for chunk in chunks:
-            if chunk:
-                seen.append(_add_clipped(total, chunk, clip, max_grad_norm, inverse_scales or {}))
-    for name, scale in (inverse_scales or {}).items():
-        if name in total:
-            total[name] *= scale
-    for name, parameter in like.items():
-        if name not in total:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            total[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    for chunk in chunks:  # computed under whatever contexts the caller has open
+        if not chunk:
+            continue
+        with ExitStack() as stack:
+            for device in devices:
+                # Half-precision products under an ambient autocast would break the bound by a factor, not by rounding.
+                stack.enter_context(torch.autocast(device, enabled=False))
+            seen.append(_add_clipped(sums, chunk, clip, max_grad_norm, inverse_scales or {}))
+    total = {
+        name: _released_sum(sums.values.get(name), parameter, (inverse_scales or {}).get(name), expected_size)
+        for name, parameter in like.items()
+    }
     nothing = torch.zeros(0, dtype=torch.float64)
     raw = RawClipping(
         torch.cat([part.raw_norms for part in seen] or [nothing]),
@@ -209,19 +212,68 @@ def clipped_sum(
         torch.cat([part.raw_lengths for part in seen] or [nothing]),
         sum(part.raw_nonfinite_examples for part in seen),
     )
-    return ClippedSum({name: total[name] for name in like}, sensitivity=(1 + grouped) * max_grad_norm), raw
+    return ClippedSum(total, sensitivity=(1 + grouped) * max_grad_norm), raw
+
+
+def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
+    """Return the precision of a parameter's clipped sum: float32, or float64 for many contributions.
+
+    Args:
+        parameter: a float64 one has a float64 sum in any case.
+        expected_size: public number of contributions. Above 1e4, a float32 sum would be rounded by more than 6e-4 C.
+    """
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.float64 if expected_size > _TERMS else dtype
+
+
+def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None, expected_size: int) -> Tensor:
+    """Return one parameter's sum, scaled, in the precision that is public."""
+    dtype = sum_dtype(parameter, expected_size)
+    if total is None:
+        return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    total = total.to(torch.promote_types(total.dtype, dtype))
+    return (total if scales is None else total.mul_(scales)).to(dtype)
+
+
+class _Sums:
+    """Weighted sums by parameter name, in float32 while rounding cannot matter.
+
+    Privacy:
+        Rounding errors of a float32 sum change when one example comes or goes, for all terms are added to one another.
+        They are about 2^-24 of the sum of all terms' norms. While this stays below 6e-4 C, sums are float32. From
+        there on, over all chunks of the batch, what is added is computed and kept in float64.
+    """
+
+    def __init__(self, max_grad_norm: float) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._terms: dict[str, float] = {}
+        self._most = _TERMS * max_grad_norm
+
+    def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
+        """Add every example's gradient times its factor; terms bound what each gradient is the sum of."""
+        added = torch.stack([(factors[name] * terms[name]).sum() for name in factors])
+        for (name, factor_B), more in zip(factors.items(), cast("list[float]", added.tolist()), strict=True):
+            self._terms[name] = self._terms.get(name, 0.0) + more
+            known = self.values.get(name)
+            if not self._terms[name] <= self._most:
+                found = chunk[name].exact_sum(factor_B)
+                self.values[name] = found if known is None else found.add_(known)
+            elif known is None:
+                self.values[name] = chunk[name].weighted_sum(factor_B)
+            else:
+                chunk[name].add_weighted_sum(known, factor_B)
 
 
 def _add_clipped(
-    total: dict[str, Tensor],
+    sums: _Sums,
     chunk: Mapping[str, Factor],
     clip: Clipping,
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
 ) -> RawClipping:
-    """Add one chunk's clipped gradients to the total."""
+    """Add one chunk's clipped gradients to the sums."""
     norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
-    norm_B, nonfinite, apart = _joint_norm(norms.values()), 0, dict[int, RawClipping]()
+    norm_B, nonfinite, apart = _joint_norm(norms.values()), 0, list[tuple[Tensor, RawClipping]]()
     finite_B = torch.isfinite(norm_B)
     if not bool(finite_B.all()):
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
@@ -229,25 +281,24 @@ def _add_clipped(
         norms = {name: torch.where(finite_B, each_B, 0.0) for name, each_B in norms.items()}
         norm_B, nonfinite = torch.where(finite_B, norm_B, 0.0), int((~finite_B).sum())
     factors = _factors(clip, norms, max_grad_norm)
-    cancelling_B = _cancelling(chunk, factors, max_grad_norm, inverse_scales)
-    if cancelling_B is not None and bool(cancelling_B.any()):
+    terms, cancelling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
+    if bool(cancelling_B.any()):
         # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
-        for index in cast("list[int]", cancelling_B.nonzero()[:, 0].tolist()):
-            alone = {name: Dense(factor[index : index + 1].dense()) for name, factor in chunk.items()}
-            apart[index] = _add_clipped(total, alone, clip, max_grad_norm, inverse_scales)
+        few = cached(sum(int(factor.shape.numel()) for factor in chunk.values()))
+        for index in cast("tuple[Tensor, ...]", cancelling_B.nonzero()[:, 0].split(few)):
+            alone = {name: Dense(factor[index].dense()) for name, factor in chunk.items()}
+            apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales)))
         chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
-        norms = {name: torch.where(cancelling_B, 0.0, each_B) for name, each_B in norms.items()}
+        norms, terms = (
+            {name: torch.where(cancelling_B, 0.0, each_B) for name, each_B in found.items()} for found in (norms, terms)
+        )
         factors = _factors(clip, norms, max_grad_norm)
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
-    for name, factor_B in factors.items():
-        if name in total:
-            chunk[name].add_weighted_sum(total[name], factor_B)
-        else:
-            total[name] = chunk[name].weighted_sum(factor_B)
+    sums.add(chunk, factors, terms)
     smallest_B = torch.stack(_distinct(factors)).amin(0)
-    for index, raw in apart.items():
-        norm_B[index], smallest_B[index] = raw.raw_norms[0], raw.raw_factors[0]
-        length_B[index] = raw.raw_lengths[0]
+    for index, raw in apart:
+        norm_B[index], smallest_B[index] = raw.raw_norms, raw.raw_factors
+        length_B[index] = raw.raw_lengths
         nonfinite += raw.raw_nonfinite_examples
     return RawClipping(norm_B, smallest_B, length_B, nonfinite)
 
@@ -277,33 +328,38 @@ def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
     if any(factor_B.shape != norms[name].shape for name, factor_B in factors.items()):
         raise expected(type(clip).__name__, "factors", "to be one an example", "another shape", remedy)
-    return factors
+    clipped = {id(factor_B): torch.where(factor_B.abs() < _LOST, 0.0, factor_B) for factor_B in _distinct(factors)}
+    return {name: clipped[id(factor_B)] for name, factor_B in factors.items()}
 
 
-def _cancelling(
+def _terms(
     chunk: Mapping[str, Factor],
+    norms: Mapping[str, Tensor],
     factors: Mapping[str, Tensor],
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
-) -> Tensor | None:
-    """Which examples' gradients are small differences of terms so large that their rounding would pass the bound.
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a bound on each gradient's terms, by name, and which examples' terms cancel too far.
 
-    None: no gradient is made of terms.
+    Those are examples whose terms are so large that the rounding of their own sum, which grows with the root of how
+    many there are, would pass the bound: the norm that was measured is then not that of what enters the sum.
     """
-    exceeding: list[Tensor] = []
+    terms, cancelling_B = dict(norms), torch.zeros_like(next(iter(norms.values())), dtype=torch.bool)
     for name, factor in chunk.items():
         terms_B = factor.terms(inverse_scales.get(name))
         if terms_B is not None:
-            exceeding.append(~(factors[name] * terms_B <= _TERMS * max_grad_norm))
-    return torch.stack(exceeding).any(0) if exceeding else None
+            terms[name] = terms_B
+            cancelling_B |= ~(factors[name] * terms_B * factor.places**0.5 <= _TERMS * max_grad_norm)
+    return terms, cancelling_B
 
 
 def _require_bound(
     factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float
 ) -> Tensor:
     """The lengths of the contributions, each within C: by the factors themselves and not by the rule's word."""
-    contribution_B = _joint_norm(factors[name] * norm_B for name, norm_B in norms.items())
-    finite = all(bool(torch.isfinite(factor_B.float()).all()) for factor_B in _distinct(factors))
+    used = {id(factor_B): factor_B.float().double() for factor_B in _distinct(factors)}  # as the sum rounds them
+    contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
+    finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
     if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
         remedy = "correct the rule: nothing was released"
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", "more", remedy)

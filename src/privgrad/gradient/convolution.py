@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Outer, largest_scale
+from privgrad.gradient.factors import Examples, Factor, Outer, bounding_product
 from privgrad.gradient.norms import cached, kept, place_norms, wide
 
 _FEW = 64  # places
@@ -87,7 +87,10 @@ class Convolution(Factor):
         super().__init__(len(x) // parts, torch.Size((b.shape[1], x.shape[1] // geometry.groups, *geometry.kernel)))
         self.x, self.b, self.geometry, self.parts = wide(x), wide(b), geometry, parts
 
-    def __getitem__(self, examples: slice) -> "Convolution":
+    def __getitem__(self, examples: Examples) -> "Convolution":
+        if isinstance(examples, Tensor):
+            rows = examples[:, None] * self.parts + torch.arange(self.parts, device=examples.device)
+            return self._like(self.x[rows.flatten()], self.b[rows.flatten()])
         first, end, _ = examples.indices(self.examples)
         rows = slice(first * self.parts, end * self.parts)
         return self._like(self.x[rows], self.b[rows])
@@ -129,9 +132,17 @@ class Convolution(Factor):
         return self.geometry == other.geometry and self.x.shape[2:] == other.x.shape[2:]
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        x_B, b_B = place_norms(self.x.flatten(1)), place_norms(self.b.flatten(1))
-        of_rows_B = (x_B * b_B).view(self.examples, self.parts).sum(1)
-        return largest_scale(inverse_scales) * self.shape[2:].numel() ** 0.5 * of_rows_B
+        x, b = self.x, self.b
+        if inverse_scales is not None:
+            of_outputs, of_inputs = bounding_product(inverse_scales)
+            spread = (-1, *[1] * (x.dim() - 2))
+            x, b = x * of_inputs.repeat(self.geometry.groups).view(spread), b * of_outputs.view(spread)
+        x_B, b_B = place_norms(x.flatten(1)), place_norms(b.flatten(1))
+        return self.shape[2:].numel() ** 0.5 * (x_B * b_B).view(self.examples, self.parts).sum(1)
+
+    @property
+    def places(self) -> int:
+        return self._places * self.parts
 
     @property
     def worth_keeping(self) -> bool:

@@ -4,9 +4,11 @@ Shape suffixes: B examples, T places of an example (time, pixels), I inputs, O o
 Everything here is computed in float32 or wider, and is NOT private.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import cast
 
@@ -28,6 +30,10 @@ from privgrad.gradient.norms import (
 )
 from privgrad.threads import blocks
 
+Examples = slice | Tensor  # a range of examples, or their indices
+
+_ROUNDS, _MARGIN = 6, 2.0  # of the power method, and what its result is multiplied with
+_PASSES = 32  # after which a Jacobian's norm is measured again
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
 
 
@@ -42,8 +48,8 @@ class Factor(ABC):
         self.shape = shape
 
     @abstractmethod
-    def __getitem__(self, examples: slice) -> "Factor":
-        """The same for a range of examples."""
+    def __getitem__(self, examples: Examples) -> "Factor":
+        """Return the same for some of the examples."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -56,6 +62,17 @@ class Factor(ABC):
     def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
         """Add that sum to a total of shape P, in place."""
         total += self.weighted_sum(weight_B)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        """Return that sum in float64, free of the rounding that terms of several examples share.
+
+        Computes: each gradient written out by itself, and these added up in float64. A subclass whose terms are cheap
+        in float64 adds up the terms themselves.
+        """
+        parts = self._split()
+        ends = accumulate(part.examples for part in parts)
+        pairs = [(part, weight_B[end - part.examples : end]) for part, end in zip(parts, ends, strict=True)]
+        return _total([weights.double() @ _flat(part.dense()).double() for part, weights in pairs]).view(self.shape)
 
     @abstractmethod
     def keep(self, kept_B: Tensor) -> "Factor":
@@ -72,6 +89,11 @@ class Factor(ABC):
         Far above the norm, terms cancel, and what rounding leaves of them is not bounded by the norm.
         """
         return None
+
+    @property
+    def places(self) -> int:
+        """Number of terms that each g_i is the sum of; their rounding errors grow with its root."""
+        return 1
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
@@ -137,7 +159,7 @@ class Factor(ABC):
 
     def gram(self) -> Tensor:
         """Inner products of all pairs of examples' gradients, shape (B, B)."""
-        rows_BP = self.dense().flatten(1)
+        rows_BP = _flat(self.dense())
         return rows_BP @ rows_BP.mT
 
     def __add__(self, other: "Factor") -> "Factor":
@@ -162,7 +184,7 @@ class Scaled(Factor):
         super().__init__(inner.examples, inner.shape)
         self.inner, self.share = inner, share
 
-    def __getitem__(self, examples: slice) -> "Scaled":
+    def __getitem__(self, examples: Examples) -> "Scaled":
         return Scaled(self.inner[examples], self.share)
 
     def dense(self) -> Tensor:
@@ -174,12 +196,19 @@ class Scaled(Factor):
     def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
         self.inner.add_weighted_sum(total, self.share * weight_B)
 
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.exact_sum(self.share * weight_B)
+
     def keep(self, kept_B: Tensor) -> "Scaled":
         return Scaled(self.inner.keep(kept_B), self.share)
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         terms_B = self.inner.terms(inverse_scales)
         return None if terms_B is None else self.share * terms_B
+
+    @property
+    def places(self) -> int:
+        return self.inner.places
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         return self.share * self.inner.norms(inverse_scales)
@@ -199,7 +228,7 @@ class Dense(Factor):
         super().__init__(len(grads_BP), grads_BP.shape[1:])
         self.grads_BP = wide(grads_BP)
 
-    def __getitem__(self, examples: slice) -> "Dense":
+    def __getitem__(self, examples: Examples) -> "Dense":
         return Dense(self.grads_BP[examples])
 
     def dense(self) -> Tensor:
@@ -209,7 +238,7 @@ class Dense(Factor):
         return self
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        return (weight_B.to(self.grads_BP.dtype) @ self.grads_BP.flatten(1)).view(self.shape)
+        return (weight_B.to(self.grads_BP.dtype) @ _flat(self.grads_BP)).view(self.shape)
 
     def keep(self, kept_B: Tensor) -> "Dense":
         return Dense(kept(self.grads_BP, kept_B))
@@ -233,7 +262,7 @@ class Outer(Factor):
         super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
         self.a_BTI, self.b_BTO = wide(a_BTI), wide(b_BTO)
 
-    def __getitem__(self, examples: slice) -> "Outer":
+    def __getitem__(self, examples: Examples) -> "Outer":
         return Outer(self.a_BTI[examples], self.b_BTO[examples])
 
     def dense(self) -> Tensor:
@@ -246,6 +275,15 @@ class Outer(Factor):
     def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
         b_TO, a_TI = self._weighted(weight_B)
         total.addmm_(b_TO.mT, a_TI)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
+        few = cached(self.places * sum(self.shape))
+        for start in range(0, self.examples, few):
+            part = slice(start, start + few)
+            b_BTO = self.b_BTO[part].double() * weight_B[part].double()[:, None, None]
+            total.addmm_(b_BTO.flatten(0, 1).mT, self.a_BTI[part].double().flatten(0, 1))
+        return total
 
     def apply(self, x_BTI: Tensor) -> Tensor:
         """By way of inner products of places, unless the parameter is smaller than these."""
@@ -298,9 +336,17 @@ class Outer(Factor):
         return super().__add__(other)
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        if self.a_BTI.shape[1] == 1:
+        if self.places == 1:
             return None
-        return largest_scale(inverse_scales) * (place_norms(self.a_BTI) * place_norms(self.b_BTO)).sum(1)
+        a_BTI, b_BTO = self.a_BTI, self.b_BTO
+        if inverse_scales is not None:
+            of_outputs, of_inputs = bounding_product(inverse_scales)
+            a_BTI, b_BTO = a_BTI * of_inputs, b_BTO * of_outputs
+        return (place_norms(a_BTI) * place_norms(b_BTO)).sum(1)
+
+    @property
+    def places(self) -> int:
+        return self.a_BTI.shape[1]
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """By the cheapest exact formula for the shapes.
@@ -336,7 +382,7 @@ class Outer(Factor):
         norm_B = square_B.clamp(min=0).sqrt()
         again = hidden_B.nonzero()[:, 0]
         if len(again) > 0:
-            norm_B[again] = Factor.norms(Outer(self.a_BTI[again], self.b_BTO[again]))
+            norm_B[again] = Factor.norms(Outer(self.a_BTI[again].double(), self.b_BTO[again].double()))
         return norm_B
 
     def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
@@ -377,7 +423,7 @@ class Sum(Factor):
         super().__init__(parts[0].examples, parts[0].shape)
         self.parts = parts
 
-    def __getitem__(self, examples: slice) -> "Sum":
+    def __getitem__(self, examples: Examples) -> "Sum":
         return Sum([part[examples] for part in self.parts])
 
     def dense(self) -> Tensor:
@@ -395,11 +441,18 @@ class Sum(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return _total([part.weighted_sum(weight_B) for part in self.parts])
 
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return _total([part.exact_sum(weight_B) for part in self.parts])
+
     def keep(self, kept_B: Tensor) -> "Sum":
         return Sum([part.keep(kept_B) for part in self.parts])
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         return _total([terms_of(part, inverse_scales) for part in self.parts])
+
+    @property
+    def places(self) -> int:
+        return sum(part.places for part in self.parts)
 
     def __add__(self, other: Factor) -> Factor:
         for index, part in enumerate(self.parts):
@@ -420,7 +473,7 @@ class Placed(Factor):
         super().__init__(parts[0][1].examples, shape)
         self.parts = parts
 
-    def __getitem__(self, examples: slice) -> "Placed":
+    def __getitem__(self, examples: Examples) -> "Placed":
         return Placed([(row, part[examples]) for row, part in self.parts], self.shape)
 
     def dense(self) -> Tensor:
@@ -431,11 +484,10 @@ class Placed(Factor):
         return out
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        sums = [(row, part.weighted_sum(weight_B)) for row, part in self.parts]
-        out = sums[0][1].new_zeros(self.shape)
-        for row, value in sums:
-            out[row : row + len(value)] += value
-        return out
+        return self._placed([part.weighted_sum(weight_B) for _, part in self.parts])
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self._placed([part.exact_sum(weight_B) for _, part in self.parts])
 
     def keep(self, kept_B: Tensor) -> "Placed":
         return Placed([(row, part.keep(kept_B)) for row, part in self.parts], self.shape)
@@ -447,14 +499,24 @@ class Placed(Factor):
         return Placed([(row, part.merge(parts)) for row, part in self.parts], self.shape)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        def scales(row: int, part: Factor) -> Tensor | None:
-            return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
-
-        norms = [part.norms(scales(row, part)) for row, part in self.parts]
+        norms = [part.norms(self._scales(inverse_scales, row, part)) for row, part in self.parts]
         return long_norms(torch.stack(norms, dim=1))
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return largest_scale(inverse_scales) * _total([terms_of(part, None) for _, part in self.parts])
+        return _total([terms_of(part, self._scales(inverse_scales, row, part)) for row, part in self.parts])
+
+    @property
+    def places(self) -> int:
+        return max(part.places for _, part in self.parts)
+
+    def _scales(self, inverse_scales: Tensor | None, row: int, part: Factor) -> Tensor | None:
+        return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
+
+    def _placed(self, sums: list[Tensor]) -> Tensor:
+        out = sums[0].new_zeros(self.shape)
+        for (row, _), value in zip(self.parts, sums, strict=True):
+            out[row : row + len(value)] += value
+        return out
 
     def __add__(self, other: Factor) -> Factor:
         if not isinstance(other, Placed):
@@ -465,32 +527,98 @@ class Placed(Factor):
         return Placed(sorted(joined.items(), key=lambda pair: pair[0]), self.shape)
 
 
+class Jacobian:
+    """J, by which a layer's weight changes with a parameter that it is computed from, the same for every example.
+
+    Args:
+        weight: the weight, with its graph.
+        parameter: a leaf of that graph.
+        norm: an upper bound on the spectral norm of J, or what finds one.
+    """
+
+    def __init__(self, weight: Tensor, parameter: Tensor, norm: "float | Callable[[Jacobian], float]") -> None:
+        self.weight, self.parameter, self._norm = weight, parameter, norm
+
+    def pull(self, grad: Tensor, *, batched: bool = False) -> Tensor:
+        """Return J^T grad, shaped like the parameter; with `batched` for each row of grad."""
+        grad = grad.to(self.weight.dtype)
+        return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
+
+    @cached_property
+    def norm(self) -> float:
+        """The bound."""
+        return self._norm(self) if callable(self._norm) else self._norm
+
+    def measured_norm(self) -> float:
+        """Estimate the spectral norm of J by the power method, times two; infinite where torch cannot take J u.
+
+        Computes: u = J J^T u / |u| again and again, from a fixed start; the largest |J^T u| / |u|. With c the share of
+        the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm: 0.53 for a start in a
+        million dimensions, and nearly all of it where one direction stands out.
+
+        Privacy:
+            Made of the weights alone, which are public: no data can be built to hide from it.
+        """
+        start = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        u, largest = start.to(self.weight), 0.0
+        try:
+            with torch.enable_grad():
+                for _ in range(_ROUNDS):
+                    u = (u / short_norms(u.flatten())).detach().requires_grad_()
+                    (pulled,) = torch.autograd.grad(self.weight, self.parameter, u, create_graph=True)
+                    stretch = float(long_norms(pulled.detach().flatten()))
+                    largest = max(largest, stretch)
+                    if not 0 < stretch < math.inf or not pulled.requires_grad:
+                        break
+                    (u,) = torch.autograd.grad(pulled, u, pulled.detach())
+        except RuntimeError:  # an operation whose derivative has none
+            return math.inf
+        return _MARGIN * largest if largest < math.inf else math.inf
+
+
+class JacobianNorms:
+    """Norms of Jacobians, each measured again after a number of passes: weights move by little in one step."""
+
+    def __init__(self) -> None:
+        self._found: dict[object, tuple[float, int]] = {}
+
+    def of(self, key: object, jacobian: Jacobian) -> float:
+        """Return the norm that is known for the key, or measure it."""
+        norm, left = self._found.get(key, (math.inf, 0))
+        if left == 0:
+            norm, left = jacobian.measured_norm(), _PASSES
+        self._found[key] = norm, left - 1
+        return norm
+
+
 class Pulled(Factor):
     """A parameter from which a layer's weight is computed, the same way for every example: g_i = J^T h_i.
 
     Args:
         inner: h_i, gradients with respect to the weight.
-        weight: the weight, with its graph.
-        parameter: a leaf of that graph.
+        jacobian: J.
         apart: pull sums back example by example: in half precision all would share the rounding of a large sum.
     """
 
-    def __init__(self, inner: Factor, weight: Tensor, parameter: Tensor, *, apart: bool) -> None:
-        super().__init__(inner.examples, parameter.shape)
-        self.inner, self.weight, self.parameter, self.apart = inner, weight, parameter, apart
+    def __init__(self, inner: Factor, jacobian: Jacobian, *, apart: bool) -> None:
+        super().__init__(inner.examples, jacobian.parameter.shape)
+        self.inner, self.jacobian, self.apart = inner, jacobian, apart
 
-    def __getitem__(self, examples: slice) -> "Pulled":
+    def __getitem__(self, examples: Examples) -> "Pulled":
         return self._like(self.inner[examples])
 
     def dense(self) -> Tensor:
         grads_BP = self.inner.dense()
-        if len(grads_BP) == 1:
-            return wide(self._pull(grads_BP[0], batched=False)[None])
-        return wide(self._pull(grads_BP, batched=True))
+        if self.examples == 0:
+            return wide(grads_BP.new_zeros(0, *self.shape))
+        if self.examples == 1:
+            return wide(self.jacobian.pull(grads_BP[0])[None])
+        return wide(self.jacobian.pull(grads_BP, batched=True))
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        if not self.apart:
-            return self._pull(self.inner.weighted_sum(weight_B), batched=False)
+        if self.examples == 0 or not self.apart:
+            summed = self.inner.weighted_sum(weight_B)
+            return self.jacobian.pull(summed) if self.examples else summed.new_zeros(self.shape)
         parts = self._split()
         ends = accumulate(part.examples for part in parts)
         pairs = zip(parts, ends, strict=True)
@@ -500,25 +628,30 @@ class Pulled(Factor):
         return self._like(self.inner.keep(kept_B))
 
     def inner_products(self, direction: Tensor) -> Tensor:
-        return torch.cat([part.dense().flatten(1) @ direction.flatten() for part in self._split()])
+        return torch.cat([_flat(part.dense()) @ direction.flatten() for part in self._split()])
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return largest_scale(inverse_scales) * terms_of(self.inner, None)
+        """Bound the terms of J^T h_i by |J| and those of h_i; None where each is pulled back by itself."""
+        if self.apart:
+            return None
+        return largest_scale(inverse_scales) * self.jacobian.norm * terms_of(self.inner, None)
+
+    @property
+    def places(self) -> int:
+        return self.inner.places
 
     def _like(self, inner: Factor) -> "Pulled":
-        return Pulled(inner, self.weight, self.parameter, apart=self.apart)
-
-    def _pull(self, grad: Tensor, *, batched: bool) -> Tensor:
-        if self.examples == 0:
-            return grad.new_zeros(0, *self.shape) if batched else grad.new_zeros(self.shape)
-        return torch.autograd.grad(
-            self.weight, self.parameter, grad.to(self.weight.dtype), retain_graph=True, is_grads_batched=batched
-        )[0]
+        return Pulled(inner, self.jacobian, apart=self.apart)
 
 
 def merged(x: Tensor, parts: int) -> Tensor:
     """(B parts, T, D) -> (B, parts T, D)."""
     return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
+
+
+def _flat(grads_BP: Tensor) -> Tensor:
+    """Return one row an example, shape (B, numbers of P), also for parameters without dimensions."""
+    return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
 
 
 def _total(tensors: list[Tensor]) -> Tensor:
@@ -537,6 +670,13 @@ def terms_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
 def largest_scale(inverse_scales: Tensor | None) -> float:
     """The largest of the inverse scales; 1 without any."""
     return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
+
+
+def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return r, shape (O,), and c, shape (I,), with s_oi <= r_o c_i for scales s of shape (O, I, ...)."""
+    scales_OI = inverse_scales.flatten(2).amax(2) if inverse_scales.dim() > 2 else inverse_scales
+    of_outputs = scales_OI.amax(1)
+    return of_outputs, (scales_OI / of_outputs[:, None]).amax(0)
 
 
 def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from privgrad.gradient.capture import (
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.curvature import backward, curvature
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
-from privgrad.gradient.factors import Factor, Pulled
+from privgrad.gradient.factors import Factor, JacobianNorms, Pulled
 from privgrad.gradient.moves import Moves
 from privgrad.gradient.norms import wide
 from privgrad.gradient.products import sources
@@ -72,6 +72,7 @@ class Hooks:
         self._other = set[Any]()  # such shapes, of which layers were found to be called otherwise than of others
         # By id of what a weight is computed from: whether it moves without being written out.
         self._pulled = dict[int, bool]()
+        self._norms = JacobianNorms()
         self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -395,7 +396,7 @@ class Hooks:
 
     def _factors(self, examples: Any, moves: Moves | None = None) -> dict[str, Factor]:
         layouts, whole = (self._layouts, self._whole) if moves is None else self._moved[False]
-        capture = Capture(self._model, layouts, count_examples(examples), whole, moves)
+        capture = Capture(self._model, layouts, count_examples(examples), whole, moves, norms=self._norms)
         with self._captured(capture, examples) as losses:
             edges = [tap.edge for tap in capture.taps]
             if not edges or not losses.requires_grad:
@@ -407,7 +408,7 @@ class Hooks:
     def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Moves]:
         """Gradients with their Hessians' products with the moves, and these; in one forward pass."""
         layouts, whole = self._moved[True]
-        capture = Capture(self._model, layouts, count_examples(examples), whole, curved=True)
+        capture = Capture(self._model, layouts, count_examples(examples), whole, curved=True, norms=self._norms)
         with differentiable(twice=True), self._captured(capture, examples) as losses:
             if not capture.taps or not losses.requires_grad:
                 return {}, Moves({}, torch.zeros(0))

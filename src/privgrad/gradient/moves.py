@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from privgrad.gradient.convolution import Geometry, convolve
-from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient.factors import Dense, Examples, Factor
 from privgrad.gradient.norms import cached
 
 
@@ -28,7 +28,7 @@ class Move:
     factor: Factor
     share: Tensor
 
-    def __getitem__(self, examples: slice) -> "Move":
+    def __getitem__(self, examples: Examples) -> "Move":
         return Move(self.factor[examples], self.share[examples])
 
     def dense(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Dense, Factor, cancelled, terms_of
+from privgrad.gradient.factors import Dense, Examples, Factor, cancelled, terms_of
 from privgrad.gradient.norms import short_norms, wide
 
 
@@ -29,7 +29,7 @@ class Shifted(Factor):
         self.inner, self.shift = inner, wide(shift)
         self.kept_B = torch.ones(inner.examples, dtype=torch.bool, device=shift.device) if kept_B is None else kept_B
 
-    def __getitem__(self, examples: slice) -> "Shifted":
+    def __getitem__(self, examples: Examples) -> "Shifted":
         return Shifted(self.inner[examples], self.shift, self.kept_B[examples])
 
     def dense(self) -> Tensor:
@@ -40,11 +40,19 @@ class Shifted(Factor):
         total = self.inner.weighted_sum(weight_B)
         return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum()))
 
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        total = self.inner.exact_sum(weight_B)
+        return total.add_(self.shift.double(), alpha=float((weight_B * self.kept_B).sum()))
+
     def keep(self, kept_B: Tensor) -> "Shifted":
         return Shifted(self.inner.keep(kept_B), self.shift, self.kept_B & kept_B)
 
     def terms(self, inverse_scales: Tensor | None = None) -> Tensor:
         return terms_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
+
+    @property
+    def places(self) -> int:
+        return self.inner.places
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         inner_B, shift_norm = self.inner.norms(inverse_scales), self._shift_norm(inverse_scales)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor, Outer, Sum, cancelled, merged
+from privgrad.gradient.factors import Examples, Factor, Outer, Sum, cancelled, merged
 from privgrad.gradient.norms import kept, long_norms, place_norms, wide
 
 
@@ -25,7 +25,7 @@ class Rows(Factor):
         super().__init__(len(ids_BT), torch.Size((rows, r_BTD.shape[2])))
         self.ids_BT, self.r_BTD = ids_BT.long(), wide(r_BTD)
 
-    def __getitem__(self, examples: slice) -> "Rows":
+    def __getitem__(self, examples: Examples) -> "Rows":
         return Rows(self.ids_BT[examples], self.r_BTD[examples], self.shape[0])
 
     def dense(self) -> Tensor:
@@ -41,6 +41,15 @@ class Rows(Factor):
     def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
         total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        total = self.r_BTD.new_zeros(self.shape, dtype=torch.float64)
+        r_BTD = self.r_BTD.double() * weight_B.double()[:, None, None]
+        return total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+
+    @property
+    def places(self) -> int:
+        return self.ids_BT.shape[1]
 
     def apply(self, x_BTI: Tensor) -> Tensor:
         products_BTS = x_BTI @ self.r_BTD.mT
@@ -104,7 +113,7 @@ class TiedTable(Sum):
         super().__init__([outer, rows])
         self.outer, self.rows = outer, rows
 
-    def __getitem__(self, examples: slice) -> "TiedTable":
+    def __getitem__(self, examples: Examples) -> "TiedTable":
         return TiedTable(self.outer[examples], self.rows[examples])
 
     def keep(self, kept_B: Tensor) -> "TiedTable":

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.gradient.convolution import Convolution
-from privgrad.gradient.factors import Dense, Factor, Outer, Sum, cancelled, largest_scale, terms_of
+from privgrad.gradient.factors import Dense, Examples, Factor, Outer, Sum, cancelled, largest_scale, terms_of
 from privgrad.gradient.moves import Move
 from privgrad.gradient.norms import kept, short_norms, wide
 
@@ -63,7 +63,7 @@ class Combined(Factor):
         self.inner, self.rows, self.along_BO, self.level_BO = inner, rows, along_BO, level_BO
         self.square_BO = square_BO
 
-    def __getitem__(self, examples: slice) -> "Combined":
+    def __getitem__(self, examples: Examples) -> "Combined":
         numbers = (None if x is None else x[examples] for x in (self.along_BO, self.level_BO, self.square_BO))
         return Combined(self.inner[examples], self.rows, *cast("Any", numbers))
 
@@ -75,6 +75,15 @@ class Combined(Factor):
         along_O, level_O = (weight_B.to(x.dtype) @ x for x in (self.along_BO, self.level_BO))
         shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], self.rows.flatten(1))
         return (self.inner.weighted_sum(weight_B) + shared_OF).view(self.shape)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        along_O, level_O = (weight_B.double() @ x.double() for x in (self.along_BO, self.level_BO))
+        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], self.rows.double().flatten(1))
+        return (self.inner.exact_sum(weight_B) + shared_OF).view(self.shape)
+
+    @property
+    def places(self) -> int:
+        return self.inner.places
 
     def keep(self, kept_B: Tensor) -> "Combined":
         numbers = (None if x is None else kept(x, kept_B) for x in (self.along_BO, self.level_BO, self.square_BO))
@@ -126,7 +135,7 @@ class Projected(Combined):
         super().__init__(inner, rows, -scale_BO * along_BO, -scale_BO * mean_BO, square)
         self.parts = h, (scale_BO, mean_BO, along_BO, square_BO)
 
-    def __getitem__(self, examples: slice) -> "Projected":
+    def __getitem__(self, examples: Examples) -> "Projected":
         h, numbers = self.parts
         return Projected(h[examples], self.rows, *(x[examples] for x in numbers))
 
@@ -169,6 +178,14 @@ class StandardizedWeight:
         changed = "forward" in held or bool(held["_forward_hooks"]) or bool(held["_forward_pre_hooks"])
         fits = "0.gain" not in own or own["original"].dim() == own["0.gain"].dim()
         return cls(parametrization) if fits and not changed else None
+
+    def stretch(self, parameter: Tensor) -> float:
+        """Bound the spectral norm of the weight's Jacobian with respect to the parameter.
+
+        Computes: for v, the largest of r_o k_o, as what stands behind it projects; for the gain, the root of the mean
+        of y_o^2, which is at most one.
+        """
+        return float((self.inverse_1O * self.k_1O).abs().max()) if parameter is self.own["original"] else 1.0
 
     def takes(self, grads: Factor) -> bool:
         """Whether this is the shorter way for such gradients."""
