@@ -1,7 +1,7 @@
 """What the fast engine goes by, tried on a few examples: that their gradients are those of each alone."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, cast
 
@@ -13,38 +13,30 @@ from privgrad.gradient.checks import gradients
 from privgrad.gradient.engines import LossFunction, trainable
 from privgrad.gradient.factors import Factor
 from privgrad.gradient.moves import Moves
-from privgrad.types import count_examples, map_examples
-
-PROBED = 3  # examples
-
-
-def few_of(examples: Any) -> Any:
-    """The first examples; repeated, or filled up with zeros, where there are too few."""
-    size = count_examples(examples)
-    few = map_examples(itemgetter(slice(0, PROBED)), examples)
-    return few if size >= PROBED else map_examples(partial(_filled, missing=PROBED - size), few)
+from privgrad.types import map_examples
 
 
 def require_single(
     model: nn.Module,
     loss_fn: LossFunction,
-    few: Any,
+    examples: Any,
     found: Mapping[str, Factor],
     tolerance: float,
     moves: Moves | None = None,
     *,
+    rows: Sequence[int],
     exact: bool = False,
 ) -> None:
-    """Each row of the factors is the gradient of that example alone, moved as `gradients` says if there are moves.
+    """Require that rows of the factors are the gradients of these examples alone, moved if there are moves.
 
     Raises:
         UnsupportedModuleError: the name of a parameter for which it is not, by more than the relative tolerance.
     """
     parameters = trainable(model)
-    for index in range(PROBED):
+    for index in rows:
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        single = gradients(model, loss_fn, map_examples(itemgetter(row), few), along=along, exact=exact)
+        single = gradients(model, loss_fn, map_examples(itemgetter(row), examples), along=along, exact=exact)
         whole = sum(norm_of(wanted) ** 2 for wanted in single.values()) ** 0.5
         for name, wanted in single.items():
             got = found[name][row].dense()[0] if name in found else torch.zeros_like(wanted)
@@ -67,14 +59,19 @@ def require_unwritten(model: nn.Module, checksums: list[str]) -> None:
 
 
 def checksums_of(model: nn.Module) -> list[str]:
-    """Two numbers a parameter, that tell whether it was written, even past autograd's own count."""
+    """Return two numbers a parameter, that tell whether it was written, even past autograd's own count."""
     with torch.no_grad():
         return [f"{float(p.sum(dtype=torch.float64))!r} {norm_of(p.detach())!r}" for p in model.parameters()]
 
 
-def doubled(leaf: Tensor) -> Tensor:
-    return leaf.double() if leaf.is_floating_point() else leaf
-
-
-def _filled(leaf: Tensor, *, missing: int) -> Tensor:
-    return torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])])
+@contextmanager
+def restored(model: nn.Module) -> Generator[None]:
+    """Put the parameters back, bit by bit, if what runs here ends in an error."""
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, held in before:
+                parameter.data.copy_(held)
+        raise

@@ -1,18 +1,21 @@
 """What stands between a model and private training: found before anything is charged."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.engines import (
     BoundLoss,
     LossFunction,
@@ -25,8 +28,12 @@ from privgrad.gradient.engines import (
 )
 from privgrad.types import count_examples, map_examples
 
-_PROBED = 4  # examples that the loss is tried on
-_DRAWS = 4  # and random draws: what mixes examples now and then shows in some of them
+PROBED = 3  # examples that a model is tried on
+_DRAWS = 4  # random draws: what mixes examples now and then shows in some of them
+_HALVED = 64  # examples of the first batch whose losses are compared with those in half of them
+
+# What a forward pass draws at random: nothing; dropout only; or something else, such as noise or skipped layers.
+Randomness = Literal["none", "dropout", "other"]
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         Releases nothing but success or an error, as any exception raised on private data does. The loss is tried on
         copies of parameters and buffers, and what it leaves on the modules is undone.
     """
-    size = min(count_examples(examples), _PROBED)
-    few = map_examples(lambda leaf: leaf[:size], examples)
+    few = few_of(examples, fill=False)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     losses = _losses(model, loss_fn, few, parameters)
     if not losses.requires_grad:
@@ -122,7 +128,9 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         remedy = "use them in the loss, or freeze them with requires_grad_(False)"
         got = f"none for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
-    _require_apart(model, loss_fn, few, size)
+    randomness = find_randomness(model, loss_fn, few)
+    _require_apart(model, loss_fn, few, randomness)
+    require_same_losses_in_half(model, loss_fn, map_examples(lambda leaf: leaf[:_HALVED], examples), randomness)
 
 
 def gradients(
@@ -162,29 +170,99 @@ def gradients(
     return {name: grad.detach() for name, grad in zip(parameters, grads, strict=True)}
 
 
-def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, size: int) -> None:
-    """The first example's loss must move neither with its companions' content nor with their number."""
+def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
+    """Return the first example, the last, and others at random places between them, PROBED in all.
 
-    def repeated(count: int) -> Any:
-        return map_examples(lambda leaf: leaf[:1].expand(count, *leaf.shape[1:]).clone(), few)
+    Args:
+        examples: with leading dimension >= 1.
+        salt: other places for another number. They follow from torch's seed too, and use up no random draws.
+        fill: whether to fill up with zeros where there are too few.
+    """
+    size = count_examples(examples)
+    if size > PROBED:
+        index = torch.tensor([0, *(1 + places_of(size - 2, PROBED - 2, salt)).tolist(), size - 1])
+        return map_examples(lambda leaf: leaf[index.to(leaf.device)], examples)
+    missing = PROBED - size if fill else 0
+    return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
 
-    remedy = "make each loss depend on its own example: no statistics, ranks or means over the batch"
+
+def places_of(size: int, chosen: int, salt: int) -> Tensor:
+    """Return different random places below size, in order; the same again under the same seed and salt."""
+    generator = torch.Generator().manual_seed((torch.initial_seed() + salt) % 2**63)
+    return torch.randperm(size, generator=generator)[:chosen].sort().values
+
+
+def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
+    """Require that the first and the last loss move neither with their companions' content nor with their number."""
+    size = count_examples(few)
     if size == 1:
         few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
         size = 2
-    for seed in range(_DRAWS):
-        # Same shapes and same random draws: a loss that keeps to its own example repeats to the last bit, or nearly.
-        among, alone = (_losses(model, loss_fn, x, seed=seed).detach()[0] for x in (few, repeated(size)))
-        scale = among.abs() + torch.finfo(among.dtype).tiny
-        got = "a loss that changes with the other examples"
-        if (alone - among).abs() > 64 * torch.finfo(among.dtype).eps * scale:
-            raise expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
-    with evaluating(model):
-        one, two = (_losses(model, loss_fn, repeated(count)).detach()[0] for count in (1, 2))
-    # Losses that are rounding themselves move by as much.
-    if (one - two).abs() > 1e-2 * one.abs() + torch.finfo(one.dtype).eps:
-        got = "a loss that changes with the number of examples"
-        raise expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
+
+    def repeated(row: int, count: int) -> Any:
+        return map_examples(lambda leaf: leaf[row : row + 1].expand(count, *leaf.shape[1:]).clone(), few)
+
+    for row in (0, size - 1):
+        for seed in range(_DRAWS):
+            # Same shapes and random draws: a loss that keeps to its own example repeats to the last bit, or nearly.
+            among, alone = (_losses(model, loss_fn, x, seed=seed).detach()[row] for x in (few, repeated(row, size)))
+            scale = among.abs() + torch.finfo(among.dtype).tiny
+            if (alone - among).abs() > 64 * torch.finfo(among.dtype).eps * scale:
+                raise _depends("a loss that changes with the other examples")
+
+        def by_count(model: nn.Module, row: Any) -> tuple[Tensor, Tensor]:
+            one = _losses(model, loss_fn, map_examples(lambda leaf: leaf[:1], row)).detach()
+            return one, _losses(model, loss_fn, row).detach()[:1]
+
+        with without_randomness(model, randomness):
+            if _differ(model, repeated(row, 2), by_count):
+                raise _depends("a loss that changes with the number of examples")
+
+
+def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
+    """Require that examples have the losses in the first half of a batch that they have in all of it.
+
+    Raises:
+        PrivacyError: some do not, as where a loss keeps the largest of the batch, or ranks them.
+    """
+    half = (count_examples(examples) + 1) // 2
+
+    def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            first = _losses(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples))
+            return first, _losses(model, loss_fn, examples)[:half]
+
+    with without_randomness(model, randomness):
+        if _differ(model, examples, in_both):
+            raise _depends("losses that change with the second half of the batch")
+
+
+def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:
+    """Return whether two tensors of losses differ, in double precision too if in their own.
+
+    Losses that are rounding themselves, as the sine of large numbers, move by as much with the number of examples.
+    """
+
+    def found(model: nn.Module, examples: Any) -> bool:
+        one, other = losses(model, examples)
+        return bool(((one - other).abs() > 1e-2 * one.abs() + torch.finfo(one.dtype).eps).any())
+
+    if not found(model, examples):
+        return False
+    try:
+        return found(copy.deepcopy(model).double(), map_examples(doubled, examples))
+    except Exception:  # a loss that takes single precision only, say
+        return True
+
+
+def _depends(got: str) -> PrivacyError:
+    remedy = "make each loss depend on its own example: no statistics, ranks or means over the batch"
+    return expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
+
+
+def doubled(leaf: Tensor) -> Tensor:
+    """Return floating-point numbers in double precision, and others as they are."""
+    return leaf.double() if leaf.is_floating_point() else leaf
 
 
 def _losses(
@@ -193,16 +271,111 @@ def _losses(
     examples: Any,
     parameters: Mapping[str, Tensor] | None = None,
     *,
-    seed: int = 0,
+    seed: int | None = 0,
 ) -> Tensor:
+    """Return the losses of copies of the parameters and buffers, with seeded draws unless seed is None."""
     given = parameters or {}
     copies = {name: p.detach().clone() for name, p in model.named_parameters() if name not in given}
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
     # Compiled code keeps no graph to differentiate twice.
-    with seeded(seed), preserved(model), torch.compiler.set_stance("force_eager"):
+    draws = nullcontext() if seed is None else seeded(seed)
+    with draws, preserved(model), torch.compiler.set_stance("force_eager"):
         losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))
     return require_losses(losses, count_examples(examples))
+
+
+def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
+    """Return what the forward pass draws in the modes that the modules are in."""
+    with _without_dropout(model) as dropout, seeded(0):
+        before = _random_state()
+        _losses(model, loss_fn, few, seed=None)
+        drawn = not torch.equal(before, _random_state())
+    return "other" if drawn else "dropout" if dropout.met else "none"
+
+
+@contextmanager
+def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[None]:
+    """Switch off what draws, and nothing else: the program that is checked is to be the one that trains.
+
+    Evaluation mode is the last resort, for it may switch on caches or other branches.
+    """
+    with ExitStack() as stack:
+        if randomness != "none":
+            stack.enter_context(_without_dropout(model))
+        if randomness == "other":
+            stack.enter_context(evaluating(model))
+        yield
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """While open, functions that drop return their input.
+
+    Attributes:
+        met: whether any has been called that would have dropped.
+    """
+
+    met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in _DROPOUTS:
+            x, rate, training = (
+                args[place] if len(args) > place else options.get(name, default)
+                for place, (name, default) in enumerate((("input", None), ("p", 0.5), ("training", True)))
+            )
+            self.met = self.met or bool(rate and training)
+            return x
+        if func in _WITH_DROPOUT:
+            place, name, off = _WITH_DROPOUT[func]
+            self.met = self.met or bool(args[place] if len(args) > place else options.get(name))
+            args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
+            options |= {} if len(args) > place else {name: off}
+        return func(*args, **options)
+
+
+_DROPOUTS: set[Any] = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+    *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+}
+# By function: the place and name of an argument, and its value without dropout.
+_WITH_DROPOUT: dict[Any, tuple[int, str, Any]] = {
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+    F.multi_head_attention_forward: (10, "dropout_p", 0.0),
+    F.rrelu: (3, "training", False),
+}
+_RATES = ("p", "drop_prob", "drop_path", "dropout")  # what modules that drop call the share that they drop
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
+    """Switch dropout off without touching the modules' modes."""
+    before: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        drops = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+        name = type(module).__name__.lower()
+        if drops or "drop" in name or "stochasticdepth" in name:
+            held = {rate: vars(module).get(rate) for rate in _RATES}
+            before += [(module, rate, value) for rate, value in held.items() if isinstance(value, float) and value > 0]
+    mode = _WithoutDropout()
+    mode.met = any(module.training for module, _, _ in before)  # as layers with rules of their own ask
+    try:
+        for module, rate, _ in before:
+            setattr(module, rate, 0.0)
+        with mode:
+            yield mode
+    finally:
+        for module, rate, value in before:
+            setattr(module, rate, value)
+
+
+def _random_state() -> Tensor:
+    """Return the state of torch's random streams, of the accelerator too where there is one."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states += torch.cuda.get_rng_state_all()
+    return torch.cat([state.cpu() for state in states])
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
 _TERMS = 1e4
-_LOST = 1e-30  # below it a factor is 0: float32 would round it, or its product with a gradient, to a multiple of 1e-45
+_LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
 
 class Clipping(Protocol):

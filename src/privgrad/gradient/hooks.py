@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.audit import PROBED, checksums_of, doubled, few_of, norm_of, require_single, require_unwritten
+from privgrad.gradient.audit import checksums_of, norm_of, require_single, require_unwritten, restored
 from privgrad.gradient.capture import (
     REMEDY,
     Bend,
@@ -31,7 +31,16 @@ from privgrad.gradient.capture import (
     refused,
     units,
 )
-from privgrad.gradient.checks import evaluating
+from privgrad.gradient.checks import (
+    PROBED,
+    Randomness,
+    doubled,
+    few_of,
+    find_randomness,
+    places_of,
+    require_same_losses_in_half,
+    without_randomness,
+)
 from privgrad.gradient.curvature import backward, curvature
 from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
 from privgrad.gradient.factors import Factor, JacobianNorms, Pulled
@@ -73,6 +82,8 @@ class Hooks:
         # By id of what a weight is computed from: whether it moves without being written out.
         self._pulled = dict[int, bool]()
         self._norms = JacobianNorms()
+        self._randomness: Randomness = "none"  # of a forward pass, in the last audit
+        self._unchecked = False  # whether the last audit's findings are still to be checked within a batch
         self._half = False  # whether any output gradient is in half precision
 
     def __call__(self, examples: Any) -> dict[str, Factor]:
@@ -90,7 +101,7 @@ class Hooks:
         """
         if self._is_due() or self._layouts is None:
             self.audit(examples)
-        return self._twice(partial(self._factors, examples), partial(self.audit, examples), examples)
+        return self._checked(Hooks._at_weights, partial(self.audit, examples), examples)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, factored.
@@ -109,11 +120,8 @@ class Hooks:
         audit = partial(self._audit_moved, examples, radius, exact=exact)
         if self._is_due() or exact not in self._moved:
             audit()
-        if exact:
-            return self._twice(lambda: self._curved(examples, radius)[0], audit, examples)
-        with torch.random.fork_rng():
-            first = self._twice(partial(self._factors, examples), audit, examples)
-        return self._twice(lambda: self._factors(examples, self._moves(first, radius)), audit, examples)
+
+        return self._checked(partial(Hooks._at_moved, radius=radius, exact=exact), audit, examples, exact=exact)
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
         """Gradient of each example's own loss at its own point, theta + share f_i, factored.
@@ -131,16 +139,73 @@ class Hooks:
         parameters = trainable(self._model)
         share_B = next(iter(parameters.values())).new_full((next(iter(moved.values())).examples,), share)
         moves = Moves({id(parameters[name]): factor for name, factor in moved.items()}, wide(share_B))
-        return self._twice(lambda: self._factors(examples, moves), audit, examples)
+        return self._twice(lambda: (self._factors(examples, moves), moves), audit, examples)[0]
 
     def _is_due(self) -> bool:
         """Count a call; audits are of the 1st, 2nd, 4th, 8th ...: later examples may show what the first did not."""
         self._calls += 1
         return self._calls & (self._calls - 1) == 0
 
-    def _twice(
-        self, compute: Callable[[], dict[str, Factor]], audit: Callable[[], None], examples: Any
+    def _checked(
+        self, compute: "Compute", audit: Callable[[], None], examples: Any, *, exact: bool = False
     ) -> dict[str, Factor]:
+        """Return the factors of a batch; after an audit, some of its rows are compared with single examples."""
+        factors, moves = self._twice(partial(compute, self, examples), audit, examples)
+        if not self._unchecked:
+            return factors
+        self._unchecked = False
+        size = count_examples(examples)
+        if size <= PROBED:  # all of them have been compared
+            return factors
+        with restored(self._model), without_randomness(self._model, self._randomness):
+            found, moved = factors, moves
+            if self._randomness != "none":
+                found, moved = self._twice(partial(compute, self, examples), audit, examples)
+            rows = self._rows_to_check(found, size)
+
+            def in_double(twin: Hooks, examples: Any) -> None:
+                twin._audit(few_of(examples))
+                if moved is not None:
+                    twin._learn_moved(few_of(examples), exact=exact)
+                found, moves = compute(twin, examples)
+                require_single(twin._model, twin._loss_fn, examples, found, _TOLERANCE, moves, rows=rows, exact=exact)
+
+            try:
+                model, tolerance = self._model, self._tolerance
+                require_single(model, self._loss_fn, examples, found, tolerance, moved, rows=rows, exact=exact)
+            except UnsupportedModuleError as refusal:
+                self._cleared_in_double(examples, refusal, in_double)
+        with restored(self._model):
+            require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness)
+        self._unchecked = False
+        return factors
+
+    def _at_weights(self, examples: Any) -> tuple[dict[str, Factor], None]:
+        """Compute gradients at the weights."""
+        return self._factors(examples), None
+
+    def _at_moved(self, examples: Any, *, radius: float, exact: bool) -> tuple[dict[str, Factor], Moves]:
+        """Compute gradients at each example's own point, with the same random draws in both passes; and the moves."""
+        if exact:
+            return self._curved(examples, radius)
+        with torch.random.fork_rng():
+            moves = self._moves(self._factors(examples), radius)
+        return self._factors(examples, moves), moves
+
+    def _rows_to_check(self, found: Mapping[str, Factor], size: int) -> list[int]:
+        """Return the first row, the last, one at random, and one of those that are clipped least.
+
+        A norm that is wrongly small leaves the gradient unclipped: so one of the smallest quarter is looked at.
+        """
+        norms = torch.stack([factor.norms() for factor in found.values()])
+        least_B = cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argsort()[: -(-size // 4)]
+        least = least_B[places_of(len(least_B), 1, self._calls).to(least_B.device)]
+        drawn = places_of(size, 1, self._calls)
+        return sorted({0, size - 1, int(drawn), int(least)})
+
+    def _twice(
+        self, compute: "Callable[[], tuple[dict[str, Factor], Moves | None]]", audit: Callable[[], None], examples: Any
+    ) -> "tuple[dict[str, Factor], Moves | None]":
         """What is computed; if layers were called in another sequence, once more by what is known of examples of
         these shapes, or after an audit.
 
@@ -149,16 +214,16 @@ class Hooks:
         if (shapes := _shapes(examples)) in self._other:
             self._recall(examples)
         try:
-            factors = compute()
+            factors, moves = compute()
         except OtherCallsError:
             try:
                 self._other.add(shapes)
                 self._recall(examples)
-                factors = compute()
+                factors, moves = compute()
             except OtherCallsError:
                 audit()
                 try:
-                    factors = compute()
+                    factors, moves = compute()
                 except OtherCallsError as error:
                     got, condition = error.path, "not to depend on the examples"
                     raise refused("the calls of layers", condition, got, REMEDY) from None
@@ -166,7 +231,7 @@ class Hooks:
         if lost:
             got, remedy = "no gradient", f"do not cut it off in training mode, or {REMEDY}"
             raise refused(", ".join(lost), "to be reached as on the first batch", got, remedy)
-        return factors
+        return factors, moves
 
     def _remember(self, examples: Any) -> None:
         found = (self._layouts, set(self._whole), dict(self._moved), set(self._reached))
@@ -221,9 +286,10 @@ class Hooks:
         Raises:
             UnsupportedModuleError: they differ, or a parameter is used outside of a unit.
         """
-        few = few_of(examples)
+        few = few_of(examples, salt=self._calls)
         try:
-            self._audit(few)
+            with restored(self._model):
+                self._audit(few)
         except OtherCallsError as error:  # of another sequence in evaluation mode than in training mode, say
             self._layouts = None
             raise refused("the calls of layers", "not to depend on the examples", error.path, REMEDY) from None
@@ -231,6 +297,8 @@ class Hooks:
             self._layouts = None
             twin = self._cleared_in_double(few, refusal, Hooks._audit)
             self._layouts, self._whole, self._reached = twin._layouts, twin._whole, twin._reached
+            self._randomness = twin._randomness
+        self._unchecked = True
         self._remember(examples)
 
     def _cleared_in_double(
@@ -247,7 +315,8 @@ class Hooks:
     def _audit(self, few: Any) -> None:
         checksums = checksums_of(self._model)
         self._layouts = self._learn_layouts(few)
-        with evaluating(self._model):
+        self._randomness = find_randomness(self._model, self._loss_fn, few)
+        with without_randomness(self._model, self._randomness):
             try:
                 found = self._factors(few)
             except RuntimeError:
@@ -257,9 +326,9 @@ class Hooks:
             self._pulled = {id(own[name]): isinstance(factor, Projected) for name, factor in pulled.items()}
             tolerance = self._tolerance
             require_unwritten(self._model, checksums)
-            require_single(self._model, self._loss_fn, few, found, tolerance)
+            require_single(self._model, self._loss_fn, few, found, tolerance, rows=range(PROBED))
         self._reached = set(found)
-        if self._model.training:
+        if self._randomness == "other":  # then the mode was another
             layouts = self._layouts
             self._require_apart_in_training(few, tolerance)
             self._layouts = layouts
@@ -324,14 +393,15 @@ class Hooks:
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
         """As `audit`, and for the gradients of `moved`."""
         self.audit(examples)
-        few = few_of(examples)
+        few = few_of(examples, salt=self._calls)
 
         def in_double(twin: Hooks, few: Any) -> None:
             twin._audit(few)
             twin._check_moved(few, radius, exact=exact)
 
         try:
-            self._check_moved(few, radius, exact=exact)
+            with restored(self._model):
+                self._check_moved(few, radius, exact=exact)
         except UnsupportedModuleError as refusal:
             self._moved.pop(exact, None)
             self._moved[exact] = self._cleared_in_double(few, refusal, in_double)._moved[exact]
@@ -339,26 +409,27 @@ class Hooks:
 
     def _check_moved(self, few: Any, radius: float, *, exact: bool) -> None:
         checksums = checksums_of(self._model)
-        whole = self._whole | {path for path, module in units(self._model) if not self._moves_cheaply(module, exact)}
-        self._moved[exact] = (self._learn_layouts(few, whole), whole)
+        self._learn_moved(few, exact=exact)
         try:
-            with evaluating(self._model):
+            with without_randomness(self._model, self._randomness):
                 self._require_moved_alike(few, radius, exact=exact)
-            if self._model.training and not exact:
+            if self._randomness != "none" and not exact:
                 self._require_same_draws(few)
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (Embedding and a sum, for EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
         require_unwritten(self._model, checksums)
 
+    def _learn_moved(self, few: Any, *, exact: bool) -> None:
+        """Learn the layouts of a pass in which parameters move."""
+        whole = self._whole | {path for path, module in units(self._model) if not self._moves_cheaply(module, exact)}
+        self._moved[exact] = (self._learn_layouts(few, whole), whole)
+
     def _require_moved_alike(self, few: Any, radius: float, *, exact: bool) -> None:
         """What `moved` finds for a few examples is what each gives alone."""
-        if exact:
-            found, moves = self._curved(few, radius)
-        else:
-            moves = self._moves(self._factors(few), radius)
-            found = self._factors(few, moves)
-        require_single(self._model, self._loss_fn, few, found, self._tolerance, moves, exact=exact)
+        found, moves = self._at_moved(few, radius=radius, exact=exact)
+        rows = range(PROBED)
+        require_single(self._model, self._loss_fn, few, found, self._tolerance, moves, rows=rows, exact=exact)
 
     def _require_same_draws(self, few: Any) -> None:
         """Moved by nothing, and with the same random draws, the second pass finds what the first does."""
@@ -460,6 +531,9 @@ class Hooks:
                         factor, room = factor.written_out(), room - floats
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
+
+
+Compute = Callable[[Hooks, Any], tuple[dict[str, Factor], Moves | None]]
 
 
 def _size(module: nn.Module) -> int:
