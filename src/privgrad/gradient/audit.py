@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.capture import REMEDY, refused, written_to
 from privgrad.gradient.checks import gradients
 from privgrad.gradient.engines import LossFunction, trainable
@@ -29,6 +30,8 @@ def require_single(
 ) -> None:
     """Require that rows of the factors are the gradients of these examples alone, moved if there are moves.
 
+    A forward pass that writes to parameters writes to the model's: this runs where they are `restored`.
+
     Raises:
         UnsupportedModuleError: the name of a parameter for which it is not, by more than the relative tolerance.
     """
@@ -36,7 +39,8 @@ def require_single(
     for index in rows:
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        single = gradients(model, loss_fn, map_examples(itemgetter(row), examples), along=along, exact=exact)
+        alone = map_examples(itemgetter(row), examples)
+        single = gradients(model, loss_fn, alone, along=along, exact=exact, copied=False)
         whole = sum(norm_of(wanted) ** 2 for wanted in single.values()) ** 0.5
         for name, wanted in single.items():
             got = found[name][row].dense()[0] if name in found else torch.zeros_like(wanted)
@@ -53,25 +57,30 @@ def norm_of(x: Tensor) -> float:
     return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
 
 
-def require_unwritten(model: nn.Module, checksums: list[str]) -> None:
-    if checksums_of(model) != checksums:
-        raise written_to("other values")
-
-
-def checksums_of(model: nn.Module) -> list[str]:
-    """Return two numbers a parameter, that tell whether it was written, even past autograd's own count."""
-    with torch.no_grad():
-        return [f"{float(p.sum(dtype=torch.float64))!r} {norm_of(p.detach())!r}" for p in model.parameters()]
-
-
 @contextmanager
 def restored(model: nn.Module) -> Generator[None]:
-    """Put the parameters back, bit by bit, if what runs here ends in an error."""
+    """Put the parameters back, bit by bit, if what runs here writes to them or ends in an error.
+
+    Raises:
+        UnsupportedModuleError: they were written to, even past autograd's own count.
+    """
     before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    refusal: UnsupportedModuleError | None = None
     try:
         yield
-    except BaseException:
+    except UnsupportedModuleError as error:  # which may be due to what was written
+        refusal = error
+    finally:
+        written = [parameter for parameter, held in before if not _bits(parameter).equal(_bits(held))]
         with torch.no_grad():
-            for parameter, held in before:
+            for parameter, held in before if written else []:
                 parameter.data.copy_(held)
-        raise
+    if written:
+        raise written_to("other values") from refusal
+    if refusal is not None:
+        raise refusal
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the numbers as integers, of which NaN equals itself."""
+    return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

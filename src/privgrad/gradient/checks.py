@@ -30,7 +30,7 @@ from privgrad.types import count_examples, map_examples
 
 PROBED = 3  # examples that a model is tried on
 _DRAWS = 4  # random draws: what mixes examples now and then shows in some of them
-_HALVED = 64  # examples of the first batch whose losses are compared with those in half of them
+_HALVED = 64  # examples whose losses are compared with those in half of them
 
 # What a forward pass draws at random: nothing; dropout only; or something else, such as noise or skipped layers.
 Randomness = Literal["none", "dropout", "other"]
@@ -130,7 +130,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
     _require_apart(model, loss_fn, few, randomness)
-    require_same_losses_in_half(model, loss_fn, map_examples(lambda leaf: leaf[:_HALVED], examples), randomness)
+    require_same_losses_in_half(model, loss_fn, examples, randomness)
 
 
 def gradients(
@@ -140,24 +140,27 @@ def gradients(
     *,
     along: Mapping[str, Tensor] | None = None,
     exact: bool = False,
+    copied: bool = True,
 ) -> dict[str, Tensor]:
-    """Gradient of the summed losses by parameter name, from copies; zero where the loss does not reach. NOT private.
+    """Return the gradient of the summed losses by parameter name; zero where the loss does not reach. NOT private.
 
     Args:
         model, loss_fn, examples: as in PrivateGradient.
         along: moves the parameters by name, to take the gradient there.
         exact: do not move, but add the Hessian's product with `along`.
+        copied: whether parameters are copied, so that a forward pass that writes to them spoils nothing.
     """
     moves, own = along or {}, trainable(model)
     points = {} if exact else {own[name]: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
     # The model's own parameters too: checkpointed parts compute again from them.
     with replaced(points), torch.enable_grad(), differentiable(twice=exact):
-        # Moved parameters are the audit's own; others are copied, for a forward pass may write to them.
+        # Moved parameters are this function's own.
         parameters = {
-            name: (p.detach() if p in points else p.detach().clone()).requires_grad_() for name, p in own.items()
+            name: (p.detach().clone() if copied and p not in points else p.detach()).requires_grad_()
+            for name, p in own.items()
         }
         leaves = list(parameters.values())
-        total = _losses(model, loss_fn, examples, parameters).sum()
+        total = _losses(model, loss_fn, examples, parameters, copied=copied).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=exact)
         if exact:
             products = [
@@ -220,12 +223,13 @@ def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness
 
 
 def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
-    """Require that examples have the losses in the first half of a batch that they have in all of it.
+    """Require that the first examples of a batch have the losses in half of them that they have in all of them.
 
     Raises:
         PrivacyError: some do not, as where a loss keeps the largest of the batch, or ranks them.
     """
-    half = (count_examples(examples) + 1) // 2
+    half = (min(count_examples(examples), _HALVED) + 1) // 2
+    examples = map_examples(lambda leaf: leaf[:_HALVED], examples)
 
     def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -272,10 +276,19 @@ def _losses(
     parameters: Mapping[str, Tensor] | None = None,
     *,
     seed: int | None = 0,
+    copied: bool = True,
 ) -> Tensor:
-    """Return the losses of copies of the parameters and buffers, with seeded draws unless seed is None."""
+    """Return the losses at copies of parameters and buffers.
+
+    Args:
+        model, loss_fn, examples: as in `gradients`.
+        parameters: what stands for some of them, by name.
+        seed: of the random draws; None draws on.
+        copied: whether parameters are copied, so that a forward pass that writes to them spoils nothing.
+    """
     given = parameters or {}
-    copies = {name: p.detach().clone() for name, p in model.named_parameters() if name not in given}
+    own = {name: p.detach() for name, p in model.named_parameters() if name not in given}
+    copies = {name: p.clone() for name, p in own.items()} if copied else own
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
     # Compiled code keeps no graph to differentiate twice.

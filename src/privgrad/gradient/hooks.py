@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.audit import checksums_of, norm_of, require_single, require_unwritten, restored
+from privgrad.gradient.audit import norm_of, require_single, restored
 from privgrad.gradient.capture import (
     REMEDY,
     Bend,
@@ -53,6 +53,7 @@ from privgrad.types import count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
 _FEW = 1 << 20  # that are not worth a second one, whatever the model's size
+_MEASURED = 16  # examples whose norms an audit measures
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05  # of the audit, relative
 
 
@@ -99,8 +100,7 @@ class Hooks:
             NOT private. The examples share one forward pass: that each keeps to itself is checked on the first batch
             (and when the sequence of calls changes) on a few of its examples, not proven.
         """
-        if self._is_due() or self._layouts is None:
-            self.audit(examples)
+        self._begin(examples)
         return self._checked(Hooks._at_weights, partial(self.audit, examples), examples)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
@@ -118,7 +118,8 @@ class Hooks:
         Returns, Raises, Privacy: as __call__.
         """
         audit = partial(self._audit_moved, examples, radius, exact=exact)
-        if self._is_due() or exact not in self._moved:
+        self._begin(examples)
+        if exact not in self._moved:
             audit()
 
         return self._checked(partial(Hooks._at_moved, radius=radius, exact=exact), audit, examples, exact=exact)
@@ -134,17 +135,24 @@ class Hooks:
         """
 
         audit = partial(self._audit_moved, examples, abs(share), exact=False)
-        if self._is_due() or False not in self._moved:
+        if self._begin(examples) or False not in self._moved:
             audit()
         parameters = trainable(self._model)
         share_B = next(iter(parameters.values())).new_full((next(iter(moved.values())).examples,), share)
         moves = Moves({id(parameters[name]): factor for name, factor in moved.items()}, wide(share_B))
         return self._twice(lambda: (self._factors(examples, moves), moves), audit, examples)[0]
 
-    def _is_due(self) -> bool:
-        """Count a call; audits are of the 1st, 2nd, 4th, 8th ...: later examples may show what the first did not."""
+    def _begin(self, examples: Any) -> bool:
+        """Count a call, and return whether it is one of those that are checked.
+
+        These are the 1st, 2nd, 4th, 8th ...: later examples may show what the first did not.
+        """
         self._calls += 1
-        return self._calls & (self._calls - 1) == 0
+        if self._layouts is None:
+            self.audit(examples)
+        is_due = self._calls & (self._calls - 1) == 0
+        self._unchecked |= is_due
+        return is_due
 
     def _checked(
         self, compute: "Compute", audit: Callable[[], None], examples: Any, *, exact: bool = False
@@ -153,15 +161,11 @@ class Hooks:
         factors, moves = self._twice(partial(compute, self, examples), audit, examples)
         if not self._unchecked:
             return factors
-        self._unchecked = False
-        size = count_examples(examples)
-        if size <= PROBED:  # all of them have been compared
-            return factors
         with restored(self._model), without_randomness(self._model, self._randomness):
             found, moved = factors, moves
             if self._randomness != "none":
                 found, moved = self._twice(partial(compute, self, examples), audit, examples)
-            rows = self._rows_to_check(found, size)
+            rows = self._rows_to_check(found, count_examples(examples))
 
             def in_double(twin: Hooks, examples: Any) -> None:
                 twin._audit(few_of(examples))
@@ -175,8 +179,12 @@ class Hooks:
                 require_single(model, self._loss_fn, examples, found, tolerance, moved, rows=rows, exact=exact)
             except UnsupportedModuleError as refusal:
                 self._cleared_in_double(examples, refusal, in_double)
-        with restored(self._model):
             require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness)
+        if self._randomness == "other":  # then the mode was another
+            layouts = self._layouts
+            with restored(self._model):
+                self._require_apart_in_training(few_of(examples, salt=self._calls), self._tolerance)
+            self._layouts = layouts
         self._unchecked = False
         return factors
 
@@ -195,13 +203,14 @@ class Hooks:
     def _rows_to_check(self, found: Mapping[str, Factor], size: int) -> list[int]:
         """Return the first row, the last, one at random, and one of those that are clipped least.
 
-        A norm that is wrongly small leaves the gradient unclipped: so one of the smallest quarter is looked at.
+        A norm that is wrongly small leaves the gradient unclipped: so one of the smallest quarter is looked at, of as
+        many as are worth measuring.
         """
-        norms = torch.stack([factor.norms() for factor in found.values()])
-        least_B = cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argsort()[: -(-size // 4)]
-        least = least_B[places_of(len(least_B), 1, self._calls).to(least_B.device)]
-        drawn = places_of(size, 1, self._calls)
-        return sorted({0, size - 1, int(drawn), int(least)})
+        drawn = places_of(size, min(size, _MEASURED), self._calls)
+        norms = torch.stack([factor[drawn].norms() for factor in found.values()])
+        least = cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argsort()[: -(-len(drawn) // 4)]
+        least = least[places_of(len(least), 1, self._calls)]
+        return sorted({0, size - 1, int(drawn[self._calls % len(drawn)]), int(drawn[least])})
 
     def _twice(
         self, compute: "Callable[[], tuple[dict[str, Factor], Moves | None]]", audit: Callable[[], None], examples: Any
@@ -288,8 +297,7 @@ class Hooks:
         """
         few = few_of(examples, salt=self._calls)
         try:
-            with restored(self._model):
-                self._audit(few)
+            self._audit(few)
         except OtherCallsError as error:  # of another sequence in evaluation mode than in training mode, say
             self._layouts = None
             raise refused("the calls of layers", "not to depend on the examples", error.path, REMEDY) from None
@@ -313,26 +321,19 @@ class Hooks:
         return twin
 
     def _audit(self, few: Any) -> None:
-        checksums = checksums_of(self._model)
-        self._layouts = self._learn_layouts(few)
-        self._randomness = find_randomness(self._model, self._loss_fn, few)
-        with without_randomness(self._model, self._randomness):
-            try:
-                found = self._factors(few)
-            except RuntimeError:
-                self._require_unrepeated(few)
-                raise
-            own, pulled = trainable(self._model), {n: f for n, f in found.items() if isinstance(f, Projected | Pulled)}
-            self._pulled = {id(own[name]): isinstance(factor, Projected) for name, factor in pulled.items()}
-            tolerance = self._tolerance
-            require_unwritten(self._model, checksums)
-            require_single(self._model, self._loss_fn, few, found, tolerance, rows=range(PROBED))
+        """Learn from a few examples."""
+        with restored(self._model):
+            self._layouts = self._learn_layouts(few)
+            self._randomness = find_randomness(self._model, self._loss_fn, few)
+            with without_randomness(self._model, self._randomness):
+                try:
+                    found = self._factors(few)
+                except RuntimeError:
+                    self._require_unrepeated(few)
+                    raise
+        own, pulled = trainable(self._model), {n: f for n, f in found.items() if isinstance(f, Projected | Pulled)}
+        self._pulled = {id(own[name]): isinstance(factor, Projected) for name, factor in pulled.items()}
         self._reached = set(found)
-        if self._randomness == "other":  # then the mode was another
-            layouts = self._layouts
-            self._require_apart_in_training(few, tolerance)
-            self._layouts = layouts
-        require_unwritten(self._model, checksums)
 
     def _require_unrepeated(self, few: Any) -> None:
         """Raise UnsupportedModuleError if the losses fail since what one layer computes once is there for each example.
@@ -400,25 +401,23 @@ class Hooks:
             twin._check_moved(few, radius, exact=exact)
 
         try:
-            with restored(self._model):
-                self._check_moved(few, radius, exact=exact)
+            self._check_moved(few, radius, exact=exact)
         except UnsupportedModuleError as refusal:
             self._moved.pop(exact, None)
             self._moved[exact] = self._cleared_in_double(few, refusal, in_double)._moved[exact]
         self._remember(examples)
 
     def _check_moved(self, few: Any, radius: float, *, exact: bool) -> None:
-        checksums = checksums_of(self._model)
-        self._learn_moved(few, exact=exact)
         try:
-            with without_randomness(self._model, self._randomness):
-                self._require_moved_alike(few, radius, exact=exact)
-            if self._randomness != "none" and not exact:
-                self._require_same_draws(few)
+            with restored(self._model):
+                self._learn_moved(few, exact=exact)
+                with without_randomness(self._model, self._randomness):
+                    self._require_moved_alike(few, radius, exact=exact)
+                if self._randomness != "none" and not exact:
+                    self._require_same_draws(few)
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (Embedding and a sum, for EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
-        require_unwritten(self._model, checksums)
 
     def _learn_moved(self, few: Any, *, exact: bool) -> None:
         """Learn the layouts of a pass in which parameters move."""
