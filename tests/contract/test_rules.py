@@ -276,10 +276,17 @@ def assert_equal_to_loop(factor: Factor, rows: Tensor, tolerance: float, roundin
     close(factor.norms(), rows.flatten(1).double().norm(dim=1))
     close(factor.norms(inverse), (rows * inverse).flatten(1).double().norm(dim=1))
     close(factor.weighted_sum(weights), (weights.to(rows.dtype) @ rows.flatten(1)).view(rows.shape[1:]))
+    exact = factor.exact_sum(weights)
+    assert exact.dtype == torch.float64
+    close(exact, (weights @ rows.double().flatten(1)).view(rows.shape[1:]))
+    terms = factor.terms(inverse)
+    if terms is not None and size > 0:  # a bound on the norm, and on each term's
+        assert bool((terms * (1 + tolerance) + rounding >= (rows * inverse).flatten(1).double().norm(dim=1)).all())
     kept = torch.arange(size) % 2 == 0
     close(factor.keep(kept).dense(), rows * kept.view(-1, *[1] * (rows.dim() - 1)))
     if size > 2:
         close(factor[1:3].dense(), rows[1:3])
+        close(factor[torch.tensor([2, 0])].dense(), rows[[2, 0]])
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -294,7 +294,8 @@ def _add_clipped(
         )
         factors = _factors(clip, norms, max_grad_norm)
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
-    sums.add(chunk, factors, terms)
+    if nonfinite < len(norm_B):  # where a computed weight is not finite, no gradient is, and zero times NaN is NaN
+        sums.add(chunk, factors, terms)
     smallest_B = torch.stack(_distinct(factors)).amin(0)
     for index, raw in apart:
         norm_B[index], smallest_B[index] = raw.raw_norms, raw.raw_factors

@@ -157,7 +157,7 @@ class Hooks:
     def _checked(
         self, compute: "Compute", audit: Callable[[], None], examples: Any, *, exact: bool = False
     ) -> dict[str, Factor]:
-        """Return the factors of a batch; after an audit, some of its rows are compared with single examples."""
+        """Return the factors of a batch; where a check is due, some of its rows are compared with single examples."""
         factors, moves = self._twice(partial(compute, self, examples), audit, examples)
         if not self._unchecked:
             return factors
@@ -201,16 +201,16 @@ class Hooks:
         return self._factors(examples, moves), moves
 
     def _rows_to_check(self, found: Mapping[str, Factor], size: int) -> list[int]:
-        """Return the first row, the last, one at random, and one of those that are clipped least.
+        """Return the first row, the last, one at random between them, and the one that is clipped least.
 
-        A norm that is wrongly small leaves the gradient unclipped: so one of the smallest quarter is looked at, of as
-        many as are worth measuring.
+        A norm that is wrongly small leaves a gradient unclipped: so the smallest is looked at, of as many as are worth
+        measuring.
         """
         drawn = places_of(size, min(size, _MEASURED), self._calls)
         norms = torch.stack([factor[drawn].norms() for factor in found.values()])
-        least = cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argsort()[: -(-len(drawn) // 4)]
-        least = least[places_of(len(least), 1, self._calls)]
-        return sorted({0, size - 1, int(drawn[self._calls % len(drawn)]), int(drawn[least])})
+        least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
+        between = 1 + places_of(size - 2, 1, self._calls) if size > 2 else drawn[:1]
+        return sorted({0, size - 1, int(least), int(between)})
 
     def _twice(
         self, compute: "Callable[[], tuple[dict[str, Factor], Moves | None]]", audit: Callable[[], None], examples: Any

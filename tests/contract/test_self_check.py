@@ -1,0 +1,342 @@
+"""The self-check of the fast engine: the program that trains, at random places; a refusal leaves nothing behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import make_plan
+from privgrad.gradient.checks import check_loss, find_randomness, without_randomness
+from privgrad.gradient.engines import Vmap
+from privgrad.gradient.hooks import Hooks
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).flatten(1).square().mean(1)
+
+
+class EarlierRows(nn.Module):
+    """Adds a share of the sum of all earlier rows to each."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layer, self.share = nn.Linear(3, 2), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.share * (x.cumsum(0) - x))
+
+
+@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-5])
+def test_losses_that_depend_on_earlier_rows_are_refused(share: float):
+    torch.manual_seed(0)
+    with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example"):
+        check_loss(EarlierRows(share), squares, torch.randn(16, 3))
+
+
+def test_gradients_that_depend_on_earlier_rows_are_refused():
+    torch.manual_seed(0)
+    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+        Hooks(EarlierRows(0.1), squares)(torch.randn(16, 3))
+
+
+def largest_eight(model: nn.Module, x: Tensor) -> Tensor:
+    """Hard-example mining: the losses of all but eight examples are dropped."""
+    losses = squares(model, x)
+    kept = torch.zeros_like(losses).index_fill(0, losses.topk(min(8, len(x))).indices, 1.0)
+    return losses * kept
+
+
+def test_losses_of_the_largest_of_a_batch_are_refused():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(16, 3)
+    with pytest.raises(pg.PrivacyError, match="second half of the batch"):
+        check_loss(model, largest_eight, x)
+    with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+        Hooks(model, largest_eight)(x)
+
+
+class SineOfLarge(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv1d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.layer(x))
+
+
+@pytest.mark.parametrize("row", [0, -1])
+@pytest.mark.parametrize("seed", range(12))
+def test_an_outlier_whose_loss_is_rounding_refuses_no_batch(seed: int, row: int):
+    torch.manual_seed(seed)
+    x = torch.randn(16, 1, 8)
+    x[row] *= 1e8
+    check_loss(SineOfLarge(), squares, x)
+
+
+class OneRowWrong(nn.Module):
+    """A linear map whose gradient at one row of a large batch is partly its neighbor's; no loss tells."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.layer, self.row = nn.Linear(3, 2), row
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if len(x) <= 4:
+            return y
+        mixed = y.clone()
+        neighbor = (self.row + 1) % len(x)
+        mixed[neighbor] = y[neighbor] + y[self.row] - y[self.row].detach()
+        return mixed
+
+
+def refused_at(row: int, calls: int, size: int = 8) -> int | None:
+    torch.manual_seed(0)
+    engine, x = Hooks(OneRowWrong(row), squares), torch.randn(size, 3)
+    for call in range(1, calls + 1):
+        try:
+            engine(x)
+        except pg.UnsupportedModuleError:
+            return call
+    return None
+
+
+def test_the_first_and_the_last_row_are_always_looked_at():
+    assert refused_at(-1, 1) == 1
+    assert refused_at(0, 1) == 1
+
+
+def test_other_rows_are_looked_at_anew_in_each_audit():
+    found = [refused_at(row, 4096, size=6) for row in range(1, 5)]
+    assert all(call is not None for call in found)
+    assert len(set(found)) > 1  # not all at once: other rows each time
+
+
+def test_the_row_that_is_clipped_least_is_looked_at():
+    """An example whose gradient is lost in a large batch is found at once, wherever it stands."""
+
+    class Lost(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+            y = super().forward(input)
+            kept = torch.arange(len(y)) % 5 != 2 if len(y) > 4 else torch.ones(len(y), dtype=torch.bool)
+            return torch.where(kept[:, None], y, y.detach() + 0.0 * y)
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
+            Hooks(Lost(3, 2), squares)(torch.randn(16, 3))
+
+
+class CachesInEvaluation(nn.Module):
+    """As models of transformers: evaluation mode switches on a cache, which is another program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.seen = nn.Linear(3, 3), nn.Dropout(0.3), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        if not self.training:
+            self.seen.append(h)
+            h = h + torch.cat(self.seen).sum(0)
+        return self.drop(h)
+
+
+def test_the_mode_is_that_of_training():
+    torch.manual_seed(0)
+    model, x = CachesInEvaluation(), torch.randn(8, 3)
+    check_loss(model, squares, x)
+    rows = Hooks(model, squares)(x)["layer.weight"].dense()
+    assert rows.shape == (8, 3, 3)
+    assert model.training
+    assert model.drop.p == 0.3
+
+
+class Path(nn.Module):
+    """Drops whole examples, as stochastic depth does."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.drop_prob == 0.0:
+            return x
+        return x * (torch.rand(len(x), 1) > self.drop_prob) / (1 - self.drop_prob)
+
+
+class DropPath(Path): ...
+
+
+class Functional(nn.Module):
+    def __init__(self, drop: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(4, 4), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x), self.training)
+
+
+def attended(x: Tensor, training: bool) -> Tensor:
+    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4 * training)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 4, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None])[0]
+
+
+RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "nothing": (lambda: nn.Linear(4, 2), "none"),
+    "dropout of zero": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.0)), "none"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)), "dropout"),
+    "dropout in place": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5, inplace=True)), "dropout"),
+    "alpha dropout": (lambda: nn.Sequential(nn.Linear(4, 2), nn.AlphaDropout(0.5)), "dropout"),
+    "functional": (lambda: Functional(lambda x, training: F.dropout(x, 0.5, training)), "dropout"),
+    "torch's": (lambda: Functional(lambda x, training: torch.dropout(x, 0.5, training)), "dropout"),
+    "attention": (lambda: Functional(attended), "dropout"),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.3, batch_first=True), "dropout"),
+    "recurrent": (Recurrent, "dropout"),
+    "stochastic depth": (lambda: nn.Sequential(nn.Linear(4, 2), DropPath(0.5)), "dropout"),
+    "noise": (lambda: Functional(lambda x, training: x + training * torch.randn_like(x)), "other"),
+    "unknown layer that drops": (lambda: nn.Sequential(nn.Linear(4, 2), Path(0.5)), "other"),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_what_draws_at_random_is_told_and_switched_off(name: str):
+    make, kind = RANDOM[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(6, 1, 4) if name == "encoder layer" else torch.randn(6, 4)
+    before = [dict(vars(module)) for module in model.modules()]
+    found = find_randomness(model, squares, x)
+    assert found == kind
+    with without_randomness(model, found), torch.no_grad():
+        assert model.training == (kind != "other")
+        assert torch.equal(squares(model, x), squares(model, x))
+    assert [dict(vars(module)) for module in model.modules()] == before
+    factors = Hooks(model, squares)(x)
+    assert {factor.examples for factor in factors.values()} == {6}
+
+
+class Rescales(nn.Module):
+    """Writes to its weights now and then, past autograd, as models that rescale for inference do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.div_(1.7)
+        return self.layer(x)
+
+
+def test_a_refusal_leaves_every_bit_of_the_weights():
+    torch.manual_seed(0)
+    for model, loss in ((Rescales(), squares), (nn.Linear(3, 2), largest_eight), (EarlierRows(0.1), squares)):
+        model.register_buffer("kept", torch.randn(3))
+        with torch.no_grad():
+            next(model.parameters()).flatten()[0] = -0.0
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        oracle = pg.PrivateGradient(
+            model,
+            lambda m, batch, loss=loss: loss(m, batch[0]),
+            make_plan(sample_rate=1.0, expected_batch_size=16, num_examples=16),
+        )
+        with pytest.raises(pg.PrivacyError):
+            oracle(next(iter(oracle.plan.batches(TensorDataset(torch.randn(16, 3))))))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.view(torch.int32), before[name].view(torch.int32)), name
+        assert oracle.ledger.releases == 0
+
+
+seen: list[torch.dtype] = []
+
+
+class Seen(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        y = super().forward(input)
+        seen.append(y.dtype)
+        return y
+
+
+@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+def test_an_ambient_autocast_reaches_the_forward_pass_and_not_the_sum(engine: Any):
+    model = Seen(3, 2)
+    plan = make_plan(sample_rate=1.0, expected_batch_size=16, num_examples=16)
+    oracle = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]).float(), plan, engine=engine)
+    sums: list[torch.dtype] = []
+    oracle.raw_observers.append(lambda step: sums.extend(value.dtype for value in step.raw_mean.values()))
+    batches = iter(plan.batches(TensorDataset(torch.randn(16, 3))))
+    for _ in range(3):  # the third call is not audited
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            oracle(next(batches))
+        assert set(seen) == {torch.bfloat16}
+    assert set(sums) == {torch.float32}
+
+
+class Temperature(nn.Module):
+    """A parameter without dimensions beside a layer, as the scale of CLIP's logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale.exp()
+
+
+PERTURB: dict[str, pg.perturb.Perturbation | None] = {
+    "plain": None,
+    "BAM": pg.perturb.BAM(0.1),
+    "exact BAM": pg.perturb.BAM(0.1, "exact"),
+    "SAT": pg.perturb.SAT(0.1),
+}
+CLIP = [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"scale": 1.0, "layer": 2.0})]
+
+
+@pytest.mark.parametrize("clip", CLIP)
+@pytest.mark.parametrize(
+    "scales", [None, {"scale": torch.tensor(2.0)}, {"scale": torch.tensor(2.0), "layer.bias": 0.5}]
+)
+@pytest.mark.parametrize("perturb", PERTURB)
+def test_parameters_without_dimensions_train_alike_in_both_engines(perturb: str, scales: Any, clip: Any):
+    ends: list[dict[str, Tensor]] = []
+    for engine in ("hooks", "vmap"):
+        torch.manual_seed(0)
+        model = Temperature().double()
+        plan = make_plan(seed=0, sample_rate=1.0, expected_batch_size=8, num_examples=8)
+        precondition = (
+            None if scales is None else pg.precondition.fixed({n: torch.as_tensor(s) for n, s in scales.items()})
+        )
+        options: Any = {"engine": engine, "perturb": PERTURB[perturb], "precondition": precondition, "clip": clip}
+        oracle = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]), plan, **options)
+        optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-2)
+        data = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+        for batch, _ in zip(plan.batches(data), range(3), strict=False):
+            optimizer.step(grad=oracle(batch))
+        ends.append({name: value.detach() for name, value in model.named_parameters()})
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], rtol=1e-8, atol=1e-10)
+    assert ends[0]["scale"].dim() == 0
+
+
+def test_gram_and_inner_products_of_a_parameter_without_dimensions():
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for engine in (Hooks, Vmap):
+        torch.manual_seed(0)
+        factor = engine(Temperature().double(), squares)(x)["scale"]
+        rows = factor.dense()
+        torch.testing.assert_close(factor.gram(), rows[:, None] * rows[None])
+        torch.testing.assert_close(factor.norms(), rows.abs())
+        torch.testing.assert_close(factor.inner_products(torch.tensor(2.0, dtype=torch.float64)), 2 * rows)
