@@ -100,7 +100,7 @@ def draw_examples(
         count: of examples.
         profile: one of PROFILES.
         microbatch: examples that are taken at once; None if the engine chooses.
-        bound: C, if it is known.
+        bound: C times the smallest of the scales; what data built around a threshold go by.
     """
     rng, outputs = draw.rng, torch.Size(drawn.output).numel()
     inputs = [_tame(kind, (count, *shape)) for kind, shape in drawn.inputs]
@@ -113,7 +113,7 @@ def draw_examples(
     elif profile in ("cancelling", "crowd"):
         _cancel(draw, drawn, inputs, y, bound)
     elif profile == "extreme":
-        _stretch(draw, drawn, inputs, y, c)
+        _stretch(draw, drawn, inputs, y, c, bound)
     elif profile == "aligned":
         _align(draw, drawn, inputs)
         y, c = y * draw.power(-2, 5), c * draw.power(-2, 5)
@@ -143,9 +143,9 @@ def _cancel(draw: Draw, drawn: Drawn, inputs: list[Tensor], y: Tensor, bound: fl
     rng, count = draw.rng, len(y)
     places = drawn.output[0] if len(drawn.output) > 1 else 1
     in_y, alike = draw.chance(0.6) and places > 1, draw.chance(0.3)
-    noise, middle = (draw.chance(0.6) * draw.power(-9, -3) for _ in range(2))
+    noise, middle = (draw.chance(0.3 if draw.small else 0.6) * draw.power(-9, -3) for _ in range(2))
     size = rng.choice((1.0, draw.power(-3, 3)))
-    large = bound * draw.power(2, 5 if draw.small else 6) / size
+    large = bound * (draw.power(3, 4.5) if draw.small else draw.power(2, 6)) / size
 
     def each(shape: Shape) -> Tensor:
         drawn = torch.rand(shape) + 0.5 if draw.chance(0.7) else torch.randn(shape)
@@ -182,19 +182,19 @@ def _signs(count: int, middle: float) -> Tensor:
     return signs
 
 
-def _stretch(draw: Draw, drawn: Drawn, inputs: list[Tensor], y: Tensor, c: Tensor) -> None:
-    """Give entries, rows or whole tensors magnitudes from 1e-18 to 1e18."""
-    way = draw.rng.choice(("entries", "rows", "tensors", "large", "large", "large"))
+def _stretch(draw: Draw, drawn: Drawn, inputs: list[Tensor], y: Tensor, c: Tensor, bound: float) -> None:
+    """Give entries, rows or tensors magnitudes from 1e-18 to 1e18; or products of 1e43 to 2e45 C."""
+    way = draw.rng.choice(("entries", "rows", "tensors", "products", "products", "products"))
+    large = draw.power(15, 18)
     for x in (*(_values(drawn, inputs, i) for i, (kind, _) in enumerate(drawn.inputs) if kind != "ids"), y, c):
         if way == "entries":
-            powers = torch.rand(x.shape) * 36 - 18
+            x.mul_(10.0 ** (torch.rand(x.shape) * 36 - 18))
         elif way == "rows":
-            powers = torch.rand(len(x)).view(-1, *[1] * (x.dim() - 1)) * 36 - 18
-        elif way == "large":
-            powers = torch.full((1,), draw.rng.uniform(14, 18))
+            x.mul_(10.0 ** (torch.rand(len(x)).view(-1, *[1] * (x.dim() - 1)) * 36 - 18))
+        elif way == "tensors":
+            x.mul_(draw.power(-18, 18))
         else:
-            powers = torch.full((1,), draw.rng.uniform(-18, 18))
-        x.mul_(10.0**powers)
+            x.mul_(min(1e18, bound * draw.power(43, 45.3) / large) if x is y or x is c else large)
         x.clamp_(-LARGEST, LARGEST)
 
 

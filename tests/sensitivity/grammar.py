@@ -434,7 +434,7 @@ DETAILS = (
     "weight standardization with gain",
     "weight standardization without gain",
 )
-SMALL = ("Linear", "Linear time first", "LayerNorm", "RNN", "GRU", "weight_norm", "computed weight", "Conv1d", "scale")
+SMALL = ("Linear", "Linear time first", "LayerNorm", "RNN", "GRU", "LSTM", "weight_norm", "Conv1d", "scale")
 ACTIVATIONS: tuple[Callable[[], nn.Module], ...] = (nn.Tanh, nn.GELU, nn.SiLU, nn.Softplus, nn.Sigmoid)
 
 
@@ -545,7 +545,7 @@ def draw_model(draw: Draw, first: str | None = None, *, alone: bool = False) -> 
 def _resize(draw: Draw, model: nn.Module) -> None:
     """Make one or all parameters tiny, huge or zero."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    chosen = parameters if draw.chance(0.4) else [draw.rng.choice(parameters)]
+    chosen = parameters if draw.chance(0.7 if draw.small else 0.4) else [draw.rng.choice(parameters)]
     factor = draw.rng.choice((0.0, draw.power(-9, -1), draw.power(-4, 0), draw.power(0, 4)))
     with torch.no_grad():
         for parameter in chosen:
