@@ -22,26 +22,28 @@ OPTIONS = {"Flat", "PerLayer", "Automatic", "none", "fixed", "public_adam"}
 
 
 def search(cases: list[tuple[int, str | None]]) -> Tally:
-    """Run cases, each given by its number and its model's first part; fail at the first that breaks the bound."""
-    tally = Tally()
+    """Run cases, each given by its number and its model's first part; fail if one breaks the bound or crashes."""
+    tally, found = Tally(), list[str]()
     for number, first in cases:
         outcome = run_case(0, number, first)
-        for pair in outcome.failures():
-            pytest.fail(f"{pair} in {outcome.case.describe()}")
         tally.add(outcome)
+        found += [f"{pair} in {outcome.case.describe()}" for pair in outcome.failures()]
+    assert not found, "\n".join(found)
     return tally
 
 
 def test_one_example_moves_the_sum_by_no_more_than_the_bound_for_every_part_of_the_grammar():
     names = [*PARTS, *ROOTS]
-    tally = search([(index, name) for index, name in enumerate([*names, *names])])
+    # A few more of the layers that have options of their own.
+    more = [name for name in ("Conv1d", "Conv2d", "WeightStandardization") for _ in range(8)]
+    tally = search(list(enumerate([*names, *names, *more])))
     assert set(names) | set(DETAILS) <= tally.parts
 
 
 def test_one_example_moves_the_sum_by_no_more_than_the_bound_in_a_short_search():
-    tally = search([(1000 + index, None) for index in range(120)])
+    tally = search([(1000 + index, None) for index in range(80)])
     assert ENGINES | CONTRIBUTIONS | OPTIONS | set(PROFILES) | set(TOUCHES) <= tally.parts
-    assert tally.pairs > 100
+    assert tally.pairs > 80
 
 
 def clipped_sum_of(
@@ -153,15 +155,14 @@ def test_a_parametrization_that_projects_what_is_large_keeps_the_bound(length: f
 
 
 @pytest.mark.parametrize("kind", ["computed", "weight_norm"])
-@pytest.mark.parametrize("count", [8, 256])
-def test_terms_count_by_what_the_weights_own_computation_makes_of_them(kind: str, count: int):
+def test_terms_count_by_what_the_weights_own_computation_makes_of_them(kind: str):
     """Places that cancel, and a small one between them; the weight's computation multiplies all by 1e4."""
     torch.manual_seed(0)
     model = Computed(4, 1, bias=False) if kind == "computed" else short_weight_norm(4, 1e-4)
-    x, y = opposite_places(count, 4, 1e4)
-    x = torch.cat([x[:, :1], torch.randn(count, 1, 4), x[:, 1:]], 1)
-    y = torch.cat([y[:, :1, :1], 1e-4 * torch.randn(count, 1, 1), y[:, 1:, :1]], 1)
-    change = change_over_bound(model, products, (x, y), count - 1)
+    x, y = opposite_places(256, 4, 1e4)
+    x = torch.cat([x[:, :1], torch.randn(256, 1, 4), x[:, 1:]], 1)
+    y = torch.cat([y[:, :1, :1], 1e-4 * torch.randn(256, 1, 1), y[:, 1:, :1]], 1)
+    change = change_over_bound(model, products, (x, y), 255)
     assert change <= LIMIT
 
 
@@ -205,4 +206,14 @@ def test_padding_below_a_module_that_owns_a_parameter_keeps_the_bound(microbatch
     sign = torch.where(torch.arange(64) % microbatch == 0, 1.0, -1.0)
     y = sign[:, None, None].expand(64, 3, 3)
     change = change_over_bound(Text(), products, (ids, y), 0, microbatch_size=microbatch)
+    assert change <= LIMIT
+
+
+def test_a_weight_that_is_not_finite_is_refused_or_counts_as_nothing():
+    """A direction of length zero makes every loss NaN: examples count as nothing, whatever the weight is made of."""
+    model = short_weight_norm(4, 0.0)
+    try:
+        change = change_over_bound(model, products, (torch.randn(3, 4), torch.ones(3, 1)), 0)
+    except pg.PrivacyError:
+        return
     assert change <= LIMIT

@@ -178,7 +178,7 @@ def time_first(draw: Draw, shape: Shape) -> Made:
 
 def _time_first(layer: nn.Module, x: Tensor) -> Tensor:
     out = layer(x).transpose(0, 1)
-    return out.reshape(len(out), -1).view_as(out).transpose(0, 1)
+    return out.reshape(len(out), -1).view_as(out).transpose(0, 1).contiguous()
 
 
 def convolution(draw: Draw, shape: Shape) -> Made:
