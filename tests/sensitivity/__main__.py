@@ -1,0 +1,75 @@
+"""The command: `python -m tests.sensitivity --seconds 600`."""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.sensitivity.search import Tally, run_case
+
+
+def main() -> int:
+    """Draw cases until the time is up; print what was done, and each failure."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sensitivity", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="number of the first case")
+    parser.add_argument("--only", type=int, help="number of a single case, to repeat it")
+    parser.add_argument("--first", help="name of the first part of the models; else it is drawn")
+    parser.add_argument("--out", type=Path, help="file that failures are appended to, one JSON object a line")
+    parser.add_argument("--shown", type=int, default=5, help="failures to print in full")
+    options = parser.parse_args()
+    tally, began, computing = Tally(), time.monotonic(), time.process_time()
+    kinds = Counter[str]()
+    number = options.start if options.only is None else options.only
+    failures, slowest, told = 0, (0.0, 0), began
+    while options.only is not None or time.monotonic() - began < options.seconds:
+        started = time.process_time()
+        outcome = run_case(options.seed, number, options.first)
+        slowest = max(slowest, (time.process_time() - started, number))
+        tally.add(outcome)
+        for pair in outcome.failures():
+            failure = {"change": pair.change, "error": pair.error, "place": pair.place, "note": pair.note}
+            failure |= {"after": round(time.monotonic() - began, 1)} | outcome.case.describe()
+            failures += 1
+            kinds["a change above C" if pair.error is None else pair.error[:100]] += 1
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(failure, default=str) + "\n")
+            if failures <= options.shown:
+                _show("FAILED", failure)
+        if options.only is not None:
+            _show("case", outcome.case.describe())
+            for pair in outcome.pairs:
+                _show("pair", vars(pair))
+            break
+        number += 1
+        if time.monotonic() - told > 5:
+            told = time.monotonic()
+            sys.stderr.write(f"\r{tally.cases:,} models, {tally.pairs:,} pairs, {failures} failures")
+            sys.stderr.flush()
+    sys.stderr.write("\n")
+    seconds = time.process_time() - computing
+    speed = f"{tally.cases / seconds:.1f} a second of computing; slowest {slowest[0]:.1f} s, case {slowest[1]}"
+    print(f"models drawn: {tally.cases:,} ({speed})")  # noqa: T201
+    print(f"pairs compared: {tally.pairs:,}; largest change over C of those that held: {tally.largest:.6f}")  # noqa: T201
+    print(f"refused: {sum(tally.refusals.values()):,}")  # noqa: T201
+    for reason, count in tally.refusals.most_common():
+        print(f"  {count:6,} {reason}")  # noqa: T201
+    print(f"rounding jumps: {tally.verdicts['jump']:,}", *tally.jumps, sep="\n  ")  # noqa: T201
+    found = [f"{count:6,} {kind}" for kind, count in kinds.most_common()]
+    print(f"failures: {failures:,}", *found, sep="\n  ")  # noqa: T201
+    return 1 if failures else 0
+
+
+def _show(title: str, values: Mapping[str, object]) -> None:
+    print(title, *(f"  {name}: {value}" for name, value in values.items()), sep="\n", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())
