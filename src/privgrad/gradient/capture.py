@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
-from privgrad.gradient.engines import without_vmap_warnings
+from privgrad.gradient.batching import Mended, batched
 from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, casts, sources
@@ -306,7 +306,7 @@ class Capture:
             return output
         places = layout[: len(tensors)]
         mapped = [self._split(path, x, place) for x, place in zip(tensors, places, strict=True)]
-        dims = tuple(None if place is None else place[0] for place in places)
+        dims = tuple(None if place is None else 0 for place in places)
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
         moves = self._moves.of(own) if self._moves else {}
         copies = {name: p.detach().expand(self.size, *p.shape) for name, p in own.items()}
@@ -326,16 +326,16 @@ class Capture:
             return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
 
         try:
-            with without_vmap_warnings():
-                produced = vmap(single, in_dims=(0, *dims), randomness="different")(copies, *mapped)
-        except RuntimeError:  # an operation that vmap has no rule for
-            rows = [
-                single(
-                    {name: p[i] for name, p in copies.items()},
-                    *(x if dim is None else x.select(dim, i) for x, dim in zip(mapped, dims, strict=True)),
-                )
-                for i in range(self.size)
-            ]
+            produced = batched(single, in_dims=(0, *dims))(copies, *mapped)
+        except Exception:  # an operation that vmap has no rule for
+            with Mended():  # for a sparse gradient of one example cannot be joined with others either
+                rows = [
+                    single(
+                        {name: p[i] for name, p in copies.items()},
+                        *(x if dim is None else x[i] for x, dim in zip(mapped, dims, strict=True)),
+                    )
+                    for i in range(self.size)
+                ]
             produced = [torch.stack(row) for row in zip(*rows, strict=True)]
         joined = map(partial(_joined, path), produced, layout[len(tensors) :])
         output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
@@ -356,12 +356,12 @@ class Capture:
         return x
 
     def _split(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
-        """(..., B parts, ...) -> (..., B, parts, ...)."""
+        """(..., B parts, ...) -> (B, ..., parts, ...): each example's part as it is in memory when it is alone."""
         if place is None:
             return x
         dim, parts = place
         whole = self._with_examples(path, x, place)
-        return whole.reshape(*x.shape[:dim], self.size, parts, *x.shape[dim + 1 :])
+        return whole.reshape(*x.shape[:dim], self.size, parts, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
 
 
 class _Unit(nn.Module):

@@ -159,7 +159,8 @@ def gradients(
             if phi.requires_grad:
                 more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
                 grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
-    return {name: grad.detach() for name, grad in zip(parameters, grads, strict=True)}
+    # Sparse ones are of tables that ask for it.
+    return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
 
 def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, size: int) -> None:

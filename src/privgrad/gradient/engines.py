@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.gradient.batching import batched
 from privgrad.gradient.factors import Dense, Factor
 from privgrad.types import count_examples, map_examples
 
@@ -176,14 +177,6 @@ def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     )
 
 
-@contextmanager
-def without_vmap_warnings() -> Generator[None]:
-    """Silence torch's request to report operations that vmap takes in a loop: they are right, only slow."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        yield
-
-
 class Vmap:
     """The reference engine: any module, one gradient an example in memory. See `per_sample_gradients`.
 
@@ -272,10 +265,11 @@ def per_sample_gradients(
     bound, moves = BoundLoss(model, loss_fn), dict(along or {})
     with differentiable(twice=exact):
         try:
-            with without_vmap_warnings(), preserved(model):
-                batched = vmap(_gradient_of_one(bound, rest, exact), in_dims=(None, 0, 0), randomness="different")
-                return batched(parameters, moves, examples)
-        except RuntimeError:
+            with preserved(model):
+                return batched(_gradient_of_one(bound, rest, exact), in_dims=(None, 0, 0))(parameters, moves, examples)
+        except PrivacyError:
+            raise
+        except Exception:
             pass  # an operation that vmap has no rule for; what it says may hold the batch's size, which is private
         rows = [
             _single(
@@ -292,7 +286,7 @@ def per_sample_gradients(
         "vmap cannot batch this model; its examples are taken one by one, which is slow",
         stacklevel=2,
     )
-    return {name: torch.stack([row[name] for row in rows]) for name in parameters}
+    return {name: torch.stack([row[name].to_dense() for row in rows]) for name in parameters}
 
 
 def _gradient_of_one(
