@@ -67,7 +67,7 @@ def assigned(x: Tensor, index: Any, value: Tensor) -> Tensor:
 
 
 # Tables
-for options in (
+TABLES: list[dict[str, Any]] = [
     {},
     {"padding_idx": 0},
     {"padding_idx": -5},
@@ -77,9 +77,10 @@ for options in (
     {"sparse": True},
     {"sparse": True, "padding_idx": 0},
     {"max_norm": 1.0},
-):
+]
+for options in TABLES:
     at = PADDED_AT_THE_END if options.get("padding_idx") == -1 else PADDED
-    case(f"embedding {options}", lambda w, i, o=cast(Any, options): F.embedding(i, w, **o), floats(5, 3), at)
+    case(f"embedding {options}", lambda w, i, o=options: F.embedding(i, w, **o), floats(5, 3), at)
 case("embedding, one id", lambda w, i: F.embedding(i, w, padding_idx=0), floats(5, 3), torch.tensor([0, 0, 1, 0]))
 case("torch.embedding", lambda w, i: torch.embedding(w, i, 0), floats(5, 3), PADDED)
 case("torch.embedding, none", lambda w, i: torch.embedding(w, i), floats(5, 3), PADDED)
@@ -498,14 +499,11 @@ case("glu", lambda x: F.glu(x, 0), floats(4, 3))
 case("clamp", lambda x, a: x.clamp(a), floats(3, 4), floats(4))
 
 # Attention, products, distances
-for name, options in (
-    ("", {}),
-    (" causal", {"is_causal": True}),
-    (" causal, scale", {"is_causal": True, "scale": 0.3}),
-):
+MASKS: list[dict[str, Any]] = [{}, {"is_causal": True}, {"is_causal": True, "scale": 0.3}]
+for options in MASKS:
     case(
-        f"attention{name}",
-        lambda q, k, v, o=cast(Any, options): F.scaled_dot_product_attention(q, k, v, **o),
+        f"attention {options}",
+        lambda q, k, v, o=options: F.scaled_dot_product_attention(q, k, v, **o),
         *(floats(2, 3, 4, 5) for _ in range(3)),
     )
 case(

@@ -18,6 +18,7 @@ from privgrad.gradient.engines import (
     LossFunction,
     differentiable,
     preserved,
+    refuse_reentrant,
     replaced,
     require_losses,
     seeded,
@@ -113,6 +114,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without no_grad or detach"
         raise expected("loss_fn", "losses", "to have a gradient", "none", remedy)
+    refuse_reentrant(losses)
     grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     # torch types the result as if allow_unused did not exist.
     unused = [
