@@ -90,18 +90,23 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Generator[None]:
+def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
     """Undo what a forward pass leaves on the modules: attributes set anew, tensors written, containers refilled.
 
     Warns of it.
+
+    Args:
+        model: the module, with all below it.
+        path: its own, to name it by.
+        but: names of attributes that are not looked into.
 
     Privacy:
         What private examples leave behind is private, and would let one example touch another's gradient, or end in
         a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures, objects of classes of
         your own) is out of reach.
     """
-    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
-    before = [(path, vars(module), dict(vars(module)), _contents(vars(module))) for path, module in modules]
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(prefix=path))
+    before = [(path, vars(module), dict(vars(module)), _contents(vars(module), but)) for path, module in modules]
     copies: dict[int, Tensor] = {}
     for _, now, attributes, _ in before:
         for name, value in attributes.items():
@@ -136,11 +141,12 @@ def preserved(model: nn.Module) -> Generator[None]:
             )
 
 
-def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, tuple[Any, ...]]]:
+def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """(attribute, container, what it holds) for every list, dict, set or deque among the attributes and inside them."""
     found: list[tuple[str, Any, tuple[Any, ...]]] = []
     seen = set[int]()
-    waiting: list[tuple[str, Any]] = [(name, v) for name, v in attributes.items() if isinstance(v, _CONTAINERS)]
+    looked = [(name, value) for name, value in attributes.items() if name not in but]
+    waiting: list[tuple[str, Any]] = [(name, value) for name, value in looked if isinstance(value, _CONTAINERS)]
     while waiting:
         name, container = waiting.pop()
         if id(container) in seen:
