@@ -259,12 +259,12 @@ def recurrent_gemma() -> nn.Module:
 
 def bert() -> nn.Module:
     sizes: dict[str, Any] = {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 32}
-    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    dropouts: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(transformers.BertConfig(**TINY, **sizes, **dropouts))
 
 
 def gpt2() -> nn.Module:
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, **dropouts)
     return transformers.GPT2LMHeadModel(config)
 

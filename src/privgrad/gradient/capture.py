@@ -22,7 +22,7 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
 from privgrad.gradient.arguments import Watched
 from privgrad.gradient.batching import Mended, batched
-from privgrad.gradient.engines import preserved
+from privgrad.gradient.engines import preserved, weight_norms
 from privgrad.gradient.factors import Dense, Factor, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, casts, sources
@@ -389,15 +389,26 @@ class Capture:
 
 
 class _Unit(nn.Module):
-    """A module with a given forward, so that its parameters can be swapped around that."""
+    """A module with a given forward, so that its parameters can be swapped around that.
+
+    The old torch.nn.utils.weight_norm has computed a weight before any forward, and computes it again of those.
+    """
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
         super().__init__()
         self.module = module
         self._forward = forward
+        self._computed = weight_norms(vars(module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        before = {name: getattr(self.module, name) for name in self._computed}
+        try:
+            for name, hook in self._computed.items():
+                setattr(self.module, name, hook.compute_weight(self.module))
+            return self._forward(*args, **kwargs)
+        finally:
+            for name, weight in before.items():
+                setattr(self.module, name, weight)
 
 
 def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.weight_norm import WeightNorm
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.batching import batched
@@ -131,7 +132,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 else:
                     del now[name]
                 # Underscores: torch's own bookkeeping, such as a GRU's list of its weights.
-                if not untouched and not name.startswith("_"):
+                if not untouched and not name.startswith("_") and name not in weight_norms(now):
                     changed.append(f"{path}.{name}" if path else name)
         if changed:
             warnings.warn(
@@ -139,6 +140,16 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 "there is private, so it was undone",
                 stacklevel=3,
             )
+
+
+def weight_norms(attributes: Mapping[str, Any]) -> dict[str, WeightNorm]:
+    """Return the hooks of the old torch.nn.utils.weight_norm, by the weight that they compute before each forward.
+
+    Args:
+        attributes: of a module.
+    """
+    hooks = [hook for hook in attributes.get("_forward_pre_hooks", {}).values() if isinstance(hook, WeightNorm)]
+    return {hook.name: hook for hook in hooks}
 
 
 def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:
