@@ -1,7 +1,7 @@
 """Faults of clipping, of per-example gradients and of what the model is checked for."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad.gradient import audit, batching, checks, clipping, engines, factors, groups, hooks, rules, tables
+from privgrad.gradient import audit, batching, capture, checks, clipping, engines, factors, groups, hooks, rules, tables
 from privgrad.gradient import weight_standardization as standardization
 from privgrad.gradient.factors import Dense, Outer
 from privgrad.gradient.hooks import Hooks
@@ -219,6 +219,10 @@ def by_rules_of_torch(*operations: Any) -> Callable[[Patch], None]:
     return plant
 
 
+def states_kept(patch: Patch) -> None:
+    patch.setattr(capture, "preserved", lambda *_, **__: nullcontext())
+
+
 def shared_draws(patch: Patch) -> None:
     real: Any = batching.vmap
     patch.setattr(batching, "vmap", lambda of_one, **options: real(of_one, **(options | {"randomness": "same"})))
@@ -411,6 +415,19 @@ GRADIENTS = [
         by_rules_of_torch(Tensor.index_fill),
         "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
         {"name": "index_fill"},
+    ),
+    Mutant(
+        "a half filled cache in the loop that follows vmap",
+        unchecked(capture._require_unchanged),
+        "test_state.test_a_layer_that_fills_an_argument_is_refused_with_remedies_that_work",
+        {"looped": True, "training_too": True},
+    ),
+    Mutant(
+        "a layer's state passed from example to example",
+        states_kept,
+        "test_state.test_a_state_in_an_attribute_passes_between_no_examples",
+        {"looped": True},
+        guard=NOT_ALONE,
     ),
     Mutant(
         "one dropout mask for all examples",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
@@ -139,7 +139,10 @@ class Capture:
             raise written_to(", ".join(written))
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
-            remedy = "do not write to buffers in training, for what is written there is private"
+            remedy = (
+                "do not write to buffers in training, for what is written there is private; if it is made of "
+                f"parameters alone, as spectral_norm's vectors are, {REMEDY}, or call .eval() on the module"
+            )
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
         if self._layouts is not None and len(self.calls) != len(self._layouts):
             raise OtherCallsError(self._layouts[len(self.calls)][0])
@@ -269,9 +272,9 @@ class Capture:
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
         self._note(path, [])
-        if layout is None:
-            return adapter(module, _ignore, *args, **kwargs)
-        return adapter(module, partial(self._tap, path, inputs=()), *args, **kwargs)
+        tap: Any = _ignore if layout is None else partial(self._tap, path, inputs=())
+        # As _by_vmap returns it: dropout draws in the order of memory, and BAM's second pass must draw the same.
+        return tree_map_only(Tensor, Tensor.contiguous, adapter(module, tap, *args, **kwargs))
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A unit without a rule: by its linear maps and convolutions, or, if they are not all, under vmap."""
@@ -492,7 +495,7 @@ def _joined(path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
     dim, parts = place
     if x.dim() < dim + 2 or x.shape[dim + 1] != parts:
         raise misplaced(path)
-    return x.movedim(0, dim).flatten(dim, dim + 1)
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
