@@ -1,6 +1,7 @@
 """Pretrained models: where they come from; that each example's gradient is right in real ones and in small copies."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from test_data_text import save_byte_tokenizer, write_lists
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -228,6 +230,113 @@ def test_an_experiment_adapts_a_language_model(tmp_path: Path):
     with torch.no_grad():
         found = F.cross_entropy(model(inputs).transpose(1, 2), labels, reduction="none")
     assert record["test_loss"] == pytest.approx(found[labels != -100].mean().item(), rel=1e-4)
+
+
+def gpt_oss() -> nn.Module:
+    """Its attention owns a parameter, and fills a cache in training too."""
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8}
+    config = transformers.GptOssConfig(**TINY, intermediate_size=16, max_position_embeddings=64, **heads, **experts)
+    config._experts_implementation = "eager"  # the fused product takes no double precision
+    return transformers.GptOssForCausalLM(config)
+
+
+def mamba() -> nn.Module:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**TINY, state_size=4, time_step_rank=2))
+
+
+def rwkv() -> nn.Module:
+    sizes: dict[str, Any] = {"attention_hidden_size": 16, "intermediate_size": 32, "context_length": 32}
+    # Its weights are divided in evaluation mode, unless that is switched off.
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**TINY, **sizes, rescale_every=0))
+
+
+def recurrent_gemma() -> nn.Module:
+    sizes: dict[str, Any] = {"lru_width": 16, "intermediate_size": 32, "attention_window_size": 8, "head_dim": 8}
+    config = transformers.RecurrentGemmaConfig(**(TINY | {"num_hidden_layers": 3}), num_attention_heads=2, **sizes)
+    return transformers.RecurrentGemmaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 32}
+    dropouts: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TINY, **sizes, **dropouts))
+
+
+def gpt2() -> nn.Module:
+    dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, **dropouts)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def t5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    tokens: dict[str, Any] = {"vocab_size": 40, "decoder_start_token_id": 0, "pad_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **tokens, dropout_rate=0.0))
+
+
+def bloom() -> nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+TINY: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
+
+
+def moved_a_little(make: Callable[[], nn.Module]) -> Any:
+    """In double precision, training mode, with no parameter at zero."""
+    torch.manual_seed(0)
+    model = make().double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(**batch).logits.transpose(1, 2), batch["labels"], reduction="none").mean(1)
+
+
+def assert_right(engine: Any, model: nn.Module) -> None:
+    rows = small()
+    found = engine(model, token_losses)(batch_of(rows))
+    for index, row in enumerate(rows):
+        single = gradients(model, token_losses, batch_of([row]))
+        size = sum(float(value.square().sum()) for value in single.values()) ** 0.5
+        for name, wanted in single.items():
+            assert (found[name][index : index + 1].dense()[0] - wanted).norm() <= 1e-6 * size, name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [gpt_oss, mamba, rwkv, recurrent_gemma])
+def test_models_with_caches_are_refused_with_remedies_that_work_or_taken(make: Callable[[], nn.Module]):
+    model = moved_a_little(make)
+    try:
+        Hooks(model, token_losses)(batch_of(small()))
+    except pg.UnsupportedModuleError as error:
+        refusal = str(error)
+        if make is gpt_oss:
+            assert re.search("'model.layers.0.self_attn'.*DynamicCache.*use_cache = False", refusal)
+    else:
+        assert_right(Hooks, model)
+        refusal = "use engine='vmap'"
+        assert make is not gpt_oss
+    assert "use engine='vmap'" in refusal
+    assert_right(Vmap, model)
+    model.config.use_cache = False
+    assert_right(Hooks, model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [bert, gpt2, t5, bloom])
+def test_gradient_checkpointing_by_vmap(make: Callable[[], nn.Module]):
+    """And Bloom, which torch.func cannot differentiate either."""
+    model = moved_a_little(make)
+    if make is not bloom:
+        model.gradient_checkpointing_enable()
+    assert_right(Vmap, model)
+    if make is not t5:
+        assert_right(Hooks, model)
 
 
 @pytest.mark.slow

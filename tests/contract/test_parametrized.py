@@ -2,11 +2,14 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_perturb import moved_one_by_one
+from test_rules import assert_equal_to_loop, losses_of, one_by_one
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -169,3 +172,22 @@ def test_a_pass_is_freed_without_the_collector_of_cycles(monkeypatch: pytest.Mon
         assert not [capture for capture in alive if capture() is not None]
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("engine", [Hooks, Vmap])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(5, 4), lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3))]
+)
+def test_the_old_weight_norm_computes_again_from_parameters_that_move(make: Callable[[], nn.Module], engine: Any):
+    torch.manual_seed(0)
+    layer = make()
+    nn.utils.weight_norm(layer[1] if isinstance(layer, nn.Sequential) else layer)
+    model, x = nn.Sequential(layer, nn.Tanh()).double(), torch.randn(6, 5, dtype=torch.float64)
+    computed = engine(model, losses_of)
+    for name, rows in one_by_one(model, x).items():
+        assert_equal_to_loop(computed(x)[name], rows, 1e-8)
+    for exact in (False, True):
+        found = computed.moved(x, 0.3, exact=exact)
+        for name, rows in moved_one_by_one(model, x, 0.3, exact=exact).items():
+            assert_equal_to_loop(found[name], rows, 1e-8)

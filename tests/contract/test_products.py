@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from test_rules import assert_equal_to_loop, floats, losses_of, one_by_one
 from torch import Tensor, nn
-from torch.func import vmap
 
 import privgrad as pg
 from privgrad.gradient import capture
+from privgrad.gradient.batching import batched
 from privgrad.gradient.factors import Dense
 from privgrad.gradient.hooks import Hooks
 
@@ -152,9 +152,9 @@ def test_taken_whole_only_where_it_must_be(name: str, monkeypatch: pytest.Monkey
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        return vmap(*args, **kwargs)
+        return batched(*args, **kwargs)
 
-    monkeypatch.setattr(capture, "vmap", counted)
+    monkeypatch.setattr(capture, "batched", counted)
     make, inputs = (BY_PRODUCTS | WHOLE)[name]
     Hooks(make().double(), losses_of)(inputs(7))
     assert bool(calls) == (name in WHOLE)

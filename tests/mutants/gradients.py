@@ -1,16 +1,17 @@
 """Faults of clipping, of per-example gradients and of what the model is checked for."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad.gradient import audit, checks, clipping, engines, factors, groups, hooks, rules, tables
+from privgrad.gradient import audit, batching, capture, checks, clipping, engines, factors, groups, hooks, rules, tables
 from privgrad.gradient import weight_standardization as standardization
 from privgrad.gradient.factors import Dense, Outer
 from privgrad.gradient.hooks import Hooks
@@ -208,9 +209,23 @@ def stale_squares(patch: Patch) -> None:
     everywhere(patch, real, wrong)
 
 
+def by_rules_of_torch(*operations: Any) -> Callable[[Patch], None]:
+    """Under vmap, operations by batching rules of torch's that are wrong."""
+
+    def plant(patch: Patch) -> None:
+        kept = {func: mended for func, mended in batching._MENDED.items() if func not in operations}
+        patch.setattr(batching, "_MENDED", kept)
+
+    return plant
+
+
+def states_kept(patch: Patch) -> None:
+    patch.setattr(capture, "preserved", lambda *_, **__: nullcontext())
+
+
 def shared_draws(patch: Patch) -> None:
-    real: Any = engines.vmap
-    patch.setattr(engines, "vmap", lambda of_one, **options: real(of_one, **(options | {"randomness": "same"})))
+    real: Any = batching.vmap
+    patch.setattr(batching, "vmap", lambda of_one, **options: real(of_one, **(options | {"randomness": "same"})))
 
 
 def two_draws(patch: Patch) -> None:
@@ -388,6 +403,31 @@ GRADIENTS = [
         "test_perturb.test_rule_equals_a_loop_over_single_examples",
         {"name": "Conv2d, few places, standardized", "dtype": torch.float64, "tolerance": 1e-8, "exact": False},
         guard="to be that of single examples",
+    ),
+    Mutant(
+        "padding rows of a table by vmap",
+        by_rules_of_torch(F.embedding),
+        "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
+        {"name": "embedding {'padding_idx': 0}"},
+    ),
+    Mutant(
+        "one example's value filled in for all by vmap",
+        by_rules_of_torch(Tensor.index_fill),
+        "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
+        {"name": "index_fill"},
+    ),
+    Mutant(
+        "a half filled cache in the loop that follows vmap",
+        unchecked(capture._require_unchanged),
+        "test_state.test_a_layer_that_fills_an_argument_is_refused_with_remedies_that_work",
+        {"looped": True, "training_too": True},
+    ),
+    Mutant(
+        "a layer's state passed from example to example",
+        states_kept,
+        "test_state.test_a_state_in_an_attribute_passes_between_no_examples",
+        {"looped": True},
+        guard=NOT_ALONE,
     ),
     Mutant(
         "one dropout mask for all examples",

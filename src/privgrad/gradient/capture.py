@@ -14,13 +14,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.adapters import find_adapter
-from privgrad.gradient.engines import without_vmap_warnings
+from privgrad.gradient.arguments import Watched
+from privgrad.gradient.batching import Mended, batched
+from privgrad.gradient.engines import preserved, weight_norms
 from privgrad.gradient.factors import Dense, Factor, Jacobian, JacobianNorms, Pulled
 from privgrad.gradient.moves import EachWeight, Moves
 from privgrad.gradient.products import Product, Products, casts, sources
@@ -139,7 +141,10 @@ class Capture:
             raise written_to(", ".join(written))
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
-            remedy = "do not write to buffers in training, for what is written there is private"
+            remedy = (
+                "do not write to buffers in training, for what is written there is private; if it is made of "
+                f"parameters alone, as spectral_norm's vectors are, {REMEDY}, or call .eval() on the module"
+            )
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
         if self._layouts is not None and len(self.calls) != len(self._layouts):
             raise OtherCallsError(self._layouts[len(self.calls)][0])
@@ -270,17 +275,19 @@ class Capture:
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
         self._note(path, [])
-        if layout is None:
-            return adapter(module, _ignore, *args, **kwargs)
-        return adapter(module, partial(self._tap, path, inputs=()), *args, **kwargs)
+        tap: Any = _ignore if layout is None else partial(self._tap, path, inputs=())
+        # As _by_vmap returns it: dropout draws in the order of memory, and BAM's second pass must draw the same.
+        return tree_map_only(Tensor, Tensor.contiguous, adapter(module, tap, *args, **kwargs))
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """A unit without a rule: by its linear maps and convolutions, or, if they are not all, under vmap."""
         if path not in self._whole:
-            start = len(self.calls)
+            learning = self._layouts is None
+            start, watched = len(self.calls), Watched(tree_flatten((args, kwargs))[0] if learning else [])
             output = self._by_products_of(path, module, original, *args, **kwargs)
-            if self._layouts is not None or path in self.by_products:
+            if not learning or path in self.by_products:
                 return output
+            _require_unchanged(path, watched)
             del self.calls[start:]
             self._whole.add(path)
         return self._by_vmap(path, module, original, *args, **kwargs)
@@ -302,14 +309,18 @@ class Capture:
         """The unit with its own copy of the parameters for every example."""
         layout = self._enter(path)
         leaves, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors, watched = [leaf for leaf in leaves if isinstance(leaf, Tensor)], Watched(leaves)
         if layout is None:
             output = original(*args, **kwargs)
+            _require_unchanged(path, watched)
             self._note(path, [*tensors, *_tensors(output)])
             return output
+        if len(layout) < len(tensors):
+            raise OtherCallsError(path)
         places = layout[: len(tensors)]
         mapped = [self._split(path, x, place) for x, place in zip(tensors, places, strict=True)]
-        dims = tuple(None if place is None else place[0] for place in places)
+        dims = tuple(None if place is None else 0 for place in places)
+        versions = [x._version for x in mapped]
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
         moves = self._moves.of(own) if self._moves else {}
         copies = {name: p.detach().expand(self.size, *p.shape) for name, p in own.items()}
@@ -328,18 +339,34 @@ class Capture:
             found = tree_flatten(functional_call(unit, state, call_args, call_kwargs))
             return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
 
+        # What the unit keeps in attributes is of one example under vmap, and may meet no other in the loop.
+        isolated = partial(preserved, module, path, but=("_parameters", "_buffers"))
         try:
-            with without_vmap_warnings():
-                produced = vmap(single, in_dims=(0, *dims), randomness="different")(copies, *mapped)
-        except RuntimeError:  # an operation that vmap has no rule for
-            rows = [
-                single(
-                    {name: p[i] for name, p in copies.items()},
-                    *(x if dim is None else x.select(dim, i) for x, dim in zip(mapped, dims, strict=True)),
-                )
-                for i in range(self.size)
-            ]
+            with isolated():
+                produced = batched(single, in_dims=(0, *dims))(copies, *mapped)
+        except Exception:  # an operation that vmap has no rule for
+            _require_unchanged(path, watched)
+            if versions != [x._version for x in mapped]:
+                remedy = f"work on a copy, or {REMEDY}"
+                raise refused(f"the input of '{path}'", "not to be changed in place", "a change", remedy) from None
+            rows: list[list[Tensor]] = []
+            for i in range(self.size):
+                inputs = [x if dim is None else x[i] for x, dim in zip(mapped, dims, strict=True)]
+                try:
+                    with Mended(), isolated():  # a sparse gradient of one example cannot be joined with others either
+                        rows.append(single({name: p[i] for name, p in copies.items()}, *inputs))
+                except PrivacyError:
+                    raise
+                except Exception as error:
+                    got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+                    raise refused(f"'{path}'", "to run on one example", got, REMEDY) from error
+                _require_unchanged(path, watched)
+            if len({len(row) for row in rows}) != 1:
+                raise OtherCallsError(path) from None
             produced = [torch.stack(row) for row in zip(*rows, strict=True)]
+        _require_unchanged(path, watched)
+        if len(produced) != len(layout) - len(tensors):
+            raise OtherCallsError(path)
         joined = map(partial(_joined, path), produced, layout[len(tensors) :])
         output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
         self._note(path, [*tensors, *_tensors(output)])
@@ -359,24 +386,35 @@ class Capture:
         return x
 
     def _split(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
-        """(..., B parts, ...) -> (..., B, parts, ...)."""
+        """(..., B parts, ...) -> (B, ..., parts, ...): each example's part as it is in memory when it is alone."""
         if place is None:
             return x
         dim, parts = place
         whole = self._with_examples(path, x, place)
-        return whole.reshape(*x.shape[:dim], self.size, parts, *x.shape[dim + 1 :])
+        return whole.reshape(*x.shape[:dim], self.size, parts, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
 
 
 class _Unit(nn.Module):
-    """A module with a given forward, so that its parameters can be swapped around that."""
+    """A module with a given forward, so that its parameters can be swapped around that.
+
+    The old torch.nn.utils.weight_norm has computed a weight before any forward, and computes it again of those.
+    """
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
         super().__init__()
         self.module = module
         self._forward = forward
+        self._computed = weight_norms(vars(module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        before = {name: getattr(self.module, name) for name in self._computed}
+        try:
+            for name, hook in self._computed.items():
+                setattr(self.module, name, hook.compute_weight(self.module))
+            return self._forward(*args, **kwargs)
+        finally:
+            for name, weight in before.items():
+                setattr(self.module, name, weight)
 
 
 def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -414,6 +452,14 @@ def _own(tensor: Tensor) -> Tensor:
     """The tensor, not as a view: an operation in place on a view would cut its edge off the graph."""
     is_view = tensor.grad_fn is not None and tensor._is_view()
     return cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape)) if is_view else tensor
+
+
+def _require_unchanged(path: str, watched: Watched) -> None:
+    """Raise UnsupportedModuleError if a unit filled an argument: one example would meet what another left there."""
+    kind = watched.changed()
+    if kind is not None:
+        remedy = f"call it without (model.config.use_cache = False for a cache of transformers), or {REMEDY}"
+        raise refused(f"the arguments of '{path}'", "to stay as they are while it runs", f"a changed {kind}", remedy)
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
@@ -459,7 +505,7 @@ def _joined(path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
     dim, parts = place
     if x.dim() < dim + 2 or x.shape[dim + 1] != parts:
         raise misplaced(path)
-    return x.movedim(0, dim).flatten(dim, dim + 1)
+    return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:

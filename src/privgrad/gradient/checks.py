@@ -21,6 +21,7 @@ from privgrad.gradient.engines import (
     LossFunction,
     differentiable,
     preserved,
+    refuse_reentrant,
     replaced,
     require_losses,
     seeded,
@@ -119,6 +120,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without no_grad or detach"
         raise expected("loss_fn", "losses", "to have a gradient", "none", remedy)
+    refuse_reentrant(losses)
     grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     # torch types the result as if allow_unused did not exist.
     unused = [
@@ -170,7 +172,8 @@ def gradients(
             if phi.requires_grad:
                 more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
                 grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
-    return {name: grad.detach() for name, grad in zip(parameters, grads, strict=True)}
+    # Sparse ones are of tables that ask for it.
+    return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
 
 def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:

@@ -13,11 +13,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.weight_norm import WeightNorm
 
-from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
+from privgrad.gradient.batching import batched
 from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient.products import nodes
 from privgrad.types import count_examples, map_examples
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -88,18 +91,23 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Generator[None]:
+def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
     """Undo what a forward pass leaves on the modules: attributes set anew, tensors written, containers refilled.
 
     Warns of it.
+
+    Args:
+        model: the module, with all below it.
+        path: its own, to name it by.
+        but: names of attributes that are not looked into.
 
     Privacy:
         What private examples leave behind is private, and would let one example touch another's gradient, or end in
         a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures, objects of classes of
         your own) is out of reach.
     """
-    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
-    before = [(path, vars(module), dict(vars(module)), _contents(vars(module))) for path, module in modules]
+    modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(prefix=path))
+    before = [(path, vars(module), dict(vars(module)), _contents(vars(module), but)) for path, module in modules]
     copies: dict[int, Tensor] = {}
     for _, now, attributes, _ in before:
         for name, value in attributes.items():
@@ -124,7 +132,7 @@ def preserved(model: nn.Module) -> Generator[None]:
                 else:
                     del now[name]
                 # Underscores: torch's own bookkeeping, such as a GRU's list of its weights.
-                if not untouched and not name.startswith("_"):
+                if not untouched and not name.startswith("_") and name not in weight_norms(now):
                     changed.append(f"{path}.{name}" if path else name)
         if changed:
             warnings.warn(
@@ -134,11 +142,22 @@ def preserved(model: nn.Module) -> Generator[None]:
             )
 
 
-def _contents(attributes: dict[str, Any]) -> list[tuple[str, Any, tuple[Any, ...]]]:
+def weight_norms(attributes: Mapping[str, Any]) -> dict[str, WeightNorm]:
+    """Return the hooks of the old torch.nn.utils.weight_norm, by the weight that they compute before each forward.
+
+    Args:
+        attributes: of a module.
+    """
+    hooks = [hook for hook in attributes.get("_forward_pre_hooks", {}).values() if isinstance(hook, WeightNorm)]
+    return {hook.name: hook for hook in hooks}
+
+
+def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """(attribute, container, what it holds) for every list, dict, set or deque among the attributes and inside them."""
     found: list[tuple[str, Any, tuple[Any, ...]]] = []
     seen = set[int]()
-    waiting: list[tuple[str, Any]] = [(name, v) for name, v in attributes.items() if isinstance(v, _CONTAINERS)]
+    looked = [(name, value) for name, value in attributes.items() if name not in but]
+    waiting: list[tuple[str, Any]] = [(name, value) for name, value in looked if isinstance(value, _CONTAINERS)]
     while waiting:
         name, container = waiting.pop()
         if id(container) in seen:
@@ -174,14 +193,6 @@ def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
         a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
         for a, b in zip(one, other, strict=True)
     )
-
-
-@contextmanager
-def without_vmap_warnings() -> Generator[None]:
-    """Silence torch's request to report operations that vmap takes in a loop: they are right, only slow."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        yield
 
 
 class Vmap:
@@ -272,19 +283,20 @@ def per_sample_gradients(
     bound, moves = BoundLoss(model, loss_fn), dict(along or {})
     with differentiable(twice=exact):
         try:
-            with without_vmap_warnings(), preserved(model):
-                batched = vmap(_gradient_of_one(bound, rest, exact), in_dims=(None, 0, 0), randomness="different")
-                return batched(parameters, moves, examples)
-        except RuntimeError:
+            with preserved(model):
+                return batched(_gradient_of_one(bound, rest, exact), in_dims=(None, 0, 0))(parameters, moves, examples)
+        except PrivacyError:
+            raise
+        except Exception:
             pass  # an operation that vmap has no rule for; what it says may hold the batch's size, which is private
         rows = [
-            _single(
+            _alone(
                 bound,
                 parameters,
                 rest,
-                exact,
                 {name: move[index] for name, move in moves.items()},
-                map_examples(itemgetter(index), examples),
+                map_examples(itemgetter(slice(index, index + 1)), examples),
+                exact=exact,
             )
             for index in range(count_examples(examples))
         ]
@@ -322,26 +334,118 @@ def _gradient_of_one(
     return moved
 
 
-def _single(
+class _Differentiated(nn.Module):
+    """A loss that returns its gradient when it is called.
+
+    The backward pass runs while other parameters are swapped in: checkpointed parts compute again from what the modules
+    hold then.
+    """
+
+    def __init__(self, bound: BoundLoss) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(
+        self, example: Any, leaves: list[Tensor], along: list[Tensor | None], exact: bool
+    ) -> tuple[Tensor, ...]:
+        loss = require_losses(self.bound(example), 1).sum()
+        if not loss.requires_grad:
+            return tuple(torch.zeros_like(leaf) for leaf in leaves)
+        refuse_reentrant(loss)
+        bent = exact and any(move is not None for move in along)
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, create_graph=bent)
+        if not bent:
+            return grads
+        parts = [(grad * move).sum() for grad, move in zip(grads, along, strict=True) if move is not None]
+        phi = torch.stack(parts).sum()
+        if not phi.requires_grad:
+            return grads
+        more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
+        return tuple(grad + add for grad, add in zip(grads, more, strict=True))
+
+
+def _alone(
     bound: BoundLoss,
     parameters: dict[str, Tensor],
     rest: dict[str, Tensor],
-    exact: bool,
     along: dict[str, Tensor],
     example: Any,
+    *,
+    exact: bool,
 ) -> dict[str, Tensor]:
-    """One example's gradient, from copies: what the forward pass writes past torch.func goes with them."""
+    """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
 
-    def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in tensors.items()}
+    torch.func cannot differentiate all that autograd can: checkpointed parts, say, or an autograd.Function without
+    setup_context.
 
+    Args:
+        bound: the model and its loss.
+        parameters, rest: by name, what is trained and what is not.
+        along: as in `per_sample_gradients`, of this example.
+        example: a batch of one.
+        exact: as in `per_sample_gradients`.
+    Raises:
+        UnsupportedModuleError: the forward pass writes to a copy, or cannot be differentiated.
+    Privacy:
+        NOT private. What the forward pass writes goes with the copies, and never meets another example.
+    """
+    leaves: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        moves = name in along and not exact
+        point = parameter + along[name].to(parameter.dtype) if moves else parameter.clone()
+        leaves[name] = point.requires_grad_()
+    copies = leaves | {name: tensor.clone() for name, tensor in rest.items()}
+    versions = {name: copy._version for name, copy in copies.items()}
+    state = {f"bound.model.{name}": copy for name, copy in copies.items()}
+    moves = [along.get(name) for name in leaves]
     try:
-        with preserved(bound.model):
-            return _gradient_of_one(bound, copies(rest), exact)(copies(parameters), along, example)
+        with torch.enable_grad(), preserved(bound.model), torch.compiler.set_stance("force_eager"):
+            inputs = (example, list(leaves.values()), moves, exact)
+            grads = cast("tuple[Tensor, ...]", functional_call(_Differentiated(bound), state, inputs))
+    except NotImplementedError as error:
+        remedy = "use BAM(mode='sam'), or other layers" if exact else "replace the operation"
+        raise expected(
+            "PrivateGradient", "the loss", "to have derivatives", _first_line(error), remedy, UnsupportedModuleError
+        ) from error
     except RuntimeError as error:
         remedy = (
-            "do not write to buffers in training, for what is written there is private; pad sequences, do not pack "
-            "them; or replace the module"
+            "compute with operations that autograd can differentiate, and write to no parameter; "
+            "loss_fn(model, examples) must also take a batch of one"
         )
-        got, kind = str(error).splitlines()[0], UnsupportedModuleError
-        raise expected("PrivateGradient", "model", "to work under torch.func", got, remedy, kind) from error
+        raise expected(
+            "PrivateGradient", "each example", "to have a gradient", _first_line(error), remedy, UnsupportedModuleError
+        ) from error
+    written = [name for name, copy in copies.items() if copy._version != versions[name]]
+    if written:
+        remedy = (
+            "do not write to parameters and buffers in training, for what is written there is private; or call .eval() "
+            "on the module that does"
+        )
+        condition, got = "not to be written by the forward pass", ", ".join(written)
+        raise expected("PrivateGradient", "parameters and buffers", condition, got, remedy, UnsupportedModuleError)
+    return {name: value.detach().to_dense() for name, value in zip(leaves, grads, strict=True)}
+
+
+def refuse_reentrant(loss: Tensor) -> None:
+    """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
+
+    Its backward pass writes to `.grad`, past what is asked for.
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
+        remedy = (
+            "pass use_reentrant=False to torch.utils.checkpoint (for transformers "
+            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})), or turn gradient "
+            "checkpointing off"
+        )
+        raise expected(
+            "PrivateGradient",
+            "gradient checkpointing",
+            "not to be re-entrant",
+            "use_reentrant=True",
+            remedy,
+            UnsupportedModuleError,
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

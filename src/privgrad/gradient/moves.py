@@ -9,8 +9,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 
+from privgrad.gradient.batching import batched
 from privgrad.gradient.convolution import Geometry, convolve
 from privgrad.gradient.factors import Dense, Examples, Factor
 from privgrad.gradient.norms import cached
@@ -128,8 +129,8 @@ class EachWeight:
             return cast(Tensor, functional_call(self._parametrization, dict(zip(points, row, strict=True)), ()))
 
         try:
-            return vmap(weight)(*points.values())
-        except RuntimeError:  # an operation that vmap has no rule for
+            return batched(weight)(*points.values())
+        except Exception:  # an operation that vmap has no rule for
             return torch.stack([weight(*row) for row in zip(*points.values(), strict=True)])
 
 

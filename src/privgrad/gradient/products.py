@@ -51,16 +51,16 @@ class Products(TorchFunctionMode):
 def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """The tensors that require gradients and that these are computed from; themselves, if they are not computed."""
     yield from (tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad)
-    yield from (node.variable for node in _nodes(tensors) if hasattr(node, "variable"))
+    yield from (node.variable for node in nodes(tensors) if hasattr(node, "variable"))
 
 
 def casts(tensor: Tensor) -> bool:
     """Whether a tensor is computed by way of another precision, as under autocast."""
-    return any(node.name().startswith("ToCopy") for node in _nodes([tensor]))
+    return any(node.name().startswith("ToCopy") for node in nodes([tensor]))
 
 
-def _nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """Of the graph that these are computed by, each once."""
+def nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
+    """Yield those of the graph that these are computed by, each once."""
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = set[Any]()
     while waiting:

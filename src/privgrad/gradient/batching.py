@@ -1,0 +1,175 @@
+"""vmap over examples. Where torch's batching rule of an operation is wrong, the operation is computed in another way.
+
+Every path of the library on which examples meet vmap goes through `batched`.
+"""
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+from torch.overrides import TorchFunctionMode
+
+
+class Mended(TorchFunctionMode):
+    """A mode in which the operations of `_MENDED` keep examples apart under vmap.
+
+    Privacy:
+        A wrong batching rule gives an example the gradient, or the value, of another. tests/contract/test_batching.py
+        compares the rules with a loop over examples.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mended = _MENDED.get(func)
+        return (func if mended is None else mended)(*args, **(kwargs or {}))
+
+
+def batched(function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
+    """Return `vmap(function, in_dims)` with other random draws for each example, and with right batching rules."""
+
+    def mended(*inputs: Any) -> Any:
+        with Mended():
+            return function(*inputs)
+
+    def call(*inputs: Any) -> Any:
+        with without_vmap_warnings():
+            return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
+
+    return call
+
+
+@contextmanager
+def without_vmap_warnings() -> Generator[None]:
+    """Silence torch's request to report operations that vmap takes in a loop: they are right, only slow."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        yield
+
+
+def _embedding(
+    input: Tensor,  # noqa: A002, torch's name
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Compute F.embedding; torch's rule leaves the gradient out of the first example's padding row only.
+
+    The gradient is dense: torch's rule cannot batch a sparse one, and fails in the backward pass.
+    """
+    del sparse
+    size = weight.shape[0]
+    # As F.embedding does: -1 counts from the end here, and means no padding in torch.embedding.
+    if padding_idx is not None and not -size <= padding_idx < size:
+        raise RuntimeError("padding_idx must be within the rows of weight")
+    rows = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    if padding_idx is None:
+        return rows
+    return torch.where((input == padding_idx % size)[..., None], rows.detach(), rows)
+
+
+def _torch_embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    padding = padding_idx if padding_idx >= 0 else None
+    return _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+def _index_fill(
+    input: Tensor,  # noqa: A002, torch's name
+    dim: int,
+    index: Tensor,
+    value: Any,
+) -> Tensor:
+    """Compute torch.index_fill; torch's rule gives one example's value to all where `input` is the same for all."""
+    if not isinstance(value, Tensor) or input.dim() == 0:
+        return torch.index_fill(input, dim, index, float(value) if isinstance(value, Tensor) else value)
+    chosen = torch.zeros(input.shape[dim], dtype=torch.bool, device=input.device).index_fill(0, index, True)
+    places = [1] * input.dim()
+    places[dim] = -1
+    return torch.where(chosen.view(places), value.to(input.dtype), input)
+
+
+def _index_fill_(
+    input: Tensor,  # noqa: A002, torch's name
+    dim: int,
+    index: Tensor,
+    value: Any,
+) -> Tensor:
+    return input.copy_(_index_fill(input, dim, index, value))
+
+
+def _index_select(
+    input: Tensor,  # noqa: A002, torch's name
+    dim: int,
+    index: Tensor,
+) -> Tensor:
+    """Compute torch.index_select; torch's rule drops the dimension where there is but one index."""
+    return torch.index_select(input, dim, index.reshape(-1))
+
+
+def _select_scatter(
+    input: Tensor,  # noqa: A002, torch's name
+    src: Tensor,
+    dim: int,
+    index: int,
+) -> Tensor:
+    """Compute torch.select_scatter; torch's rule multiplies the gradient of `src` by the size of the dimension."""
+    start = index % input.shape[dim]
+    return torch.slice_scatter(input, src.unsqueeze(dim), dim, start, start + 1)
+
+
+def _roll(
+    input: Tensor,  # noqa: A002, torch's name
+    shifts: int | Sequence[int],
+    dims: int | Sequence[int] = (),
+) -> Tensor:
+    """Compute torch.roll; torch's rule rolls the examples themselves where each is a number."""
+    return input.clone() if input.dim() == 0 else torch.roll(input, shifts, dims)  # pyright: ignore[reportArgumentType]
+
+
+def _prelu(
+    input: Tensor,  # noqa: A002, torch's name
+    weight: Tensor,
+) -> Tensor:
+    """Compute F.prelu; torch's rule has a wrong shape in the second derivative where `input` is the same for all."""
+    slopes = weight.reshape(-1, *[1] * (input.dim() - 2)) if input.dim() > 1 else weight.reshape(-1)[0]
+    return torch.where(input > 0, input, slopes * input)
+
+
+def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
+    """Compute F.linear_cross_entropy whole; in parts, it looks for gradients at a time when vmap hides them."""
+    del options
+    return F.linear_cross_entropy(*args, **kwargs)
+
+
+_ATEN: Any = torch.ops.aten
+_MENDED: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    torch.embedding: _torch_embedding,
+    _ATEN.embedding: _torch_embedding,
+    _ATEN.embedding.default: _torch_embedding,
+    torch.index_fill: _index_fill,
+    Tensor.index_fill: _index_fill,
+    Tensor.index_fill_: _index_fill_,
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
+    torch.roll: _roll,
+    Tensor.roll: _roll,
+    torch.prelu: _prelu,
+    Tensor.prelu: _prelu,
+}
+if hasattr(F, "linear_cross_entropy"):
+    _MENDED[F.linear_cross_entropy] = _linear_cross_entropy
