@@ -758,11 +758,15 @@ def test_an_operation_under_vmap_is_that_of_each_example(name: str):
 class Titled(nn.Module):
     """A token of its own before a padded text: the module is taken whole, by vmap, with the table below it."""
 
-    def __init__(self, *, padding_idx: int = 0, sparse: bool = False, looped: bool = False) -> None:
+    def __init__(
+        self, *, padding_idx: int = 0, sparse: bool = False, looped: bool = False, scripted: bool = False
+    ) -> None:
         super().__init__()
         self.title, self.looped = nn.Parameter(torch.randn(1, 1, 3)), looped
         self.table, self.head = nn.Embedding(5, 3, padding_idx=padding_idx, sparse=sparse), nn.Linear(3, 2)
         nn.init.normal_(self.table.weight)  # the padding row too
+        if scripted:
+            self.table: Any = torch.jit.script(self.table)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.looped:
@@ -775,12 +779,15 @@ TEXTS = torch.tensor([[1, 2, 3], [4, 1, 3], [2, 2, 4], [0, 1, 0], [0, 0, 0], [1,
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
-@pytest.mark.parametrize("options", [{}, {"padding_idx": -1}, {"sparse": True}, {"looped": True, "sparse": True}])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is")
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": -1}, {"sparse": True}, {"looped": True, "sparse": True}, {"scripted": True}]
+)
 @pytest.mark.parametrize("engine", [Hooks, Vmap])
 def test_padding_rows_of_tables_in_units_by_vmap(engine: Any, options: dict[str, Any]):
     torch.manual_seed(0)
     model, texts = Titled(**options).double(), (TEXTS + options.get("padding_idx", 0)) % 5
-    dense = Titled(padding_idx=model.table.padding_idx or 0).double()
+    dense = Titled(padding_idx=options.get("padding_idx", 0)).double()
     dense.load_state_dict(model.state_dict())
     computed = engine(model, losses_of)
     for name, rows in one_by_one(dense, texts).items():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
@@ -28,8 +28,18 @@ class Mended(TorchFunctionMode):
         return (func if mended is None else mended)(*args, **(kwargs or {}))
 
 
-def batched(function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any]:
-    """Return `vmap(function, in_dims)` with other random draws for each example, and with right batching rules."""
+def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module | None = None) -> Callable[..., Any]:
+    """Return `vmap(function, in_dims)` with other random draws for each example, and with right batching rules.
+
+    Args:
+        function: of one example.
+        in_dims: as vmap takes it.
+        module: what the function calls.
+    Raises:
+        RuntimeError: an operation has no rule, or the module is TorchScript, which no mode sees into.
+    """
+    if module is not None and _is_scripted(module):
+        raise RuntimeError("TorchScript computes by rules that cannot be mended")
 
     def mended(*inputs: Any) -> Any:
         with Mended():
@@ -40,6 +50,15 @@ def batched(function: Callable[..., Any], in_dims: Any = 0) -> Callable[..., Any
             return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
 
     return call
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Whether a module has TorchScript below it, or among its attributes."""
+    kinds = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+    return any(
+        isinstance(part, kinds) or any(isinstance(value, kinds) for value in vars(part).values())
+        for part in module.modules()
+    )
 
 
 @contextmanager

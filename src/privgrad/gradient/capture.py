@@ -343,7 +343,7 @@ class Capture:
         isolated = partial(preserved, module, path, but=("_parameters", "_buffers"))
         try:
             with isolated():
-                produced = batched(single, in_dims=(0, *dims))(copies, *mapped)
+                produced = batched(single, (0, *dims), module=module)(copies, *mapped)
         except Exception:  # an operation that vmap has no rule for
             _require_unchanged(path, watched)
             if versions != [x._version for x in mapped]:

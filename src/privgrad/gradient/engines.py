@@ -284,7 +284,8 @@ def per_sample_gradients(
     with differentiable(twice=exact):
         try:
             with preserved(model):
-                return batched(_gradient_of_one(bound, rest, exact), in_dims=(None, 0, 0))(parameters, moves, examples)
+                of_one = _gradient_of_one(bound, rest, exact)
+                return batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
         except PrivacyError:
             raise
         except Exception:

@@ -129,7 +129,7 @@ class EachWeight:
             return cast(Tensor, functional_call(self._parametrization, dict(zip(points, row, strict=True)), ()))
 
         try:
-            return batched(weight)(*points.values())
+            return batched(weight, module=self._parametrization)(*points.values())
         except Exception:  # an operation that vmap has no rule for
             return torch.stack([weight(*row) for row in zip(*points.values(), strict=True)])
 
