@@ -134,8 +134,61 @@ def kept_as_they_are(patch: Patch) -> None:
 
 
 def cancelling_believed(patch: Patch) -> None:
-    real = clipping._cancelling
-    everywhere(patch, real, lambda *_: None)
+    real = clipping._terms
+
+    def wrong(chunk: Any, norms: Any, *_: Any) -> tuple[Mapping[str, Tensor], Tensor]:
+        return norms, torch.zeros(len(next(iter(norms.values()))), dtype=torch.bool)
+
+    everywhere(patch, real, wrong)
+
+
+def examples_bounded_and_not_the_batch(patch: Patch) -> None:
+    """Each example's terms may come to 1e5 C, in whatever number of examples; sums are float32."""
+
+    def wrong(self: Any, chunk: Any, factors: Mapping[str, Tensor], terms: Any) -> None:
+        for name, factor_B in factors.items():
+            added = chunk[name].weighted_sum(factor_B)
+            self.values[name] = self.values[name] + added if name in self.values else added
+
+    patch.setattr(clipping, "_TERMS", 1e5)
+    patch.setattr(clipping._Sums, "add", wrong)
+
+
+def without_the_jacobian(patch: Patch) -> None:
+    patch.setattr(factors.Jacobian, "norm", 1.0)
+
+
+def factors_that_float32_does_not_hold(patch: Patch) -> None:
+    patch.setattr(clipping, "_LOST", 0.0)
+
+
+def factors_checked_as_they_are_not_used(patch: Patch) -> None:
+    def wrong(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], *_: Any) -> Tensor:
+        return clipping._joint_norm(factors[name] * norm_B for name, norm_B in norms.items())
+
+    patch.setattr(clipping, "_LOST", 0.0)
+    everywhere(patch, clipping._require_bound, wrong)
+
+
+def the_head_of_the_batch(patch: Patch) -> None:
+    patch.setattr(Hooks, "_rows_to_check", lambda self, found, size: list(range(min(size, 3))))
+
+
+def checked_in_evaluation_mode(patch: Patch) -> None:
+    @contextmanager
+    def wrong(model: nn.Module, _: Any) -> Generator[None]:
+        with checks.evaluating(model):
+            yield
+
+    everywhere(patch, checks.without_randomness, wrong)
+
+
+def left_as_written(patch: Patch) -> None:
+    @contextmanager
+    def wrong(model: nn.Module) -> Generator[None]:
+        yield
+
+    everywhere(patch, audit.restored, wrong)
 
 
 def squares_in_float32(patch: Patch) -> None:
@@ -341,6 +394,31 @@ CLIPPING = [
         {"kind": "linear", "big": 1e8, "clip": pg.clip.Flat()},
     ),
     Mutant(
+        "terms bounded for each example, not for the batch",
+        examples_bounded_and_not_the_batch,
+        "test_sensitivity.test_terms_of_a_batch_that_round_together_stay_within_the_bound",
+        {"kind": "rnn", "count": 4096},
+    ),
+    Mutant(
+        "the Jacobian of a computed weight left out of the bound",
+        without_the_jacobian,
+        "test_sensitivity.test_a_parametrization_that_projects_what_is_large_keeps_the_bound",
+        {"length": 1e-5, "size": 1e1},
+    ),
+    Mutant(
+        "clip factors that underflow in float32",
+        factors_checked_as_they_are_not_used,
+        "test_sensitivity.test_clip_factors_that_float32_does_not_hold_keep_the_bound",
+        {"size": 3.74e16, "bound": 1.0, "scale": 1e-12},
+    ),
+    Mutant(
+        "clip factors that underflow in float32, checked as they are used",
+        factors_that_float32_does_not_hold,
+        "test_sensitivity.test_clip_factors_that_float32_does_not_hold_keep_the_bound",
+        {"size": 3.74e16, "bound": 1.0, "scale": 1e-12},
+        guard="factors to bound contributions by",
+    ),
+    Mutant(
         "squares that underflow in float32",
         squares_in_float32,
         "test_attacks.test_squares_that_underflow_do_not_hide_a_gradient",
@@ -465,7 +543,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a layer that mixes examples",
-        unchecked(audit.require_single, in_training=False),
+        unchecked(audit.require_single, checks.require_same_losses_in_half, in_training=False),
         "test_hooks.test_subtracting_the_batch_mean_is_caught",
     ),
     Mutant(
@@ -476,6 +554,33 @@ GRADIENTS = [
         unchecked(in_training=False),
         "test_attacks.test_what_mixes_in_training_mode_only_is_caught",
         lambda module: {"make": module.ShufflesInTraining},
+    ),
+    Mutant(
+        "the self-check at the head of the batch",
+        the_head_of_the_batch,
+        "test_self_check.test_the_first_and_the_last_row_are_always_looked_at",
+    ),
+    Mutant(
+        "the self-check in evaluation mode",
+        checked_in_evaluation_mode,
+        "test_self_check.test_the_mode_is_that_of_training",
+        guard="each loss to depend on its own example only",
+    ),
+    Mutant(
+        "losses of the largest of the batch",
+        unchecked(checks.require_same_losses_in_half),
+        "test_self_check.test_losses_of_the_largest_of_a_batch_are_refused",
+    ),
+    Mutant(
+        "losses that depend on earlier rows",
+        unchecked(checks._require_apart),
+        "test_self_check.test_losses_that_depend_on_earlier_rows_are_refused",
+        {"share": 1e-3},
+    ),
+    Mutant(
+        "weights left as a refused forward pass wrote them",
+        left_as_written,
+        "test_self_check.test_a_refusal_leaves_every_bit_of_the_weights",
     ),
     Mutant(
         "private tensors left on modules",

@@ -167,7 +167,8 @@ def linear(draw: Draw, shape: Shape) -> Made:
 def hugging_face(draw: Draw, shape: Shape) -> Made:
     """Make a Conv1D of transformers, a Linear whose weight is stored transposed."""
     wide = draw.rng.randint(1, 4)
-    return Conv1D(wide, shape[-1]), (*shape[:-1], wide)
+    layer = Conv1D(wide, shape[-1])  # it takes views of its input
+    return Wrapped(layer, lambda layer, x: layer(x.contiguous()), "contiguous"), (*shape[:-1], wide)
 
 
 def time_first(draw: Draw, shape: Shape) -> Made:

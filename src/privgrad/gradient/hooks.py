@@ -42,7 +42,16 @@ from privgrad.gradient.checks import (
     without_randomness,
 )
 from privgrad.gradient.curvature import backward, curvature
-from privgrad.gradient.engines import LossFunction, differentiable, preserved, require_losses, seeded, shares, trainable
+from privgrad.gradient.engines import (
+    LossFunction,
+    differentiable,
+    preserved,
+    refuse_reentrant,
+    require_losses,
+    seeded,
+    shares,
+    trainable,
+)
 from privgrad.gradient.factors import Factor, JacobianNorms, Pulled
 from privgrad.gradient.moves import Moves
 from privgrad.gradient.norms import wide
@@ -493,6 +502,7 @@ class Hooks:
         with torch.enable_grad(), preserved(self._model), capture:
             losses = require_losses(self._loss_fn(self._model, examples), capture.size)
             capture.finish()
+            refuse_reentrant(losses)
             _require_inside_units(losses, trainable(self._model))
             yield losses
 
