@@ -18,6 +18,7 @@ from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
 _TERMS = 1e4
+_UNIT_ROUNDOFF = 2.0**-24
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
 
@@ -191,7 +192,7 @@ def clipped_sum(
         chunked: each contribution is bounded by itself, before it meets another. With groups by at most 2C: one
         contribution of norm C becomes another, perhaps its opposite.
     """
-    sums, seen = _Sums(max_grad_norm), list[RawClipping]()
+    sums, seen = _Sums(max_grad_norm, inverse_scales or {}), list[RawClipping]()
     devices = {value.device.type for value in like.values()}
     for chunk in chunks:  # computed under whatever contexts the caller has open
         if not chunk:
@@ -244,24 +245,26 @@ class _Sums:
         there on, over all chunks of the batch, what is added is computed and kept in float64.
     """
 
-    def __init__(self, max_grad_norm: float) -> None:
+    def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor]) -> None:
         self.values: dict[str, Tensor] = {}
         self._terms: dict[str, float] = {}
-        self._most = _TERMS * max_grad_norm
+        self._most, self._scales = _TERMS * max_grad_norm, inverse_scales
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         """Add every example's gradient times its factor; terms bound what each gradient is the sum of."""
         added = torch.stack([(factors[name] * terms[name]).sum() for name in factors])
         for (name, factor_B), more in zip(factors.items(), cast("list[float]", added.tolist()), strict=True):
             self._terms[name] = self._terms.get(name, 0.0) + more
-            known = self.values.get(name)
-            if not self._terms[name] <= self._most:
-                found = chunk[name].exact_sum(factor_B)
-                self.values[name] = found if known is None else found.add_(known)
-            elif known is None:
-                self.values[name] = chunk[name].weighted_sum(factor_B)
-            else:
-                chunk[name].add_weighted_sum(known, factor_B)
+            found, factor, known = None, chunk[name], self.values.get(name)
+            if self._terms[name] <= self._most:
+                if known is not None and not factor.is_pulled:
+                    factor.add_weighted_sum(known, factor_B)
+                    continue
+                found, rounded = factor.sum_and_rounding(factor_B, self._scales.get(name))
+                self._terms[name] += rounded / _UNIT_ROUNDOFF
+            if found is None or not self._terms[name] <= self._most:
+                found = factor.exact_sum(factor_B)
+            self.values[name] = found if known is None else found.add_(known)
 
 
 def _add_clipped(

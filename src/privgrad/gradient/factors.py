@@ -5,6 +5,7 @@ Everything here is computed in float32 or wider, and is NOT private.
 """
 
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -73,6 +74,19 @@ class Factor(ABC):
         ends = accumulate(part.examples for part in parts)
         pairs = [(part, weight_B[end - part.examples : end]) for part, end in zip(parts, ends, strict=True)]
         return _total([weights.double() @ _flat(part.dense()).double() for part, weights in pairs]).view(self.shape)
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether sums are pulled back through a Jacobian, which rounds in its own way."""
+        return False
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        """Return that sum, and an estimate of what its computation rounded beyond what `terms` accounts for.
+
+        The estimate is the norm of an error that changes with the batch, times the inverse scales if there are any.
+        """
+        del inverse_scales
+        return self.weighted_sum(weight_B), 0.0
 
     @abstractmethod
     def keep(self, kept_B: Tensor) -> "Factor":
@@ -198,6 +212,13 @@ class Scaled(Factor):
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.exact_sum(self.share * weight_B)
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales)
+
+    @property
+    def is_pulled(self) -> bool:
+        return self.inner.is_pulled
 
     def keep(self, kept_B: Tensor) -> "Scaled":
         return Scaled(self.inner.keep(kept_B), self.share)
@@ -444,6 +465,14 @@ class Sum(Factor):
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return _total([part.exact_sum(weight_B) for part in self.parts])
 
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        sums, rounded = zip(*(part.sum_and_rounding(weight_B, inverse_scales) for part in self.parts), strict=True)
+        return _total(list(sums)), sum(rounded)
+
+    @property
+    def is_pulled(self) -> bool:
+        return any(part.is_pulled for part in self.parts)
+
     def keep(self, kept_B: Tensor) -> "Sum":
         return Sum([part.keep(kept_B) for part in self.parts])
 
@@ -623,6 +652,23 @@ class Pulled(Factor):
         ends = accumulate(part.examples for part in parts)
         pairs = zip(parts, ends, strict=True)
         return _total([Dense(p.dense()).weighted_sum(weight_B[end - p.examples : end]) for p, end in pairs])
+
+    @property
+    def is_pulled(self) -> bool:
+        return not self.apart
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        """Pull the sum back twice, once times a random number: the results differ by what J^T rounds on the way.
+
+        That may be far more than |J| suggests: J may itself be a small difference of large terms, as where weight_norm
+        projects nearly all of a gradient away.
+        """
+        if self.apart or self.examples == 0:
+            return self.weighted_sum(weight_B), 0.0
+        summed = self.inner.weighted_sum(weight_B)
+        pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * random.random()  # not of torch's streams
+        moved = self.jacobian.pull(share * summed) / share - pulled
+        return pulled, float(norms_of(wide(moved)[None], inverse_scales))
 
     def keep(self, kept_B: Tensor) -> "Pulled":
         return self._like(self.inner.keep(kept_B))

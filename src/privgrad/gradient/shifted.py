@@ -37,8 +37,15 @@ class Shifted(Factor):
         return shift_BP.add_(self.inner.dense())
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        total = self.inner.weighted_sum(weight_B)
-        return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum()))
+        return self.sum_and_rounding(weight_B)[0]
+
+    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+        total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales)
+        return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum())), rounded
+
+    @property
+    def is_pulled(self) -> bool:
+        return self.inner.is_pulled
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.inner.exact_sum(weight_B)
