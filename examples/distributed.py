@@ -59,7 +59,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Threads of gloo may outlive the group, and can abort a process that ends as usual: torchrun reports a failure then.
+    # Threads of gloo may outlive the group, and can abort a process that ends as usual, which torchrun reports.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
