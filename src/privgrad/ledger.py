@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ from privgrad.types import SamplingScheme
 
 _VERSION = 2
 _LONGEST_LINE = 1 << 20  # bytes: what is no ledger shall not fill the memory
+_PATIENCE = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 
@@ -311,13 +313,19 @@ class Ledger:
             raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
 
     def _lock(self, descriptor: int, path: Path) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            remedy = "wait until it ends, or close() its ledger if it is in this process"
-            raise expected(
-                "Ledger", "path", "to have one writer", f"{path}, in use by another training", remedy
-            ) from error
+        """Become the file's one writer, or raise PrivacyError. Retry: a look (`is_in_use`) holds a lock, too."""
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if isinstance(error, BlockingIOError) and time.monotonic() < until:
+                    time.sleep(_PATIENCE / 100)
+                    continue
+                remedy = "wait until it ends, or close() its ledger if it is in this process"
+                got = f"{path}, in use by another training"
+                raise expected("Ledger", "path", "to have one writer", got, remedy) from error
 
     def _end_last_line(self, descriptor: int) -> None:
         """Remove a last line that was cut off, end one that only lacks its end."""
