@@ -27,8 +27,10 @@ from privgrad.errors import (
     PrivacyError,
     SamplingError,
     expected,
+    file_problem,
     require_integer,
     require_nonnegative,
+    require_path,
     require_rate,
 )
 from privgrad.rng import this_process
@@ -69,6 +71,8 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
+        if path is not None:
+            require_path("Ledger", "path", path, "give ledger.jsonl in a run's folder")
         self.path = None if path is None else Path(path).absolute()
         self.plan_facts: dict[str, Any] = {}
         self.was_cut_off = False
@@ -295,6 +299,9 @@ class Ledger:
             if path.exists() and not path.is_file():  # a pipe would be waited for
                 got = f"the folder {path}" if path.is_dir() else f"{path}, no file that keeps what it is given"
                 raise expected("Ledger", "path", condition, got, "give a ledger's path: ledger.jsonl in a run's folder")
+            if self._read_only and (problem := file_problem(path)):
+                remedy = "give a ledger's path: ledger.jsonl in a run's folder"
+                raise expected("Ledger", "path", condition, f"{path}, which {problem}", remedy)
             if not self._read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)

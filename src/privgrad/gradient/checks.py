@@ -26,6 +26,7 @@ from privgrad.gradient.engines import (
 from privgrad.types import count_examples, map_examples
 
 _PROBED = 4  # examples that the loss is tried on
+_FROZEN = "has no trainable parameter"
 _DRAWS = 4  # and random draws: what mixes examples now and then shows in some of them
 
 
@@ -76,8 +77,7 @@ def find_problems(model: nn.Module) -> list[Problem]:
                 what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
                 problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
     if not trainable(model):
-        what = "has no trainable parameter"
-        problems.append(Problem("", type(model).__name__, what, "set requires_grad_(True) on what to train"))
+        problems.append(Problem("", type(model).__name__, _FROZEN, "set requires_grad_(True) on what to train"))
     return problems
 
 
@@ -86,6 +86,12 @@ def require_supported(model: nn.Module) -> None:
     problems = find_problems(model)
     if problems:
         first = problems[0]
+        if first.what == _FROZEN:
+            count = sum(1 for _ in model.parameters())
+            remedy = f"{first.remedy}, such as model.requires_grad_(True)"
+            got = f"none of {count} that requires gradients" if count else f"a {first.module} without parameters"
+            condition = "to have trainable parameters"
+            raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
         more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
         raise UnsupportedModuleError(
             f"PrivateGradient: expected a model that keeps examples apart, got {first.module} at "
