@@ -4,6 +4,7 @@ A job is a function of this file, or one of the faults of mutants/processes.py, 
 """
 
 import inspect
+import os
 import random
 import sys
 import warnings
@@ -314,3 +315,6 @@ def child(rank: int, count: int, store: Path, folder: Path, jobs: Sequence[str])
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     take_part(Path(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads may outlive the group, and abort a process that takes its interpreter down

@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
 import pytest
 import torch
+import torch.distributed as dist
 from scipy import stats
 from torch import Tensor
 
@@ -19,6 +21,7 @@ import distributed_job
 import privgrad as pg
 from conftest import make_plan
 from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
+from privgrad.integrations import distributed
 from privgrad.processes import ALONE
 
 JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals"]
@@ -161,6 +164,59 @@ def test_what_would_be_wrong_is_refused_in_every_process(together: tuple[int, di
 
 def test_a_data_set_that_changes_its_items_by_chance_is_the_same_everywhere(together: tuple[int, dict[str, Any]]):
     assert {said["changing"] for said in together[1]["refusals"]} == {"nothing"}
+
+
+ENDINGS = """
+import gc, os, sys
+import torch
+import torch.distributed as dist
+from privgrad.integrations import distributed
+
+def end(folder):
+    sys.setswitchinterval(1000)  # seconds: this thread gives the interpreter away only where it has to wait
+    dist.init_process_group("gloo", init_method=f"file://{folder}", rank=0, world_size=1)
+    distributed.Distributed()
+    dist.all_reduce(torch.ones(1000), async_op=True)  # which a thread of gloo ends, and frees
+
+gc.freeze()
+for turn in range(6):
+    child = os.fork()
+    if child == 0:
+        end(f"{sys.argv[1]}/store{turn}")
+        break  # and comes to its end as any program does
+    if os.waitpid(child, 0)[1]:
+        sys.exit("a process was aborted as it ended")
+"""
+
+
+def test_gloo_aborts_no_process_that_ends(tmp_path: Path):
+    """Without the wait at exit, about half of these processes abort."""
+    command = [sys.executable, "-W", "ignore", "-c", ENDINGS, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_wait_at_exit_is_registered_once_and_for_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    registered: list[Any] = []
+    monkeypatch.setattr(distributed.atexit, "register", lambda *call: registered.append(call))
+    distributed._let_gloo_finish.cache_clear()
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        distributed.Distributed()
+        distributed.Distributed()
+        assert registered == [(time.sleep, 0.1)]
+    finally:
+        dist.destroy_process_group()
+        distributed._let_gloo_finish.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_sharded_job_of_torchrun_ends_well_ten_times(tmp_path: Path):
+    for turn in range(10):
+        (folder := tmp_path / f"{turn}").mkdir()
+        (folder / "steps").write_text("2")
+        launched(2, folder, "fitted")
 
 
 def test_losses_agree_in_distribution(together: tuple[int, dict[str, Any]], tmp_path: Path):

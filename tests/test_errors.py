@@ -1,17 +1,23 @@
 """Validators: what they let through, and that whatever else is given ends in the library's error."""
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import privgrad as pg
-from conftest import make_plan
-from privgrad import errors
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad import accounting, errors
+from privgrad.experiments.spec import load_spec
 
 HUGE = 10**400  # no float holds it
 UNWRITTEN = 10**5000  # nor does Python write it out
@@ -49,3 +55,304 @@ def test_zero_is_nonnegative_and_not_positive():
 def test_a_plan_refuses_numbers_that_no_float_holds(name: str, number: int):
     with pytest.raises(pg.PrivacyError, match=rf"PrivacyPlan: expected {name} "):
         make_plan(**{name: number})
+
+
+STRINGS: dict[str, Callable[[], object]] = {
+    "target_epsilon": lambda: pg.PrivacyPlan.for_budget(
+        target_epsilon="1",  # pyright: ignore[reportArgumentType]
+        delta=1e-5,
+        max_grad_norm=1.0,
+        num_examples=32,
+        expected_batch_size=8,
+        steps=2,
+    ),
+    **{
+        name: partial(make_plan, **{name: "1"})
+        for name in ("sample_rate", "steps", "noise_multiplier", "max_grad_norm", "num_examples", "delta", "seed")
+    },
+    "lr": lambda: pg.optim.AdamBC(make_model().named_parameters(), lr="1"),  # pyright: ignore[reportArgumentType]
+}
+
+
+@pytest.mark.parametrize(("name", "call"), STRINGS.items(), ids=STRINGS)
+def test_a_number_in_quotes_is_shown_in_quotes(name: str, call: Callable[[], object]):
+    with pytest.raises(pg.PrivacyError, match=rf"expected {name} .*, got '1', a str; "):
+        call()
+
+
+# Data
+
+
+class Table:
+    """What is used of a DataFrame of pandas, which need not be here."""
+
+    def __init__(self, **columns: list[float]) -> None:
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, name: str) -> "Column":
+        return Column(self._columns[name])
+
+    def drop(self, *, columns: str) -> "Table":
+        return Table(**{name: values for name, values in self._columns.items() if name != columns})
+
+    def to_numpy(self) -> np.ndarray:
+        return np.array(list(self._columns.values())).T
+
+
+class Column:
+    def __init__(self, values: list[float]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, name: str) -> float:
+        raise KeyError(name)
+
+    def to_numpy(self) -> np.ndarray:
+        return np.array(self._values)
+
+
+DataFrame = type("DataFrame", (Table,), {"__module__": "pandas.core.frame"})
+Series = type("Series", (Column,), {"__module__": "pandas.core.series"})
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(32))
+
+    def __len__(self) -> int:
+        return 32
+
+
+COUNT = list(map(float, range(32)))
+RECORDS = np.zeros(32, dtype=[("age", "f4"), ("label", "i8")])
+DATA: dict[str, tuple[Any, str, str]] = {
+    "frame": (DataFrame(age=COUNT, label=COUNT), "a pandas DataFrame", "torch.utils.data.TensorDataset("),
+    "series": (Series(COUNT), "a pandas Series", "torch.utils.data.TensorDataset("),
+    "columns": ({"age": COUNT, "label": COUNT}, "a dict of columns", "torch.utils.data.TensorDataset("),
+    "arrays": ([np.zeros((32, 2)), np.zeros(32)], "only 2", "torch.utils.data.TensorDataset("),
+    "tensors": (make_data().tensors, "only 2", "torch.utils.data.TensorDataset("),
+    "texts": (np.array(["1"] * 32), "a numpy array of dtype", "torch.utils.data.TensorDataset("),
+    "records": (RECORDS, "a numpy array of fields age, label", "torch.utils.data.TensorDataset("),
+    "number": (np.array(1.0), "an array without rows", "TensorDataset(inputs, labels)"),
+    "stream": (Numbers(), "an IterableDataset (Numbers)", "write __len__ and __getitem__"),
+    "loader": (DataLoader(make_data()), "a DataLoader", "pass its .dataset"),
+    "generator": ((item for item in make_data()), "generator", "wrap the data in a map-style data set"),
+    "parts": ({"train": make_data()}, "a dict of data sets", "pass one of them: data['train']"),
+    "path": ("train.csv", "'train.csv', a str", "read the file"),
+    "class": (TensorDataset, "the class TensorDataset", "pass an instance"),
+    "nothing": (None, "NoneType", "wrap the data in a map-style data set"),
+    "empty": ({}, "a dict of columns", "pass torch"),
+}
+
+
+EXECUTED = {"frame", "series", "columns", "arrays", "tensors", "texts", "records"}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_data_of_another_kind_are_named_with_a_remedy_that_works(kind: str, tmp_path: Path):
+    data, got, remedy = DATA[kind]
+    model, ledger = make_model(), tmp_path / "ledger.jsonl"
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    for call in (
+        make_plan().batches,
+        lambda data: pg.fit(model, loss_fn, optimizer, make_plan(), data, folder=tmp_path),
+    ):
+        with pytest.raises(pg.SamplingError, match=rf"expected dataset .*, got {re.escape(got)}.*; ") as caught:
+            call(data)
+        assert remedy in str(caught.value)
+    assert pg.Ledger(ledger, read_only=True).releases == 0
+    line = re.search(r"pass (torch\.utils\.data\.TensorDataset\(.*\))", str(caught.value))
+    if kind in EXECUTED:
+        assert line is not None
+        made = eval(line[1], {"torch": torch, "data": data})  # what the message tells users to type
+        assert len(made) == 32
+        assert sum(1 for _ in make_plan().batches(made)) == 10
+
+
+def test_arrays_of_numbers_are_data_as_they_are():
+    assert all(batch.examples.shape[1:] == (5,) for batch in make_plan().batches(np.ones((32, 5))))  # pyright: ignore[reportArgumentType]
+
+
+class Broken:
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> float:
+        raise KeyError(index)
+
+
+@pytest.mark.parametrize(("data", "got"), [(Broken(), "KeyError at "), ([object()] * 32, "default_collate")])
+def test_items_that_cannot_be_had_or_batched_are_refused(data: Any, got: str):
+    with pytest.raises(pg.SamplingError, match=rf"expected dataset .*, got {got}.*; "):
+        next(make_plan().batches(data))
+
+
+# Files
+
+
+def test_paths_where_nothing_is_are_told_apart(tmp_path: Path):
+    (tmp_path / "empty").touch()
+    for path, problem in ((tmp_path / "absent", "does not exist"), (tmp_path / "empty", "is empty")):
+        with pytest.raises(pg.PrivacyError, match=rf"expected path to be a readable file, got .*, which {problem}; "):
+            pg.Ledger(path, read_only=True)
+    for path, problem in (("absent", "does not exist"), ("empty", "is empty"), (".", "is a folder")):
+        with pytest.raises(
+            pg.PrivacyError, match=rf"to be a readable TOML file, got .*, which {problem}.*; give the path"
+        ):
+            load_spec(tmp_path / path)
+    (tmp_path / "empty").rename(tmp_path / "checkpoint.pt")
+    (tmp_path / "ledger.jsonl").touch()
+    model = make_model()
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt to be a complete checkpoint .* is empty; "):
+        pg.fit(model, loss_fn, optimizer, make_plan(), make_data(), folder=tmp_path)
+
+
+# Models
+
+
+def test_a_frozen_model_is_told_to_be_one():
+    model = make_model().requires_grad_(False)
+    match = (
+        r"expected model to have trainable parameters, got none of 4 that requires gradients; .*requires_grad_\(True\)"
+    )
+    with pytest.raises(pg.UnsupportedModuleError, match=match):
+        pg.PrivateGradient(model, loss_fn, make_plan())
+    with pytest.raises(pg.UnsupportedModuleError, match="got a Tanh without parameters"):
+        pg.PrivateGradient(nn.Tanh(), loss_fn, make_plan())
+
+
+# Names
+
+SPEC = """
+title = "test"
+[data]
+name = "digits"
+[model]
+name = "mlp"
+[privacy]
+target_epsilon = 1.0
+delta = 1e-5
+max_grad_norm = 1.0
+num_examples = 1437
+expected_batch_size = 120
+steps = 6
+[[methods]]
+name = "first"
+optimizer = "AdamBC"
+lr = 0.01
+perturb = { rule = "BAM", radius = 0.1, mode = "sam" }
+[run]
+engine = "hooks"
+device = "cpu"
+"""
+NAMES: dict[str, tuple[str, str, str]] = {
+    "optimizer": ('"AdamBC"', '"AdmaBC"', "expected methods.first.optimizer .*, got 'AdmaBC'; did you mean 'AdamBC'"),
+    "case": ('"AdamBC"', '"adambc"', "did you mean 'AdamBC'"),
+    "data": ('"digits"', '"digit"', "expected data.name .*, got 'digit'; did you mean 'digits'"),
+    "model": ('"mlp"', '"mpl"', "expected model.name .*, got 'mpl'; did you mean 'mlp'"),
+    "perturbation": ('"BAM"', '"BAN"', "expected methods.first.perturb.rule .*; did you mean 'BAM'"),
+    "mode": ('"sam"', '"exat"', "expected methods.first.perturb.mode .*; did you mean 'exact'"),
+    "engine": ('"hooks"', '"hook"', "expected run.engine .*; did you mean 'hooks'"),
+    "device": ('"cpu"', '"gpu"', "expected run.device .*; did you mean 'cuda'"),
+    "sampling": ("steps = 6", 'steps = 6\nsampling = "poison"', "expected privacy.sampling .*; did you mean 'poisson'"),
+    "far off": ('"digits"', '"mine.csv"', "expected data.name .*, got 'mine.csv'; choose one"),
+    "option": ("lr = 0.01", "lrr = 0.01", "got 'methods.lrr'; did you mean 'lr'"),
+    "no name": ('name = "first"\n', "", r"expected methods \(entry 1\).name to be given, got nothing; add it to"),
+    "missing": ("delta = 1e-5\n", "", "expected privacy.delta to be given, got nothing; add it to"),
+    "a string": (
+        "target_epsilon = 1.0",
+        'target_epsilon = "1"',
+        "expected privacy.target_epsilon .*, got '1'; correct",
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "match"), NAMES.values(), ids=NAMES)
+def test_what_a_file_has_wrong_is_named_with_what_was_meant(old: str, new: str, match: str, tmp_path: Path):
+    path = tmp_path / "spec.toml"
+    path.write_text(SPEC)
+    load_spec(path)
+    assert old in SPEC
+    path.write_text(SPEC.replace(old, new))
+    with pytest.raises(pg.PrivacyError, match=match):
+        load_spec(path)
+
+
+CHOICES: dict[str, Callable[[], object]] = {
+    "hooks": lambda: pg.PrivateGradient(make_model(), loss_fn, make_plan(), engine="hook"),  # pyright: ignore[reportArgumentType]
+    "poisson": lambda: make_plan(sampling="Poison"),
+    "user": lambda: make_plan(privacy_unit="users"),
+    "rdp": lambda: make_plan().epsilon(delta=1e-5, accountant="RDP"),  # pyright: ignore[reportArgumentType]
+    "AdamBC": lambda: pg.audit.rows(["AdmaBC"]),
+}
+
+
+@pytest.mark.parametrize(("meant", "call"), CHOICES.items(), ids=CHOICES)
+def test_a_name_given_in_python_is_corrected(meant: str, call: Callable[[], object]):
+    with pytest.raises(pg.PrivacyError, match=rf"got '.*'; did you mean '{meant}'\? Choose "):
+        call()
+
+
+# Whatever else
+
+
+def trained(**given: Any) -> object:
+    model = make_model()
+    usual: dict[str, Any] = {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": pg.optim.SGD(model.named_parameters(), lr=0.1),
+        "plan": make_plan(steps=2),
+        "train_set": make_data(),
+        "evaluate": lambda _: {"a": 1.0},
+        "progress": False,
+    }
+    return pg.fit(**(usual | given))
+
+
+def one_step(**given: Any) -> object:
+    plan = make_plan(steps=2)
+    usual: dict[str, Any] = {"model": make_model(), "loss_fn": loss_fn, "plan": plan}
+    return pg.PrivateGradient(**(usual | given))(next(plan.batches(make_data())))
+
+
+WRONG: list[tuple[Callable[..., object], str]] = [
+    *((one_step, name) for name in ("model", "loss_fn", "plan", "perturb", "precondition", "clip", "engine", "ledger")),
+    *((one_step, name) for name in ("microbatch_size", "memory_mb", "processes")),
+    *((trained, name) for name in ("model", "loss_fn", "optimizer", "plan", "train_set", "collate", "average")),
+    *((trained, name) for name in ("evaluate", "evaluations", "on_evaluation", "raw_observers", "folder", "clip")),
+    *((trained, name) for name in ("checkpoint_seconds", "processes", "perturb", "engine")),
+    *(
+        (lambda **given: list(make_plan(steps=2).batches(make_data(), **given)), n)
+        for n in ("start", "collate", "processes")
+    ),
+    (lambda releases: accounting.epsilon(releases, delta=1e-5), "releases"),
+    (lambda params: pg.optim.SGD(params, lr=0.1), "params"),
+    (lambda params: pg.optim.AdamBC(params, lr=0.1), "params"),
+    (lambda lr: pg.optim.SGD(make_model().named_parameters(), lr=lr), "lr"),
+    (lambda lr: pg.optim.AdamBC(make_model().named_parameters(), lr=lr), "lr"),
+    (lambda grad: pg.optim.SGD(make_model().named_parameters(), lr=0.1).step(grad=grad), "grad"),
+    (lambda values: pg.Scales(values, provenance="public data", source="none"), "values"),
+    (lambda model: pg.NoisyGradient({}, 0.1).assign(model), "model"),
+    (lambda path: pg.Ledger(path), "path"),
+    (lambda path: pg.Ledger(path, read_only=True), "path"),
+    *(
+        (partial(make_plan), name)
+        for name in ("steps", "num_examples", "noise_multiplier", "delta", "seed", "sampling")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "bad", [b"x", object(), [object()], -1.5, math.nan], ids=["bytes", "object", "list", "-1.5", "nan"]
+)
+@pytest.mark.parametrize(("call", "name"), WRONG, ids=[f"{index} {name}" for index, (_, name) in enumerate(WRONG)])
+def test_a_wrong_argument_ends_in_the_librarys_error(call: Callable[..., object], name: str, bad: Any):
+    with pytest.raises(pg.PrivacyError, match=r"^[^\n]*: expected .*, got .*; .*\.$"):
+        call(**{name: bad})

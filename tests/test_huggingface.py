@@ -431,6 +431,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other steps": ({"max_steps": -1}, f"set max_steps={STEPS}"),
     "a batch size of its own": ({"auto_find_batch_size": True}, "set auto_find_batch_size=False"),
     "counting tokens": ({"include_num_input_tokens_seen": "all"}, "set include_num_input_tokens_seen='no'"),
+    "memory of private batches": ({"skip_memory_metrics": False}, "set skip_memory_metrics=True"),
+    "printed activations": ({"debug": "underflow_overflow"}, r"set debug=\[\]"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "set label_smoothing_factor=0.0"),
     "noisy embeddings": ({"neftune_noise_alpha": 5.0}, "set neftune_noise_alpha=None"),
     "fp16": ({"fp16": True}, "set fp16=False; for mixed precision take bf16=True"),
@@ -442,6 +444,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_options_that_change_or_reveal_the_step_are_refused(tmp_path: Path, arguments: dict[str, Any], remedy: str):
     with pytest.raises(pg.PrivacyError, match=f"to leave the private step to the plan.*; {remedy}"):
         make_trainer(tmp_path, bert(), texts(), arguments=arguments)
+
+
+@pytest.mark.parametrize("optimizers", [(None, None), None, torch.optim.SGD, "AdamBC", ()], ids=str)
+def test_a_trainer_without_a_private_optimizer_is_refused(tmp_path: Path, optimizers: Any):
+    with pytest.raises(pg.PrivacyError, match=r"expected optimizers to be .*, got .*; give optimizers="):
+        make_trainer(tmp_path, bert(), texts(), optimizers=optimizers)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_optimizers_left_out_are_named(tmp_path: Path):
+    args = TrainingArguments(str(tmp_path), max_steps=10, per_device_train_batch_size=8, max_grad_norm=0.0)
+    with pytest.raises(
+        pg.PrivacyError, match=r"expected optimizers .*, got \(None, None\); give optimizers=\(pg.optim"
+    ):
+        PrivateTrainer(bert(), args, plan=make_plan(), train_dataset=texts())
 
 
 def test_all_wrong_options_are_named_at_once(tmp_path: Path):
@@ -561,7 +578,7 @@ def test_what_would_be_made_or_run_again_is_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="expected model_init to be absent"):
         make_trainer(tmp_path / "a", bert(), texts(), model_init=bert)
     model = bert()
-    with pytest.raises(pg.PrivacyError, match="to be one for released gradients, got Adam"):
+    with pytest.raises(pg.PrivacyError, match=r"expected optimizers .*, got \(Adam, None\)"):
         make_trainer(tmp_path / "b", model, texts(), optimizer=torch.optim.Adam(model.parameters()))
     with pytest.raises(pg.PrivacyError, match="a model whose loss is known, got Linear"):
         make_trainer(tmp_path / "c", nn.Linear(2, 2), texts())

@@ -1,6 +1,7 @@
 """The ledger: durable, whole, and with one writer."""
 
 import copy
+import fcntl
 import json
 import multiprocessing
 import os
@@ -72,6 +73,42 @@ def test_a_ledger_has_one_writer(tmp_path: Path):
         pg.Ledger(tmp_path / "ledger.jsonl")
     first.close()
     pg.Ledger(tmp_path / "ledger.jsonl").close()
+
+
+def test_who_only_looks_whether_a_ledger_is_in_use_is_no_writer(tmp_path: Path):
+    """Someone looks all the time, and slowly; a training can begin between two looks, and does."""
+    path, done, looks = tmp_path / "ledger.jsonl", threading.Event(), threading.Event()
+    written(path, "a")
+
+    def look() -> None:
+        while not done.is_set():
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                looks.set()
+                time.sleep(0.01)
+            time.sleep(0.003)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        for _ in range(10):
+            looks.clear()
+            looks.wait()
+            pg.Ledger(path).close()
+    finally:
+        done.set()
+        watcher.join()
+    assert not module.is_in_use(path)
+
+
+def test_a_writer_that_stays_is_told_of_soon(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    first, start = pg.Ledger(path), time.monotonic()
+    with pytest.raises(pg.PrivacyError, match="in use by another training"):
+        pg.Ledger(path)
+    assert time.monotonic() - start >= 0.1
+    assert module.is_in_use(path)
+    first.close()
 
 
 @pytest.mark.parametrize(
@@ -383,7 +420,7 @@ def test_what_cannot_be_opened_ends_in_one_error(tmp_path: Path):
                 pg.Ledger(path, read_only=read_only)
     with pytest.raises(pg.PrivacyError, match="readable"):
         pg.Ledger(tmp_path / "absent", read_only=True)
-    with pytest.raises(pg.PrivacyError, match="line 1"):
+    with pytest.raises(pg.PrivacyError, match="which is empty"):
         pg.Ledger(tmp_path / "file", read_only=True)
 
 

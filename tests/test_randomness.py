@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -23,6 +24,7 @@ from scipy.special import ndtr
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan, seed_of
+from privgrad import rng
 from privgrad.rng import BLOCK, RandomSource, Stream, box_muller
 
 # NIST SP 800-38A, F.5.5: CTR-AES256.Encrypt.
@@ -93,10 +95,68 @@ def test_normals_are_box_muller_of_the_words(kind: str):
     tails = np.frombuffer(words(2**63 + block * 2 * BLOCK // 16, 4 * pairs), np.uint32).astype(object)
     halves = [(int(tail) + 0.5) / 2**32 for tail in tails] if dense else [0.5] * pairs
     lengths = [math.sqrt(-2 * math.log((r + half) / 2**63)) for r, half in zip(radii, halves, strict=True)]
-    angles = [math.pi * int(turn) / 2 ** (8 * size - 1) for turn in turns]
+    angles = [math.pi * (int(turn) + 0.5) / 2 ** (8 * size - 1) for turn in turns]
     expected = [r * f(a) for f in (math.cos, math.sin) for r, a in zip(lengths, angles, strict=True)]
     found = Stream(NIST_KEY).normal_blocks(5, dtype, dense=dense)(block, count)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 if dtype == np.float32 else 2e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_normal_is_zero_and_short_radii_are_exact(kind: str):
+    """Where u rounds to 1, against 50 digits: words at and near both ends of their range, and angles at zero."""
+    dtype, dense = KINDS[kind]
+    gaps = [0, 1, 2, 3, 511, 512, 513, 2**30, 2**37, 2**38 - 1, 2**38, 2**39, 2**40 + 1, 2**44, 2**48 - 1, 2**49]
+    words = [end for gap in gaps for end in (2**63 - max(gap, 1), gap - 2**63)]
+    turns, tails = [0, -1, 1], np.array([0, 2**31, 2**32 - 1], np.uint32)
+    z, bits = np.full(2 * len(words) * len(turns), np.nan, dtype), 8 * np.dtype(dtype).itemsize
+    box_muller(
+        np.repeat(np.array(words, np.int64), len(turns)),
+        np.tile(np.array(turns, f"i{bits // 8}"), len(words)),
+        z,
+        np.tile(tails, len(words)) if dense else None,
+    )
+    expected: list[float] = []
+    with mpmath.workdps(50):
+        for word in words:
+            for tail in tails.tolist():
+                half = mpmath.mpf(tail + 0.5) / 2**32 if dense else mpmath.mpf(0.5)
+                u = (abs(word) + half) / mpmath.mpf(2) ** 63
+                expected.append(float(mpmath.sqrt(abs(2 * mpmath.log(u)))))  # abs: u is above 1 for -2^63 alone
+    cosines, sines = z[: len(expected)].astype(np.float64), z[len(expected) :].astype(np.float64)
+    angles = math.pi * (np.tile(turns, len(words)) + 0.5) / 2.0 ** (bits - 1)
+    # Above 2^-7 float32 takes the logarithm of what it has rounded.
+    close = np.array(expected) < 2.0**-7
+    assert close.sum() == 14 * 6
+    np.testing.assert_allclose(cosines[close], np.array(expected)[close], rtol=1e-6 if bits == 32 else 1e-14)
+    np.testing.assert_allclose(cosines, expected, rtol=1e-3 if bits == 32 else 1e-12)
+    np.testing.assert_allclose(sines, cosines * np.sin(angles), rtol=1e-6)
+    assert (z != 0).all()
+
+
+def smallest_radii(dtype: Any, count: int) -> np.ndarray:
+    """-log u of words whose u is within 2^-21 of 1, over 2^-21: uniform in [0, 1] if radii are right."""
+    generator = np.random.default_rng(seed_of(24))
+    words = (2**63 - 1 - generator.integers(0, 2**42, count)).astype(np.int64)
+    turns, z = np.zeros(count, f"i{np.dtype(dtype).itemsize}"), np.empty(2 * count, dtype)
+    box_muller(words * generator.choice([-1, 1], count), turns, z)
+    return z[:count].astype(np.float64) ** 2 / 2 * 2.0**21
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_smallest_radii_come_as_often_as_they_should(dtype: Any):
+    """Half of them were below what float32 could tell from zero."""
+    found = smallest_radii(dtype, 200_000)
+    assert (found > 0).all()
+    assert stats.kstest(found, "uniform").pvalue > ERROR
+    for limit in (1e-4, 1e-3, 2.0**-4, 2.0**-3):  # 2^-4: where a radius in float32 was zero
+        low, high = stats.binom.interval(1 - ERROR, len(found), limit)
+        assert low <= (found < limit).sum() <= high
+
+
+def test_that_measurement_rejects_an_atom_at_zero(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rng, "_mend_short", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_the_smallest_radii_come_as_often_as_they_should(np.float32)
 
 
 def test_dense_normals_take_further_digits_of_the_radius(monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +181,7 @@ def test_dense_normals_take_further_digits_of_the_radius(monkeypatch: pytest.Mon
     tails = np.frombuffer(Cipher(algorithms.AES(NIST_KEY), modes.ECB()).encryptor().update(units), np.uint32)
     expected = [math.sqrt(-2 * math.log((int(tail) + 0.5) / 2**95)) for tail in tails]
     np.testing.assert_allclose(z[:1000], expected, rtol=1e-15)
-    assert np.abs(z[1000:]).max() == 0
+    assert 0 < np.abs(z[1000:]).max() < 1e-17
     extreme = np.empty(4)
     box_muller(np.zeros(2, np.int64), np.zeros(2, np.int64), extreme, np.array([0, 2**32 - 1], np.uint32))
     assert extreme[0] == pytest.approx(math.sqrt(192 * math.log(2)))

@@ -452,7 +452,7 @@ def test_no_byte_of_a_checkpoint_changes_unseen(tmp_path: Path):
     changed = [whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :] for i in range(len(whole))]
     for content in changed + [whole[:length] for length in range(len(whole))]:
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="not those that were written"):
+        with pytest.raises(ValueError, match=r"not those that were written|is empty"):
             read_checkpoint(path)
     run(tmp_path, steps=3)
     path = tmp_path / "checkpoint.pt"

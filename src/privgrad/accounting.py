@@ -18,7 +18,9 @@ from scipy import optimize
 
 from privgrad.errors import (
     SamplingError,
+    described,
     expected,
+    require_choice,
     require_delta,
     require_integer,
     require_nonnegative,
@@ -82,10 +84,12 @@ def epsilon(
         Mironov, Talwar, Zhang 2019 (arXiv 1908.10530); Doroshenko et al. 2022 (arXiv 2207.04380).
     """
     require_delta("epsilon", delta)
-    if accountant not in get_args(Accountant):
-        raise expected("epsilon", "accountant", "to be 'pld' or 'rdp'", repr(accountant), "choose one")
+    require_choice("epsilon", "accountant", accountant, get_args(Accountant))
     counts: dict[tuple[float, float], int] = {}
-    for release in releases:
+    for release in releases if isinstance(releases, Iterable) else [releases]:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(release, Release):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
+            raise expected("epsilon", "releases", "to be a list of Release", described(release), remedy)
         if release.scheme != "poisson" and not assume_poisson:
             raise expected(
                 "epsilon",

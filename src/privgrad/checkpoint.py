@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from privgrad.errors import expected
+from privgrad.errors import expected, file_problem
 
 _DIGEST = "sha256"  # which processors have instructions for
 
@@ -37,6 +37,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         Exception: of whatever kind, for a damaged file; see `damage_refused`.
     """
+    if problem := file_problem(path):
+        raise ValueError(f"{path} {problem}")
     content, length = memoryview(path.read_bytes()), hashlib.new(_DIGEST).digest_size
     if hashlib.new(_DIGEST, content[:-length]).digest() != bytes(content[-length:]):
         raise ValueError("its bytes are not those that were written")

@@ -329,6 +329,8 @@ def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bo
 
 def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, about: str) -> list[auditing.Audit]:
     """All audits, each on disk once it is done."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise expected("privgrad audit", "--out", "to be a folder", f"the file {out}", "give another --out")
     run = {"command": _command(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
     head = f"{run['date']}, `{run['command']}`. {about}\n\n"
     done: list[auditing.Audit] = []
@@ -458,7 +460,7 @@ def _finite(value: Any) -> Any:
 def _make(factory: str) -> nn.Module:
     module_name, separator, name = factory.partition(":")
     remedy = "give it as package.module:function, importable from here"
-    if not separator:
+    if not separator or not name or not all(module_name.split(".")):
         raise expected("privgrad doctor", "factory", "to be MODULE:FACTORY", repr(factory), remedy)
     sys.path.insert(0, os.getcwd())
     try:

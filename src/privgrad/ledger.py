@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +27,10 @@ from privgrad.errors import (
     PrivacyError,
     SamplingError,
     expected,
+    file_problem,
     require_integer,
     require_nonnegative,
+    require_path,
     require_rate,
 )
 from privgrad.rng import this_process
@@ -35,6 +38,7 @@ from privgrad.types import SamplingScheme
 
 _VERSION = 2
 _LONGEST_LINE = 1 << 20  # bytes: what is no ledger shall not fill the memory
+_PATIENCE = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 
@@ -67,6 +71,8 @@ class Ledger:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
+        if path is not None:
+            require_path("Ledger", "path", path, "give ledger.jsonl in a run's folder")
         self.path = None if path is None else Path(path).absolute()
         self.plan_facts: dict[str, Any] = {}
         self.was_cut_off = False
@@ -293,6 +299,9 @@ class Ledger:
             if path.exists() and not path.is_file():  # a pipe would be waited for
                 got = f"the folder {path}" if path.is_dir() else f"{path}, no file that keeps what it is given"
                 raise expected("Ledger", "path", condition, got, "give a ledger's path: ledger.jsonl in a run's folder")
+            if self._read_only and (problem := file_problem(path)):
+                remedy = "give a ledger's path: ledger.jsonl in a run's folder"
+                raise expected("Ledger", "path", condition, f"{path}, which {problem}", remedy)
             if not self._read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -311,13 +320,19 @@ class Ledger:
             raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
 
     def _lock(self, descriptor: int, path: Path) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            remedy = "wait until it ends, or close() its ledger if it is in this process"
-            raise expected(
-                "Ledger", "path", "to have one writer", f"{path}, in use by another training", remedy
-            ) from error
+        """Become the file's one writer, or raise PrivacyError. Retry: a look (`is_in_use`) holds a lock, too."""
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if isinstance(error, BlockingIOError) and time.monotonic() < until:
+                    time.sleep(_PATIENCE / 100)
+                    continue
+                remedy = "wait until it ends, or close() its ledger if it is in this process"
+                got = f"{path}, in use by another training"
+                raise expected("Ledger", "path", "to have one writer", got, remedy) from error
 
     def _end_last_line(self, descriptor: int) -> None:
         """Remove a last line that was cut off, end one that only lacks its end."""

@@ -13,7 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import SamplingError, expected, require_integer, require_positive
+from privgrad.errors import (
+    SamplingError,
+    described,
+    expected,
+    require_callable,
+    require_choice,
+    require_integer,
+    require_positive,
+)
 from privgrad.gradient.checks import check_loss, gradients, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum, sum_dtype
 from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
@@ -51,6 +59,12 @@ class RawStep:
     raw_mean: Mapping[str, Tensor]
     clipping: RawClipping
     released: NoisyGradient
+
+
+def require_model(function: str, model: object) -> None:
+    """Raise PrivacyError unless it is a module, and not its class."""
+    if not isinstance(model, nn.Module):
+        raise expected(function, "model", "to be a torch.nn.Module", described(model), "give the model itself")
 
 
 class PrivateGradient:
@@ -107,8 +121,12 @@ class PrivateGradient:
             require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
         if memory_mb is not None:
             require_positive("PrivateGradient", "memory_mb", memory_mb, "None lets the engine choose")
-        if engine not in _ENGINES:
-            raise expected("PrivateGradient", "engine", "to be 'hooks' or 'vmap'", repr(engine), "choose one")
+        require_choice("PrivateGradient", "engine", engine, tuple(_ENGINES))
+        require_model("PrivateGradient", model)
+        require_callable("PrivateGradient", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
+        if clip is not None and not callable(getattr(clip, "factors", None)):
+            remedy = "give clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"
+            raise expected("PrivateGradient", "clip", "to be a clipping rule", described(clip), remedy)
         if perturb is not None and not isinstance(perturb, Perturbation):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
             raise expected("PrivateGradient", "perturb", "to be a Perturbation", got, remedy)

@@ -13,6 +13,7 @@ from privgrad import accounting
 from privgrad.accounting import Accountant, Release
 from privgrad.errors import (
     expected,
+    require_choice,
     require_delta,
     require_integer,
     require_nonnegative,
@@ -84,7 +85,7 @@ class PrivacyPlan:
         require_integer(function, "expected_batch_size", self.expected_batch_size, 1)
         require_integer(function, "num_examples", self.num_examples, 1)
         require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
-        if not (self.noise_multiplier == 0 and self.max_grad_norm == math.inf):
+        if not (self.noise_multiplier == 0 and _is_infinite(self.max_grad_norm)):
             require_positive(function, "max_grad_norm", self.max_grad_norm, "give the clip norm C")
         if self.max_grad_norm < 1e-10:
             remedy = "rescale the loss: squares of such gradients vanish in float32, and with them the bound"
@@ -104,13 +105,15 @@ class PrivacyPlan:
         if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
             condition, remedy = "to be True or False, and False without noise", "there is nothing to hide without noise"
             raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
-        if self.privacy_unit not in get_args(PrivacyUnit):
-            raise expected(function, "privacy_unit", "to be 'example' or 'user'", repr(self.privacy_unit), "choose one")
+        require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
         if self.privacy_unit == "user" and self.group_size > 1:
             remedy = "each user's examples are clipped as one already"
             raise expected(function, "group_size", "to be 1 for users", self.group_size, remedy)
-        if self.sampling not in get_args(SamplingScheme):
-            raise expected(function, "sampling", "to be 'poisson' or 'fixed'", repr(self.sampling), "choose one")
+        require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
+        if self.seed is not None:
+            require_integer(function, "seed", self.seed, -math.inf)
+        if self.target_epsilon is not None:
+            require_positive(function, "target_epsilon", self.target_epsilon, "it is what noise was calibrated for")
         if self.delta is not None:
             require_delta(function, self.delta)
             if self.delta > 1 / self.num_examples:
@@ -212,7 +215,7 @@ class PrivacyPlan:
         require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
         require_integer("for_users", "num_users", num_users, 1)
         require_integer("for_users", "rounds", rounds, 1)
-        if not (noise_multiplier == 0 and max_update_norm == math.inf):
+        if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and _is_infinite(max_update_norm)):
             require_positive("for_users", "max_update_norm", max_update_norm, "give the bound on a user's update")
         _require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         numbers: dict[str, Any] = {
@@ -296,6 +299,10 @@ class PrivacyPlan:
             collate=collate,
             processes=processes,
         )
+
+
+def _is_infinite(value: object) -> bool:
+    return isinstance(value, float) and value == math.inf
 
 
 def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import described, expected
 from privgrad.types import NoisyGradient
 
 T = TypeVar("T")
@@ -79,6 +79,9 @@ def require_told(function: str, processes: Processes) -> None:
 
     Each would draw its own noise for its own sum, and a mean of their gradients would cost more than any ledger says.
     """
+    if not isinstance(processes, Processes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "leave it out, or give privgrad.integrations.distributed.Distributed()"
+        raise expected(function, "processes", "to be those that train together", described(processes), remedy)
     torch_knows = torch.distributed.is_available() and torch.distributed.is_initialized()
     if processes.count == 1 and torch_knows and torch.distributed.get_world_size() > 1:
         remedy = "pass processes=privgrad.integrations.distributed.Distributed()"

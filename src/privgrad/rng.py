@@ -21,6 +21,7 @@ from torch import Tensor
 from privgrad.errors import expected
 
 BLOCK = 1 << 18  # normals in a block: small enough for cache, large enough that threads seldom meet at the GIL
+_SHORT = 2.0**-7  # radii below it are recomputed: one pair in 32,768
 _ZEROS = bytes(8 * BLOCK)  # encrypted, they are the key stream: at most 8 bytes a normal
 _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
@@ -164,14 +165,17 @@ def _room(size: int) -> np.ndarray:
 def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.ndarray | None = None) -> None:
     """Turn uniform integers into standard normals, in the precision of z. Overwrites the words.
 
-    Computes: sqrt(-2 log u) * (cos a, sin a) with a = pi * turn / 2^(bits - 1) and u = (|word| + h) / 2^63, where
-    h = 1/2, or (tail + 1/2) / 2^32.
+    Computes: sqrt(-2 log u) * (cos a, sin a) with a = pi * (turn + 1/2) / 2^(bits - 1) and u = (|word| + h) / 2^63,
+    where h = 1/2, or (tail + 1/2) / 2^32.
 
     Args:
         words: int64, shape (n,).
         turns: int32 or int64, as wide as z's numbers, shape (n,).
         z: float32 or float64, shape (2n,): receives the normals.
         tail: uint32, shape (n,): further digits of u; None for one half.
+    Privacy:
+        A normal that is exactly zero hides nothing, so none is. Small radii have their full precision: see
+        `_mend_short`. Sine and cosine are not zero at any angle that occurs.
     """
     pairs = len(words)
     radius, angle = z[:pairs], z[pairs:]
@@ -187,7 +191,9 @@ def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.nda
     np.log(radius, out=radius)
     radius *= -2.0
     np.sqrt(radius, out=radius)
+    _mend_short(radius, words, tail)
     np.copyto(angle, turns, casting="unsafe")
+    angle += 0.5  # off zero, whose sine is zero
     scratch = words.view(z.dtype)[:pairs]  # the words are spent
     if z.dtype == np.float32:
         angle *= math.pi * 2.0 ** (1 - 8 * turns.itemsize)
@@ -204,3 +210,18 @@ def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.nda
         scratch *= 2.0
         angle *= scratch  # r sin a = r 2t / (1 + t^2)
         np.subtract(scratch, radius, out=radius)  # r cos a = r 2 / (1 + t^2) - r
+
+
+def _mend_short(radius: np.ndarray, words: np.ndarray, tail: np.ndarray | None) -> None:
+    """Recompute the shortest radii from 1 - u, which is exact where u itself rounds to 1.
+
+    Near 1, u is a multiple of 2^-24 in float32. Without this, radii would be zero for one pair in 2^25, none would lie
+    between 0 and 3.4e-4, and those above would lie on a coarse grid.
+    """
+    found = (radius < _SHORT).tobytes()
+    place = found.find(1)  # for so few, a fraction of the time that np.flatnonzero takes
+    while place >= 0:
+        half = 0.5 if tail is None else (int(tail[place]) + 0.5) * 2.0**-32
+        gap = abs((1 << 63) - abs(int(words[place])) - half) * 2.0**-63  # 1 - u; u > 1 for the word -2^63 alone
+        radius[place] = math.sqrt(-2.0 * math.log1p(-gap))
+        place = found.find(1, place + 1)

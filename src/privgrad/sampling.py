@@ -4,8 +4,9 @@ The rate that draws the batch is the field that the accountant is charged with.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,11 +16,12 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     DataLoader,
     Dataset,
+    IterableDataset,
     TensorDataset,
     default_collate,  # pyright: ignore[reportUnknownVariableType]
 )
 
-from privgrad.errors import SamplingError, expected
+from privgrad.errors import SamplingError, described, expected, require_callable, require_integer
 from privgrad.processes import ALONE, Processes, require_told
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_examples
@@ -76,6 +78,9 @@ def batches(
         "fixed" is covered by no accountant here.
     """
     require_told("plan.batches", processes)
+    require_integer("plan.batches", "start", start, 0)
+    if collate is not None:
+        require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
     processes.together(lambda: _require_samplable(dataset, num_examples, scheme, processes))
     data, take = cast(Sequence[Any], dataset), _taker(dataset, collate)
     if processes.count > 1:
@@ -106,8 +111,8 @@ def _require_samplable(
     def refusal(condition: str, got: str, remedy: str) -> Exception:
         return expected(function, "dataset", condition, got, remedy, SamplingError)
 
-    if isinstance(dataset, DataLoader):
-        raise refusal("to give single examples", "a DataLoader", "pass its .dataset: batches are drawn here")
+    if problem := _other_container(dataset):
+        raise refusal("to have a length, and an example at each index below it", *problem)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         remedy = "wrap the data in a map-style data set: a stream cannot be sampled at a known rate"
         raise refusal("to have a length", type(dataset).__name__, remedy)
@@ -116,12 +121,60 @@ def _require_samplable(
         raise refusal("to hold examples", "none", "check its path")
     if len(data) < num_examples:
         remedy = "correct num_examples, the public count that rate and batch size rest on"
-        if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor) for column in data):
-            remedy = "pass torch.utils.data.TensorDataset(inputs, labels) if these are the columns of a table"
+        if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
+            remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
         raise refusal(f"to hold {num_examples} examples", f"only {len(data)}", remedy)
     if scheme == "fixed" and processes.count > 1:
         remedy = "draw Poisson batches, or train in one process"
         raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
+
+
+def _other_container(dataset: object) -> tuple[str, str] | None:
+    """Say what a container of data is that is no map-style data set, and how to make one of it; None for all else.
+
+    pandas and polars are recognized by the names of their modules: neither is imported.
+    """
+    kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
+    tensors = "torch.utils.data.TensorDataset"
+    if isinstance(dataset, DataLoader):
+        return "a DataLoader", "pass its .dataset: batches are drawn here"
+    if isinstance(dataset, IterableDataset):
+        return f"an IterableDataset ({kind})", "write __len__ and __getitem__: a stream has no known sampling rate"
+    if isinstance(dataset, str | bytes | Path):
+        return described(f"{dataset}"), f"read the file, and pass {tensors}(inputs, labels)"
+    if isinstance(dataset, type):
+        return f"the class {dataset.__name__}", f"pass an instance: {dataset.__name__}(...)"
+    if library in ("pandas", "polars") and kind == "DataFrame":
+        dropped = "data.drop(columns='label')" if library == "pandas" else "data.drop('label')"
+        inputs = f"torch.tensor({dropped}.to_numpy(), dtype=torch.float32)"
+        line = f"{tensors}({inputs}, torch.tensor(data['label'].to_numpy()))"
+        return f"a {library} DataFrame", f"pass {line}, where 'label' is the column to predict"
+    if library in ("pandas", "polars") and kind == "Series":
+        return f"a {library} Series", f"pass {tensors}(torch.tensor(data.to_numpy())), with labels as a second tensor"
+    if isinstance(dataset, Mapping):
+        held = cast("Mapping[object, object]", dataset)
+        if all(hasattr(part, "__getitem__") and not _is_column(part) for part in held.values()) and held:
+            name = next(iter(held))
+            return f"a {kind} of data sets", f"pass one of them: data[{name!r}]"
+        if 0 not in held:
+            line = f"{tensors}(*map(torch.as_tensor, data.values()))"
+            return f"a {kind} of columns", f"pass {line}, which gives the columns in this order"
+    if isinstance(dataset, np.ndarray | Tensor) and dataset.ndim == 0:
+        return "an array without rows", f"pass {tensors}(inputs, labels)"
+    if isinstance(dataset, np.ndarray) and dataset.dtype.names is not None:
+        fields = list(cast("tuple[str, ...]", dataset.dtype.names))
+        line = f"{tensors}(*(torch.tensor(data[name].copy()) for name in {fields}))"
+        return f"a numpy array of fields {', '.join(fields)}", f"pass {line}"
+    if isinstance(dataset, np.ndarray) and dataset.dtype.kind not in "biuf":
+        line = f"{tensors}(torch.tensor(data.astype('float32')))"
+        return f"a numpy array of dtype {dataset.dtype}", f"pass {line}, once all in it are numbers"
+    return None
+
+
+def _is_column(part: object) -> bool:
+    """Whether it is a column of values, rather than a data set."""
+    library = type(part).__module__.partition(".")[0]
+    return isinstance(part, list | tuple | str | np.ndarray | Tensor) or library in ("pandas", "polars")
 
 
 def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Processes) -> None:
@@ -189,14 +242,35 @@ def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Ca
     def take(chosen: Tensor) -> Any:
         if len(chosen) == 0:
             # One example lends the structure, dtypes and shapes; none of its content is kept.
-            return map_examples(lambda leaf: leaf[:0], collate_list([data[0]]))
-        items = [data[int(index)] for index in chosen]
-        examples = collate_list(items)
+            return map_examples(lambda leaf: leaf[:0], collate_list([_item(data, 0)]))
+        items = [_item(data, int(index)) for index in chosen]
+        examples = _collated(collate_list, items) if collate is None else collate_list(items)
         if collate is not None:
             _require_rows(collate, items, examples)
         return examples
 
     return take
+
+
+def _item(data: Sequence[Any], index: int) -> Any:
+    try:
+        return data[index]
+    except (KeyError, IndexError, NotImplementedError) as error:
+        condition, got = "to have an example at each index below its length", f"{type(error).__name__} at {index}"
+        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
+        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+
+
+def _collated(collate: Collate, items: list[Any]) -> Any:
+    """Return what torch's default_collate makes of items, or say what it cannot make tensors of."""
+    try:
+        return collate(items)
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        remedy = "turn each example into tensors of one shape in the data set, or give collate="
+        raise expected(
+            "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
+        ) from error
 
 
 def _tensor_taker(tensors: tuple[Tensor, ...]) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -22,7 +22,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.checkpoint import damage_refused, read_checkpoint, require_resumable, write_checkpoint
-from privgrad.errors import BudgetExceededError, expected, require_integer
+from privgrad.errors import (
+    BudgetExceededError,
+    described,
+    expected,
+    require_callable,
+    require_integer,
+    require_nonnegative,
+    require_path,
+)
 from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.engines import LossFunction
@@ -30,9 +38,9 @@ from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient, RawStep
+from privgrad.oracle import PrivateGradient, RawStep, require_model
 from privgrad.plan import PrivacyPlan
-from privgrad.processes import ALONE, Processes
+from privgrad.processes import ALONE, Processes, require_told
 from privgrad.progress import bars
 from privgrad.sampling import Collate
 from privgrad.types import Batch
@@ -127,8 +135,23 @@ def fit(
         If `evaluate` returns raw_ numbers (RawDiary), they stand in the curve and the checkpoint: do not publish these.
     """
     require_integer("fit", "evaluations", evaluations, 0)
-    if average is not None and not 0 <= average < 1:
-        raise expected("fit", "average", "to be in [0, 1)", average, "0.999 is usual for a thousand steps or more")
+    require_model("fit", model)
+    for name, value in (("evaluate", evaluate), ("on_evaluation", on_evaluation)):
+        if value is not None:
+            require_callable("fit", name, value, "give a function, or leave it out")
+    observers = raw_observers if isinstance(raw_observers, Sequence) else [raw_observers]  # pyright: ignore[reportUnnecessaryIsInstance]
+    for observer in observers:
+        require_callable("fit", "each of raw_observers", observer, "give a list of functions of a RawStep")
+    if folder is not None:
+        require_path("fit", "folder", folder, "give a folder's path, or leave it out to keep nothing")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise expected("fit", "folder", "to be a folder", f"{folder}, which is a file", "give a folder's path")
+    if checkpoint_seconds != math.inf:
+        require_nonnegative("fit", "checkpoint_seconds", checkpoint_seconds, "60 is usual")
+    if average is not None and not (isinstance(average, int | float) and 0 <= average < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise expected(
+            "fit", "average", "to be in [0, 1)", described(average), "0.999 is usual for a thousand steps or more"
+        )
     if not isinstance(optimizer, PrivateOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
         raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
@@ -137,6 +160,7 @@ def fit(
         remedy = "make it from the same model's named_parameters()"
         raise expected("fit", "optimizer", "to update the model that is trained", "parameters of another", remedy)
     processes = ALONE if processes is None else processes
+    require_told("fit", processes)
     checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"
     ledger = _ledger_beside(checkpoint) if checkpoint is not None and processes.rank == 0 else Ledger()
     try:

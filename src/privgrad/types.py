@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from privgrad.errors import expected
+from privgrad.errors import described, expected
 
 SamplingScheme = Literal["poisson", "fixed"]
 PrivacyUnit = Literal["example", "user"]
@@ -113,8 +113,11 @@ class Scales(dict[str, Tensor]):
     """
 
     def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
+        if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give a dict, such as {'0.weight': torch.ones(4, 5)}"
+            raise expected("Scales", "values", "to be scales by parameter name", described(values), remedy)
         super().__init__(values)
-        if provenance not in get_args(Provenance) or not source:
+        if f"{provenance}" not in get_args(Provenance) or not source:
             condition = f"to be one of {', '.join(get_args(Provenance))}, with its source"
             raise expected("Scales", "provenance", condition, f"{provenance!r}, {source!r}", "say where they come from")
         self.provenance, self.source = provenance, source
@@ -159,6 +162,9 @@ class NoisyGradient:
             Post-processing. The noise's size does not travel with `.grad`: the optimizers of privgrad take
             `step(grad=...)` instead.
         """
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "pass the model that PrivateGradient was given"
+            raise expected("NoisyGradient.assign", "model", "to be a torch.nn.Module", described(model), remedy)
         parameters = dict(model.named_parameters())
         unknown = [name for name in self.values if name not in parameters]
         if unknown:

@@ -268,6 +268,12 @@ NOISE = [
         {"dtype": np.float64},
     ),
     Mutant(
+        "noise that is zero for one coordinate in 2^25",
+        lambda patch: patch.setattr(rng, "_mend_short", lambda *_: None),
+        "test_randomness.test_no_normal_is_zero_and_short_radii_are_exact",
+        {"kind": "float32"},
+    ),
+    Mutant(
         "released values rounded to bfloat16",
         half_of_the_accumulated,
         "test_noise.test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut",

@@ -75,8 +75,11 @@ def test_extreme_words_give_the_right_normals(dtype: Any):
     turns = [0, 1, -1, 2 ** (bits - 2), 2 ** (bits - 1) - 1, -(2 ** (bits - 1))]
     pairs = [(word, turn) for word in words for turn in turns]
     z = np.full(2 * len(pairs), np.nan, dtype)
-    radii = [math.sqrt(-2 * math.log(min((abs(word) + 0.5) / 2**63, 1.0))) for word, _ in pairs]
-    angles = [math.pi * turn / 2 ** (bits - 1) for _, turn in pairs]
+    gaps = [abs(2**63 - abs(word) - 0.5) / 2**63 for word, _ in pairs]  # 1 - u, which is exact near 1, as u is near 0
+    wide = [-math.log((abs(word) + 0.5) / 2**63) for word, _ in pairs]
+    roots = [-math.log1p(-gap) if gap < 0.5 else other for gap, other in zip(gaps, wide, strict=True)]
+    radii = [math.sqrt(2 * root) for root in roots]
+    angles = [math.pi * (turn + 0.5) / 2 ** (bits - 1) for _, turn in pairs]
     box_muller(np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], f"i{bits // 8}"), z)
     expected = np.concatenate([radii * np.cos(angles), radii * np.sin(angles)])
     np.testing.assert_allclose(z, expected, rtol=0, atol=5e-6 if dtype == np.float32 else 1e-13)

@@ -14,7 +14,7 @@ from privgrad import accounting, optim
 from privgrad.accounting import Release
 from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
-from privgrad.errors import expected
+from privgrad.errors import did_you_mean, expected, require_integer, require_positive
 from privgrad.gradient import clipping, perturb, precondition
 from privgrad.gradient.local import LocalTraining
 from privgrad.gradient.public import PublicGradient
@@ -189,7 +189,12 @@ def rows(
         PrivacyError: an unknown method or a number out of its range.
     """
     require_confidence("audit.rows", confidence)
+    require_integer("audit.rows", "trials", trials, 1)
+    for epsilon in epsilons:
+        require_positive("audit.rows", "epsilon", epsilon, "1, 3 and 8 are usual")
     chosen = list(METHODS) if methods is None else list(methods)
+    for name in chosen:
+        _method(name)
     single = [name for name in chosen if name in _ONE_RUN]
     left = (1 - confidence) / 2
     each, each_single = left / (2 * len(chosen) * len(epsilons)), left / max(1, len(single) * len(epsilons))
@@ -241,7 +246,7 @@ def flat(values: Mapping[str, Tensor]) -> Tensor:
 
 def _method(name: str) -> Method:
     if name not in METHODS:
-        remedy = f"choose among {', '.join(METHODS)}"
+        remedy = did_you_mean(name, list(METHODS), f"choose among {', '.join(METHODS)}")
         raise expected("audit", "method", "to be known", repr(name), remedy)
     return METHODS[name]
 

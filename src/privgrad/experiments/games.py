@@ -12,7 +12,7 @@ from privgrad import accounting
 from privgrad.accounting import Release
 from privgrad.audit import Game, directions, one_step
 from privgrad.data import DataSet
-from privgrad.errors import expected
+from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.spec import MethodTable, Spec, make_data
 from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient, require_images
 from privgrad.oracle import PrivateGradient
@@ -34,7 +34,8 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
     known = {method.name: method for method in spec.methods}
     for name in methods or []:
         if name not in known:
-            raise expected("privgrad audit", "method", "to be known", repr(name), f"choose among {', '.join(known)}")
+            remedy = did_you_mean(name, list(known), f"choose among {', '.join(known)}")
+            raise expected("privgrad audit", "method", "to be known", repr(name), remedy)
     data = make_data(spec)
     require_images(spec, data)
     inputs, labels, *users = data.train.tensors

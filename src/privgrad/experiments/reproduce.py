@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from privgrad.errors import expected
+from privgrad.errors import did_you_mean, expected
 from privgrad.experiments import bias, probes
 from privgrad.experiments.context import context
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
@@ -105,7 +105,8 @@ def _load(name: str) -> dict[str, Any]:
             base = raw.pop("base", None)
             # The paper's numbers are those of one item only.
             return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
-    raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), "choose one")
+    remedy = did_you_mean(name, items(), "choose one")
+    raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), remedy)
 
 
 def _prepared(

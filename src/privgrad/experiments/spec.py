@@ -4,6 +4,7 @@ import difflib
 import inspect
 import itertools
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 from privgrad import data, optim, side_information
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.data.pretrained import pretrained
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.gradient import perturb, precondition
 from privgrad.gradient.local import LocalTraining
 from privgrad.gradient.perturb import Perturbation
@@ -362,6 +363,9 @@ def load_spec(path: str | Path) -> Spec:
     Raises:
         PrivacyError: unreadable, an unknown option (named, with the nearest valid one), or a wrong value.
     """
+    if problem := file_problem(path):
+        remedy = "give the path of a TOML file that describes an experiment"
+        raise expected("load_spec", "path", "to be a readable TOML file", f"{path}, which {problem}", remedy)
     try:
         with Path(path).open("rb") as file:
             raw = tomllib.load(file)
@@ -386,8 +390,14 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        got = "nothing" if first["type"] == "missing" else repr(first["input"])[:80]
+        place = _place(first["loc"], raw)
+        if first["type"] == "missing":
+            raise expected("load_spec", place, "to be given", "nothing", f"add it to {path}") from error
+        got = repr(first["input"])[:80]
+        if first["type"] == "literal_error" and "ctx" in first:
+            valid = re.findall("'([^']*)'", first["ctx"]["expected"])
+            remedy = did_you_mean(first["input"], valid, f"choose one, and correct it in {path}")
+            raise expected("load_spec", place, f"to be one of {', '.join(valid)}", got, remedy) from error
         raise expected("load_spec", place, f"to be right ({first['msg']})", got, f"correct it in {path}") from error
     other = spec.data.elsewhere
     if other is not None and (other.name, other.path) == (spec.data.name, spec.data.path):
@@ -399,6 +409,21 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     if len(set(names)) < len(names):
         raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
     return spec
+
+
+def _place(loc: tuple[int | str, ...], raw: Any) -> str:
+    """Name a place in a TOML file as its writer would: a method by its name, another entry of a list counted from 1."""
+    words: list[str] = []
+    for part in loc:
+        inner = raw[part] if isinstance(raw, dict) and part in raw else None
+        if isinstance(raw, list) and isinstance(part, int):
+            inner = raw[part]
+            name = inner.get("name") if isinstance(inner, dict) else None
+            words += [name] if isinstance(name, str) and name else [f"{words.pop()} (entry {part + 1})"]
+        elif isinstance(raw, dict):
+            words.append(str(part))  # what follows the last table or list is how pydantic calls a kind of value
+        raw = inner
+    return ".".join(words)
 
 
 def _require_known(raw: Mapping[str, Any], table: type[BaseModel], place: str) -> None:

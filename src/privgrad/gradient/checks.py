@@ -30,6 +30,7 @@ from privgrad.gradient.engines import (
 from privgrad.types import count_examples, map_examples
 
 PROBED = 3  # examples that a model is tried on
+_FROZEN = "has no trainable parameter"
 _DRAWS = 4  # random draws: what mixes examples now and then shows in some of them
 _HALVED = 64  # examples whose losses are compared with those in half of them
 
@@ -84,8 +85,7 @@ def find_problems(model: nn.Module) -> list[Problem]:
                 what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
                 problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
     if not trainable(model):
-        what = "has no trainable parameter"
-        problems.append(Problem("", type(model).__name__, what, "set requires_grad_(True) on what to train"))
+        problems.append(Problem("", type(model).__name__, _FROZEN, "set requires_grad_(True) on what to train"))
     return problems
 
 
@@ -94,6 +94,12 @@ def require_supported(model: nn.Module) -> None:
     problems = find_problems(model)
     if problems:
         first = problems[0]
+        if first.what == _FROZEN:
+            count = sum(1 for _ in model.parameters())
+            remedy = f"{first.remedy}, such as model.requires_grad_(True)"
+            got = f"none of {count} that requires gradients" if count else f"a {first.module} without parameters"
+            condition = "to have trainable parameters"
+            raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
         more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
         raise UnsupportedModuleError(
             f"PrivateGradient: expected a model that keeps examples apart, got {first.module} at "

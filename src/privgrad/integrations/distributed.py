@@ -1,7 +1,14 @@
-"""Many processes, launched by torchrun: data parallel, with whole models or sharded ones (FSDP2)."""
+"""Many processes, launched by torchrun: data parallel, with whole models or sharded ones (FSDP2).
 
+Import this module before init_process_group: it imports torch.distributed.fsdp, which after that call would hold on to
+the group, so that destroy_process_group could not end the group's threads.
+"""
+
+import atexit
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +24,7 @@ from privgrad.processes import Processes
 from privgrad.types import NoisyGradient
 
 _any = cast(Any, dist)  # whose collectives are typed in part
+_LAST_SECONDS = 0.1  # that gloo's threads get for what they have left to do
 T = TypeVar("T")
 
 
@@ -53,6 +61,8 @@ class Distributed(Processes):
         self._first = dist.get_global_rank(group, 0) if group is not None else 0
         on_gpu = dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        if not on_gpu:
+            _let_gloo_finish()
 
     def together(self, work: Callable[[], T], *, step: int = 0) -> T:
         try:
@@ -138,6 +148,16 @@ class Distributed(Processes):
     def _spread(self, tensors: list[Tensor]) -> None:
         """Overwrite the tensors with the first process'."""
         _each(lambda tensor: _any.broadcast(tensor, self._first, group=self._group, async_op=True), tensors)
+
+
+@cache
+def _let_gloo_finish() -> None:
+    """Wait a moment when the interpreter ends, once per process.
+
+    A thread of gloo that frees its last tensor needs the interpreter. Once that is being taken down, the process ends
+    with SIGABRT instead: everything is saved by then, but torchrun reports a failure. Sleeping lets the thread finish.
+    """
+    atexit.register(time.sleep, _LAST_SECONDS)
 
 
 @contextmanager

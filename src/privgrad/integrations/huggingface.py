@@ -47,6 +47,7 @@ class PrivateTrainer(Trainer):
         plan: the public numbers.
         train_dataset: the private examples, map-style: dicts of columns.
         optimizers: one of privgrad.optim over model.named_parameters(), and a scheduler or None for that of `args`.
+            Required: `args` has the options of torch's optimizers, which are not made here.
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None knows the cross-entropy
             of sequence classification and of causal language models (its mean over an example's own tokens).
         data_collator: as the Trainer's, but pads to a public length.
@@ -69,7 +70,7 @@ class PrivateTrainer(Trainer):
         *,
         plan: PrivacyPlan,
         train_dataset: Any,
-        optimizers: tuple[PrivateOptimizer, torch.optim.lr_scheduler.LRScheduler | None],
+        optimizers: tuple[PrivateOptimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
         loss_fn: Losses | None = None,
         data_collator: Any = None,
         perturb: Perturbation | None = None,
@@ -81,6 +82,7 @@ class PrivateTrainer(Trainer):
         **trainer_options: Any,
     ) -> None:
         _require_options(args, plan, data_collator, trainer_options)
+        _require_optimizers(optimizers)
         if loss_fn is None and type(self).compute_loss is not Trainer.compute_loss:
             remedy = "give loss_fn too: (model, batch) -> losses of shape (B,); compute_loss is for evaluation only"
             raise expected("PrivateTrainer", "compute_loss", "to be the Trainer's", "one of your own", remedy)
@@ -225,6 +227,9 @@ def _require_options(
         "label_smoothing_factor": 0.0,
         "neftune_noise_alpha": None,
         "include_num_input_tokens_seen": "no",
+        "include_tokens_per_second": False,  # which releases before 5.0 compute by counting private tokens
+        "skip_memory_metrics": True,  # memory at its peak tells how large the largest batch was
+        "debug": [],  # prints what activations were, where one of them is not finite
         "fp16": False,
         "world_size": 1,
         "n_gpu": min(args.n_gpu, 1),
@@ -243,6 +248,18 @@ def _require_options(
     if str(getattr(collator, "padding", None)) in ("True", "longest", "PaddingStrategy.LONGEST"):
         remedy = "give padding='max_length' and a public max_length"
         raise expected("PrivateTrainer", "data_collator", "to treat each example by itself", "padding=True", remedy)
+
+
+def _require_optimizers(optimizers: object) -> None:
+    """Raise PrivacyError unless they are a private optimizer and something beside it."""
+    pair = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else (optimizers,)
+    if len(pair) != 2 or not isinstance(pair[0], PrivateOptimizer):
+        got = f"({', '.join('None' if one is None else type(one).__name__ for one in pair)})"
+        remedy = (
+            "give optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=...), None); args.learning_rate makes none"
+        )
+        condition = "to be (an optimizer of privgrad.optim, a scheduler or None)"
+        raise expected("PrivateTrainer", "optimizers", condition, got, remedy)
 
 
 def _last_checkpoint(folder: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_nonnegative, require_positive
+from privgrad.errors import described, expected, require_nonnegative, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.debias import FloorRule, debias, default_floor, require_rule
 from privgrad.threads import blocks
@@ -36,7 +36,7 @@ class Debiased(PrivateOptimizer):
             require_rule(function, group["floor_rule"])
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
             if option in group and not _are_decays(group[option], usual):
-                raise expected(function, option, "to be in [0, 1)", group[option], f"{usual} is usual")
+                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"{usual} is usual")
         for option in ("weight_decay", "momentum_decay"):
             require_nonnegative(function, option, group.get(option, 0.0), "1e-2 and 4e-3 are usual")
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_nonnegative, require_positive
+from privgrad.errors import PrivacyError, expected, require_nonnegative, require_positive
 from privgrad.types import NoisyGradient
 
 # What torch's schedulers leave in param groups.
@@ -33,7 +33,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: NamedParameters, **kwargs: Any) -> None:
-        super().__init__(cast(Any, params), **kwargs)
+        try:
+            super().__init__(cast(Any, params), **kwargs)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, PrivacyError) or "unexpected keyword" in str(error):  # as of any function
+                raise
+            remedy = "give model.named_parameters(), and numbers as torch's optimizer of that name takes them"
+            function = type(self).__name__
+            raise expected(function, "params and options", "to be an optimizer's", error, remedy) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, and checked; see the class."""
@@ -138,7 +145,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "options of a param group", "to be known", ", ".join(sorted(unknown)), remedy)
         group |= {key: value.item() for key, value in group.items() if isinstance(value, np.generic)}
         group["noise_std"] = None
-        require_nonnegative(function, "lr", float(group["lr"]), "give the learning rate")
+        require_nonnegative(function, "lr", _number(group["lr"]), "give the learning rate")
         self._require_options(group)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
@@ -154,6 +161,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """The group's trainable parameters with their names."""
         pairs = zip(group["param_names"], group["params"], strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
+
+
+def _number(value: Any) -> Any:
+    """Return what a tensor of one number holds; all else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
