@@ -134,6 +134,14 @@ class Computed(nn.Linear):
         return F.linear(input, self.weight * 1e4)
 
 
+def test_terms_that_round_together_before_a_weight_is_pulled_back_keep_the_bound():
+    """They come to less than float32 rounds to 1e-3 C; the weight's computation multiplies that by 1e4."""
+    torch.manual_seed(0)
+    examples = opposite_places(2048, 4, 0.5)
+    change = change_over_bound(TimeFirst(Computed(4, 4, bias=False)), products, examples, 2047)
+    assert change <= LIMIT
+
+
 def short_weight_norm(width: int, length: float) -> nn.Module:
     """Return a Linear under weight_norm with a direction of that length; its magnitude is frozen."""
     layer = parametrizations.weight_norm(nn.Linear(width, 1, bias=False))
@@ -163,6 +171,15 @@ def test_terms_count_by_what_the_weights_own_computation_makes_of_them(kind: str
     x = torch.cat([x[:, :1], torch.randn(256, 1, 4), x[:, 1:]], 1)
     y = torch.cat([y[:, :1, :1], 1e-4 * torch.randn(256, 1, 1), y[:, 1:, :1]], 1)
     change = change_over_bound(model, products, (x, y), 255)
+    assert change <= LIMIT
+
+
+def test_a_weight_that_projects_everything_away_keeps_the_bound():
+    """With one input, weight_norm leaves no gradient of its direction but rounding, of sums as of examples."""
+    torch.manual_seed(0)
+    model = short_weight_norm(1, 1e-6)
+    x = 1 + torch.rand(4096, 1)
+    change = change_over_bound(model, products, (x, 1 + torch.rand(4096, 1)), 4095)
     assert change <= LIMIT
 
 

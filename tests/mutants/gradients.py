@@ -158,6 +158,10 @@ def without_the_jacobian(patch: Patch) -> None:
     patch.setattr(factors.Jacobian, "norm", 1.0)
 
 
+def pulled_back_unseen(patch: Patch) -> None:
+    patch.setattr(factors.Pulled, "sum_and_rounding", factors.Factor.sum_and_rounding)
+
+
 def factors_that_float32_does_not_hold(patch: Patch) -> None:
     patch.setattr(clipping, "_LOST", 0.0)
 
@@ -402,8 +406,12 @@ CLIPPING = [
     Mutant(
         "the Jacobian of a computed weight left out of the bound",
         without_the_jacobian,
-        "test_sensitivity.test_a_parametrization_that_projects_what_is_large_keeps_the_bound",
-        {"length": 1e-5, "size": 1e1},
+        "test_sensitivity.test_terms_that_round_together_before_a_weight_is_pulled_back_keep_the_bound",
+    ),
+    Mutant(
+        "what a Jacobian rounds on its way left out of the bound",
+        pulled_back_unseen,
+        "test_sensitivity.test_a_weight_that_projects_everything_away_keeps_the_bound",
     ),
     Mutant(
         "clip factors that underflow in float32",
