@@ -167,7 +167,13 @@ class Hooks:
         self, compute: "Compute", audit: Callable[[], None], examples: Any, *, exact: bool = False
     ) -> dict[str, Factor]:
         """Return the factors of a batch; where a check is due, some of its rows are compared with single examples."""
-        factors, moves = self._twice(partial(compute, self, examples), audit, examples)
+        try:
+            factors, moves = self._twice(partial(compute, self, examples), audit, examples)
+        except UnsupportedModuleError:
+            if not self._unchecked:
+                raise
+            audit()  # a module may compute in another way since it was looked at
+            factors, moves = self._twice(partial(compute, self, examples), audit, examples)
         if not self._unchecked:
             return factors
         with restored(self._model), without_randomness(self._model, self._randomness):
