@@ -106,8 +106,8 @@ class Hooks:
         Raises:
             UnsupportedModuleError: a parameter is used outside of a unit, or examples are not kept apart; by name.
         Privacy:
-            NOT private. The examples share one forward pass: that each keeps to itself is checked on the first batch
-            (and when the sequence of calls changes) on a few of its examples, not proven.
+            NOT private. The examples share one forward pass. That each keeps to itself is checked on the 1st, 2nd, 4th,
+            8th ... batch, and when the sequence of calls changes, on a few of its examples; it is not proven.
         """
         self._begin(examples)
         return self._checked(Hooks._at_weights, partial(self.audit, examples), examples)

@@ -94,8 +94,8 @@ def register_rule(*layers: type[nn.Module] | str) -> Callable[[type[RuleType]], 
     Raises:
         PrivacyError: what is decorated is not a Rule, or a layer is neither a module class nor a qualified name.
     Privacy:
-        A wrong rule breaks the guarantee. The first batch checks it on three examples, to half a per cent (in half
-        precision to five): test it yourself against `engine="vmap"`.
+        A wrong rule breaks the guarantee. The first batch checks it on up to four examples, to half a percent (in
+        half precision to five): test it yourself against `engine="vmap"`.
     """
 
     def register(rule: type[RuleType]) -> type[RuleType]:
