@@ -52,8 +52,9 @@ def some_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_small() -> list[Any]:
-    minutes = {"heavy-tail/e2e"}
-    return [pytest.param(n, marks=[pytest.mark.slow] if n in minutes else []) for n in items() if n not in TABLES]
+    # The first takes minutes; the others are items that run too, with other budgets or floors.
+    slow = {"heavy-tail/e2e", "heavy-tail/fig2-floors", "bam/table1-eps1", "bam/table1-eps10"}
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in slow else []) for n in items() if n not in TABLES]
 
 
 @pytest.mark.parametrize("name", run_small())
