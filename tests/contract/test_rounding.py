@@ -80,15 +80,52 @@ def test_the_norm_of_a_jacobian_is_bounded_and_not_by_far(name: str):
             for along in torch.eye(weight.numel(), dtype=torch.float64)
         ]
         exact = float(torch.linalg.matrix_norm(torch.stack(rows), 2))
-        found = Jacobian(weight, parameter, 0.0).measured_norm()
+        found = Jacobian(weight, parameter, 0.0).measured_norm(torch.randn(weight.shape))
         assert exact <= found <= 2.01 * exact
 
 
 def test_the_norm_of_a_jacobian_is_measured_again_after_a_while():
     norms, parameter = JacobianNorms(), torch.ones(3, requires_grad=True)
-    found: list[float] = []
-    for scale in range(1, 41):
-        jacobian = Jacobian(scale * parameter, parameter, 0.0)
-        found.append(norms.of("key", jacobian))
+    found = [norms.of("key", Jacobian(1 / scale * parameter, parameter, 0.0)) for scale in range(1, 41)]
     assert found[:32] == pytest.approx([2.0] * 32)
-    assert found[32:] == pytest.approx([66.0] * 8)
+    assert found[32:] == pytest.approx([2 / 33] * 8)
+
+
+def test_the_norm_of_a_jacobian_that_grows_is_measured_again_at_once():
+    norms, parameter = JacobianNorms(), torch.ones(3, requires_grad=True)
+    found = [norms.of("key", Jacobian(gate * parameter, parameter, 0.0)) for gate in (0.0, 0.0, 1e-3, 1.0, 1.1, 40.0)]
+    assert found == pytest.approx([0.0, 0.0, 2e-3, 2.0, 2.0, 80.0])
+
+
+class Gate(nn.Module):
+    """A public warm-up: the weight is 0 until the gate opens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = 0.0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.gate * weight
+
+
+def test_a_gate_that_opens_after_the_first_step_lets_no_example_add_more_than_c():
+    examples = 200
+    torch.manual_seed(0)
+    gate = Gate()
+    model = nn.utils.parametrize.register_parametrization(nn.Linear(8, 4, bias=False), "weight", gate)
+    large = (1e6 * torch.randn(examples, 1, 8)).round()
+    cancelling = torch.cat([large, (torch.randn(examples, 1, 8) > 0) * 2.0 - 1 - large], 1)
+
+    def sum_of(count: int) -> Tensor:
+        gate.gate = 0.0
+        plan = one_step_plan(examples - 1, steps=2)
+        private_grad = PrivateGradient(model, lambda m, x: m(x[0]).flatten(1).sum(1), plan)
+        seen: list[Any] = []
+        private_grad.raw_observers.append(seen.append)
+        for batch in plan.batches(TensorDataset(cancelling[:count])):
+            private_grad(batch)
+            gate.gate = 1.0
+        return torch.cat([mean.flatten() for mean in seen[-1].raw_mean.values()]) * (examples - 1)
+
+    assert float((sum_of(examples) - sum_of(examples - 1)).norm()) <= 1.005
+

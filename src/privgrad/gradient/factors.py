@@ -11,7 +11,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from privgrad.threads import blocks
 Examples = slice | Tensor  # a range of examples, or their indices
 
 _ROUNDS, _MARGIN = 6, 2.0  # of the power method, and what its result is multiplied with
-_PASSES = 32  # after which a Jacobian's norm is measured again
+_PASSES, _GROWTH = 32, 1.25  # after so many, or where J grew by so much, its norm is measured again
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
 
 
@@ -578,17 +578,23 @@ class Jacobian:
         """The bound."""
         return self._norm(self) if callable(self._norm) else self._norm
 
-    def measured_norm(self) -> float:
+    def stretch(self, u: Tensor) -> float:
+        """Return |J^T u| for a u of length 1."""
+        return float(long_norms(self.pull(u).flatten()))
+
+    def measured_norm(self, start: Tensor) -> float:
         """Estimate the spectral norm of J by the power method, times two; infinite where torch cannot take J u.
 
         Computes: u = J J^T u / |u| again and again, from a fixed start; the largest |J^T u| / |u|. With c the share of
         the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm: 0.53 for a start in a
         million dimensions, and nearly all of it where one direction stands out.
 
+        Args:
+            start: a vector drawn at random, shaped like the weight.
+
         Privacy:
             Made of the weights alone, which are public: no data can be built to hide from it.
         """
-        start = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         u, largest = start.to(self.weight), 0.0
         try:
             with torch.enable_grad():
@@ -606,18 +612,38 @@ class Jacobian:
 
 
 class JacobianNorms:
-    """Norms of Jacobians, each measured again after a number of passes: weights move by little in one step."""
+    """Norms of Jacobians, each kept for some passes, while its J pulls a fixed vector back to no greater length.
+
+    A step moves weights by little, but a gate that opens, say, changes J at once.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[object, tuple[float, int]] = {}
+        self._found: dict[object, _Measured] = {}
 
     def of(self, key: object, jacobian: Jacobian) -> float:
         """Return the norm that is known for the key, or measure it."""
-        norm, left = self._found.get(key, (math.inf, 0))
-        if left == 0:
-            norm, left = jacobian.measured_norm(), _PASSES
-        self._found[key] = norm, left - 1
-        return norm
+        known = self._found.get(key)
+        if known is not None and known.start.shape != jacobian.weight.shape:
+            known = None
+        start = _unit_vector(jacobian.weight) if known is None else known.start.to(jacobian.weight)
+        stretch = jacobian.stretch(start)
+        if known is None or known.left == 0 or not stretch <= _GROWTH * known.stretch:
+            known = _Measured(jacobian.measured_norm(start), start, stretch, _PASSES)
+        self._found[key] = known._replace(left=known.left - 1)
+        return known.norm
+
+
+class _Measured(NamedTuple):
+    norm: float
+    start: Tensor  # of length 1
+    stretch: float  # |J^T start|
+    left: int  # passes
+
+
+def _unit_vector(like: Tensor) -> Tensor:
+    """Return a vector shaped like the tensor, the same at each call, drawn from the uniform one on the sphere."""
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (drawn / drawn.norm()).to(like.detach())
 
 
 class Pulled(Factor):
