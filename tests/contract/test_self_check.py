@@ -60,6 +60,58 @@ def test_losses_of_the_largest_of_a_batch_are_refused():
         Hooks(model, largest_eight)(x)
 
 
+class MaskOfTheBatch(nn.Module):
+    """Drops the features that are largest over the batch, if it has more than a few examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(6, 8), DropLargest()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.layer(x))
+
+
+class DropLargest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0 or len(x) <= 3:
+            return x
+        kept = torch.ones(8).index_fill(0, x.abs().sum(0).topk(2).indices, 0.0)
+        return x * kept
+
+
+def test_what_mixes_examples_only_while_it_drops_is_refused():
+    torch.manual_seed(0)
+    with pytest.raises(pg.PrivacyError, match="content of the second half"):
+        check_loss(MaskOfTheBatch(), squares, torch.randn(32, 6))
+
+
+def test_dropout_is_no_mixing():
+    torch.manual_seed(0)
+    check_loss(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2)), squares, torch.randn(33, 6))
+
+
+class Forces(nn.Module):
+    """Energies and forces: a gradient is taken in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+        return force
+
+
+def test_a_forward_pass_that_takes_a_gradient_is_checked_with_gradients():
+    torch.manual_seed(0)
+    check_loss(Forces(), squares, torch.randn(8, 4))
+
+
 class SineOfLarge(nn.Module):
     def __init__(self) -> None:
         super().__init__()

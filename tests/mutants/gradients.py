@@ -1,5 +1,6 @@
 """Faults of clipping, of per-example gradients and of what the model is checked for."""
 
+import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -152,6 +153,18 @@ def examples_bounded_and_not_the_batch(patch: Patch) -> None:
 
     patch.setattr(clipping, "_TERMS", 1e5)
     patch.setattr(clipping._Sums, "add", wrong)
+
+
+def all_places_in_one_sum(patch: Patch) -> None:
+    patch.setattr(clipping, "_ALIKE", math.inf)
+
+
+def chunks_added_in_float32(patch: Patch) -> None:
+    patch.setattr(clipping._Sums, "_fits", lambda *_: True)
+
+
+def a_norm_that_is_kept(patch: Patch) -> None:
+    patch.setattr(factors.Jacobian, "stretch", lambda *_: 0.0)
 
 
 def without_the_jacobian(patch: Patch) -> None:
@@ -404,6 +417,22 @@ CLIPPING = [
         {"kind": "rnn", "count": 4096},
     ),
     Mutant(
+        "places of an example that are rounded alike, all in one sum",
+        all_places_in_one_sum,
+        "test_rounding.test_places_that_are_all_rounded_the_same_way_keep_the_bound",
+        {"name": "Embedding"},
+    ),
+    Mutant(
+        "a total over many chunks in float32",
+        chunks_added_in_float32,
+        "test_rounding.test_a_change_of_one_example_is_right_however_many_chunks_a_batch_has",
+    ),
+    Mutant(
+        "the norm of a Jacobian kept while the weight's computation changes",
+        a_norm_that_is_kept,
+        "test_rounding.test_a_gate_that_opens_after_the_first_step_lets_no_example_add_more_than_c",
+    ),
+    Mutant(
         "the Jacobian of a computed weight left out of the bound",
         without_the_jacobian,
         "test_sensitivity.test_terms_that_round_together_before_a_weight_is_pulled_back_keep_the_bound",
@@ -578,6 +607,11 @@ GRADIENTS = [
         "losses of the largest of the batch",
         unchecked(checks.require_same_losses_in_half),
         "test_self_check.test_losses_of_the_largest_of_a_batch_are_refused",
+    ),
+    Mutant(
+        "what mixes examples only while it drops",
+        unchecked(checks._require_same_losses_under_draws),
+        "test_self_check.test_what_mixes_examples_only_while_it_drops_is_refused",
     ),
     Mutant(
         "losses that depend on earlier rows",

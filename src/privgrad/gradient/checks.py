@@ -33,6 +33,7 @@ PROBED = 3  # examples that a model is tried on
 _FROZEN = "has no trainable parameter"
 _DRAWS = 4  # random draws: what mixes examples now and then shows in some of them
 _HALVED = 64  # examples whose losses are compared with those in half of them
+_SAME = 1e-3  # relative change of a loss that rounding does not make
 
 # What a forward pass draws at random: nothing; dropout only; or something else, such as noise or skipped layers.
 Randomness = Literal["none", "dropout", "other"]
@@ -232,22 +233,45 @@ def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness
 
 
 def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
-    """Require that the first examples of a batch have the losses in half of them that they have in all of them.
+    """Require that the first half of a batch keeps its losses without the second half, and with another one.
 
     Raises:
-        PrivacyError: some do not, as where a loss keeps the largest of the batch, or ranks them.
+        PrivacyError: some losses change, as where a loss keeps the largest of the batch, or ranks them.
     """
-    half = (min(count_examples(examples), _HALVED) + 1) // 2
-    examples = map_examples(lambda leaf: leaf[:_HALVED], examples)
+    size = min(count_examples(examples), _HALVED)
+    half = (size + 1) // 2
+    examples = map_examples(lambda leaf: leaf[:size], examples)
 
     def in_both(model: nn.Module, examples: Any) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            first = _losses(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples))
-            return first, _losses(model, loss_fn, examples)[:half]
+        first = _losses(model, loss_fn, map_examples(lambda leaf: leaf[:half], examples)).detach()
+        return first, _losses(model, loss_fn, examples).detach()[:half]
 
     with without_randomness(model, randomness):
         if _differ(model, examples, in_both):
             raise _depends("losses that change with the second half of the batch")
+    if randomness != "none":
+        _require_same_losses_under_draws(model, loss_fn, examples, half)
+
+
+def _require_same_losses_under_draws(model: nn.Module, loss_fn: LossFunction, examples: Any, half: int) -> None:
+    """Require that the first losses stay where the first examples stand for the others, under the same draws.
+
+    What switches dropout off may switch off other code too, such as a mask made of the batch.
+    """
+
+    def drawn(examples: Any) -> tuple[Tensor, Tensor]:
+        with seeded(0):
+            return _losses(model, loss_fn, examples, seed=None).detach()[:half], _random_state()
+
+    places = torch.arange(count_examples(examples)) % half
+    (among, state), (alone, other) = (
+        drawn(examples),
+        drawn(map_examples(lambda leaf: leaf[places.to(leaf.device)], examples)),
+    )
+    # Where the number of draws depends on the data, the draws are not the same ones.
+    most = _SAME * among.abs() + torch.finfo(among.dtype).eps
+    if torch.equal(state, other) and bool(((alone - among).abs() > most).any()):
+        raise _depends("losses that change with the content of the second half")
 
 
 def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:

@@ -3,6 +3,7 @@
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
 _TERMS = 1e4
+_ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the places of an example
 _UNIT_ROUNDOFF = 2.0**-24
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
@@ -241,14 +243,19 @@ class _Sums:
 
     Privacy:
         Rounding errors of a float32 sum change when one example comes or goes, for all terms are added to one another.
-        They are about 2^-24 of the sum of all terms' norms. While this stays below 6e-4 C, sums are float32. From
-        there on, over all chunks of the batch, what is added is computed and kept in float64.
+        Three rules bound this change; `terms` are the sum of the norms of all terms that are added up.
+        - While the terms of the whole batch stay below 1e4 C, what is added is computed in float32. Its unit roundoff
+          times these is 6e-4 C. From there on it is computed in float64.
+        - An example has many places, which may all be rounded the same way. Examples are added up in parts, such that
+          the places of one times the terms of a part stay below 4e4 C. This makes 2.4e-3 C.
+        - Chunks are added to a total. It is float64 as soon as its terms, summed over these additions, pass 1e4 C.
     """
 
     def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor]) -> None:
         self.values: dict[str, Tensor] = {}
         self._terms: dict[str, float] = {}
-        self._most, self._scales = _TERMS * max_grad_norm, inverse_scales
+        self._added_to: dict[str, float] = {}
+        self._bound, self._scales = max_grad_norm, inverse_scales
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         """Add every example's gradient times its factor; terms bound what each gradient is the sum of."""
@@ -256,15 +263,21 @@ class _Sums:
         for (name, factor_B), more in zip(factors.items(), cast("list[float]", added.tolist()), strict=True):
             self._terms[name] = self._terms.get(name, 0.0) + more
             found, factor, known = None, chunk[name], self.values.get(name)
-            if self._terms[name] <= self._most:
-                if known is not None and not factor.is_pulled:
-                    factor.add_weighted_sum(known, factor_B)
-                    continue
-                found, rounded = factor.sum_and_rounding(factor_B, self._scales.get(name))
+            if self._fits(self._terms[name]):
+                parts = math.ceil(factor.places * more / (_ALIKE * self._bound))
+                parts = max(1, min(parts, factor.examples))
+                found, rounded = factor.sum_and_rounding(factor_B, self._scales.get(name), parts)
                 self._terms[name] += rounded / _UNIT_ROUNDOFF
-            if found is None or not self._terms[name] <= self._most:
+            if found is None or not self._fits(self._terms[name]):
                 found = factor.exact_sum(factor_B)
-            self.values[name] = found if known is None else found.add_(known)
+            if known is not None:
+                self._added_to[name] = self._added_to.get(name, 0.0) + self._terms[name]
+                found = found if self._fits(self._added_to[name]) else found.double()
+                found = found.add_(known) if found.dtype == torch.float64 else known.add_(found)
+            self.values[name] = found
+
+    def _fits(self, terms: float) -> bool:
+        return terms <= _TERMS * self._bound
 
 
 def _add_clipped(

@@ -35,6 +35,7 @@ Examples = slice | Tensor  # a range of examples, or their indices
 
 _ROUNDS, _MARGIN = 6, 2.0  # of the power method, and what its result is multiplied with
 _PASSES, _GROWTH = 32, 1.25  # after so many, or where J grew by so much, its norm is measured again
+_SHARES = random.Random()  # of no stream that a user seeds
 _CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
 
 
@@ -60,9 +61,20 @@ class Factor(ABC):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         """Sum over i of weight_i * g_i, shape P. Every example's gradient must be finite."""
 
-    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
-        """Add that sum to a total of shape P, in place."""
-        total += self.weighted_sum(weight_B)
+    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
+        """Return that sum, of so many parts of the examples apart; these are added up in float64.
+
+        A kernel may add one term after the other. Then each is rounded to what float32 holds of the total so far, and
+        the terms of an example that are all alike are rounded the same way. A part has a smaller total.
+        """
+        if parts == 1:
+            return self.weighted_sum(weight_B)
+        total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
+        few = math.ceil(self.examples / parts)
+        for start in range(0, self.examples, few):
+            part = slice(start, start + few)
+            total += self[part].weighted_sum(weight_B[part])
+        return total
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         """Return that sum in float64, free of the rounding that terms of several examples share.
@@ -80,13 +92,15 @@ class Factor(ABC):
         """Whether sums are pulled back through a Jacobian, which rounds in its own way."""
         return False
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        """Return that sum, and an estimate of what its computation rounded beyond what `terms` accounts for.
+    def sum_and_rounding(
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+    ) -> tuple[Tensor, float]:
+        """Return the sum in parts, and an estimate of what it rounded beyond what `terms` and parts account for.
 
         The estimate is the norm of an error that changes with the batch, times the inverse scales if there are any.
         """
         del inverse_scales
-        return self.weighted_sum(weight_B), 0.0
+        return self.sum_in_parts(weight_B, parts), 0.0
 
     @abstractmethod
     def keep(self, kept_B: Tensor) -> "Factor":
@@ -207,14 +221,16 @@ class Scaled(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.weighted_sum(self.share * weight_B)
 
-    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
-        self.inner.add_weighted_sum(total, self.share * weight_B)
+    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
+        return self.inner.sum_in_parts(self.share * weight_B, parts)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.exact_sum(self.share * weight_B)
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales)
+    def sum_and_rounding(
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+    ) -> tuple[Tensor, float]:
+        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales, parts)
 
     @property
     def is_pulled(self) -> bool:
@@ -292,10 +308,6 @@ class Outer(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         b_TO, a_TI = self._weighted(weight_B)
         return b_TO.mT @ a_TI
-
-    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
-        b_TO, a_TI = self._weighted(weight_B)
-        total.addmm_(b_TO.mT, a_TI)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
@@ -462,11 +474,17 @@ class Sum(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return _total([part.weighted_sum(weight_B) for part in self.parts])
 
+    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
+        return _total([part.sum_in_parts(weight_B, parts) for part in self.parts])
+
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return _total([part.exact_sum(weight_B) for part in self.parts])
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        sums, rounded = zip(*(part.sum_and_rounding(weight_B, inverse_scales) for part in self.parts), strict=True)
+    def sum_and_rounding(
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+    ) -> tuple[Tensor, float]:
+        found = (part.sum_and_rounding(weight_B, inverse_scales, parts) for part in self.parts)
+        sums, rounded = zip(*found, strict=True)
         return _total(list(sums)), sum(rounded)
 
     @property
@@ -643,7 +661,7 @@ class _Measured(NamedTuple):
 def _unit_vector(like: Tensor) -> Tensor:
     """Return a vector shaped like the tensor, the same at each call, drawn from the uniform one on the sphere."""
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (drawn / drawn.norm()).to(like.detach())
+    return (drawn / short_norms(drawn.flatten())).to(like.detach())
 
 
 class Pulled(Factor):
@@ -683,7 +701,9 @@ class Pulled(Factor):
     def is_pulled(self) -> bool:
         return not self.apart
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
+    def sum_and_rounding(
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+    ) -> tuple[Tensor, float]:
         """Pull the sum back twice, once times a random number: the results differ by what J^T rounds on the way.
 
         That may be far more than |J| suggests: J may itself be a small difference of large terms, as where weight_norm
@@ -691,8 +711,8 @@ class Pulled(Factor):
         """
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
-        summed = self.inner.weighted_sum(weight_B)
-        pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * random.random()  # not of torch's streams
+        summed = self.inner.sum_in_parts(weight_B, parts)
+        pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
         return pulled, float(norms_of(wide(moved)[None], inverse_scales))
 

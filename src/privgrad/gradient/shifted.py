@@ -39,8 +39,10 @@ class Shifted(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.sum_and_rounding(weight_B)[0]
 
-    def sum_and_rounding(self, weight_B: Tensor, inverse_scales: Tensor | None = None) -> tuple[Tensor, float]:
-        total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales)
+    def sum_and_rounding(
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+    ) -> tuple[Tensor, float]:
+        total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales, parts)
         return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum())), rounded
 
     @property

@@ -34,13 +34,15 @@ class Rows(Factor):
         return out.index_add_(0, self._keys(), self.r_BTD.flatten(0, 1)).view(-1, rows, width)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        total = self.r_BTD.new_zeros(self.shape)
-        self.add_weighted_sum(total, weight_B)
-        return total
-
-    def add_weighted_sum(self, total: Tensor, weight_B: Tensor) -> None:
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
-        total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+        return self.r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
+
+    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
+        """Each row has a total of its own: the largest decides, and parts of a whole table would cost more."""
+        terms_BT = place_norms(self.r_BTD) * weight_B[:, None]
+        total_V = terms_BT.new_zeros(self.shape[0]).index_add_(0, self.ids_BT.flatten(), terms_BT.flatten())
+        few = parts == 1 or bool(parts * total_V.amax() <= terms_BT.sum())
+        return self.weighted_sum(weight_B) if few else self.exact_sum(weight_B)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.r_BTD.new_zeros(self.shape, dtype=torch.float64)
