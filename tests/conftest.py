@@ -1,5 +1,6 @@
 """Small public fixtures: a plan, a model, data, a loss."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,13 +56,40 @@ def first_batch(plan: pg.PrivacyPlan, data: TensorDataset) -> pg.Batch:
     return next(batch for batch in plan.batches(data) if batch.size > 0)
 
 
+def account_by_rdp(patch: pytest.MonkeyPatch) -> None:
+    """For tests that are not about epsilon: by RDP alone, at a few orders. It takes milliseconds, and PLD seconds.
+
+    What is found so is kept apart from what the library keeps, which other tests of this process read.
+    """
+    real = accounting._epsilon.__wrapped__
+
+    @functools.cache
+    def fast(mechanisms: tuple[tuple[float, float, int], ...], delta: float, _: accounting.Accountant) -> float:
+        return real(mechanisms, delta, "rdp")
+
+    patch.setattr(accounting, "_RDP_ORDERS", (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
+    patch.setattr(accounting, "_epsilon", fast)
+
+
 @pytest.fixture(scope="module")
 def by_rdp() -> Iterator[None]:
-    """For tests that are not about epsilon: accounting by RDP alone. A plan takes it milliseconds, and PLD seconds."""
-    real = accounting._epsilon
+    """account_by_rdp for all tests of a file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accounting, "_epsilon", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
+        account_by_rdp(patch)
         yield
+
+
+@pytest.fixture
+def without_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are not about a report's plots: they are made, and not rendered, which takes most of its time."""
+
+    from privgrad.experiments import figures
+
+    def made(draw: Callable[[], Any]) -> bytes:
+        draw()
+        return bytes(24)
+
+    monkeypatch.setattr(figures, "png", made)
 
 
 @pytest.fixture

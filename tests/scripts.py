@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import privgrad as pg
-from conftest import seed_of
+from conftest import account_by_rdp, seed_of
 from privgrad import accounting
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The main function of a script in examples/, with a noise multiplier that needs no search."""
+    """The main function of a script in examples/, with a noise multiplier that needs no search, by RDP."""
     monkeypatch.setattr(accounting, "calibrate_noise_multiplier", lambda **_: 2.0)
+    account_by_rdp(monkeypatch)
     return runpy.run_path(str(Path(__file__).parent.parent / "examples" / f"{name}.py"))["main"]
 
 

@@ -148,7 +148,9 @@ ENDS = {
 }
 
 
-def test_the_page_tells_plots_and_tags_them(both: dict[bool, tuple[Path, list[dict[str, Any]]]], tmp_path: Path):
+def test_the_page_tells_plots_and_tags_them(
+    both: dict[bool, tuple[Path, list[dict[str, Any]]]], tmp_path: Path, request: pytest.FixtureRequest
+):
     for on, (out, records) in both.items():
         spec = check_spec(SPEC | {"run": SPEC["run"] | {"diagnose": on}}, "test")
         page = write_report(records, context(spec, records, out, command=""), tmp_path).read_text()
@@ -162,6 +164,7 @@ def test_the_page_tells_plots_and_tags_them(both: dict[bool, tuple[Path, list[di
         ends = {method: text.partition(" of its second moment ")[2] for method, text in said.items()}
         assert ends == (ENDS if on else {})
         assert "DP-SGD" not in said or "second moment" not in said["DP-SGD"]
+    request.getfixturevalue("without_rendering")
     fixed = [record | {"sampling": "fixed"} for record in both[True][1]]
     told = context(check_spec(SPEC, "test"), fixed, both[True][0], command="")
     page = write_report(fixed, told, tmp_path).read_text()
