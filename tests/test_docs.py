@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import pages
 import privgrad as pg
+from conftest import account_by_rdp
 from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
-from privgrad import accounting, data, diagnostics
+from privgrad import data, diagnostics
 from privgrad.experiments.spec import Spec, load_spec
 from privgrad.gradient.engines import Vmap
 from privgrad.gradient.hooks import Hooks
@@ -50,9 +51,8 @@ def test_the_pages_code_runs(
     monkeypatch.chdir(tmp_path)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)  # as torchrun does
-    if page != "README.md":  # one page by PLD, which takes seconds; the others by RDP, milliseconds
-        real = accounting._epsilon
-        monkeypatch.setattr(accounting, "_epsilon", lambda mechanisms, delta, _: real(mechanisms, delta, "rdp"))
+    if page != "README.md":  # one page by PLD, which takes seconds
+        account_by_rdp(monkeypatch)
     torch.manual_seed(0)
     try:
         pages.run_python(page, lambda: capsys.readouterr().out)
@@ -103,7 +103,8 @@ def test_every_pitfall_has_its_row_and_every_row_tests_that_exist():
 
 
 def test_every_planted_fault_is_in_the_document_on_trust():
-    """PYTHONPATH=tests python -c "from mutants.test_mutants import *; print(fault_tables())" prints its end."""
+    """PYTHONPATH=tests python -c "from conftest import account_by_rdp
+    from mutants.test_mutants import *; print(fault_tables())" prints its end."""
     text = (ROOT / "docs/trust.md").read_text()
     assert text.endswith(fault_tables())
     faults = [mutant for part in MUTANTS.values() for mutant in part]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
+from conftest import account_by_rdp
 from privgrad import cli
 from privgrad.data import LOADERS, DataSet, by_user
 from privgrad.experiments.spec import check_spec, make_data
@@ -171,7 +172,7 @@ def test_one_user_one_step_and_no_noise_is_a_gradient_step():
 @pytest.mark.parametrize(
     "clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"0": 1.0, "2": 1.0, "3": 2.0})], ids=repr
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_user_moves_the_sum_by_at_most_the_bound(clip: pg.clip.Clipping, data: st.DataObject):
     """Whatever their examples, how many, and however they train; and all others contribute as before."""
@@ -374,7 +375,8 @@ def test_local_training_refuses_what_is_no_training(options: dict[str, Any], wha
         LocalTraining(**numbers)
 
 
-def test_plans_for_users():
+def test_plans_for_users(monkeypatch: pytest.MonkeyPatch):
+    account_by_rdp(monkeypatch)
     plan = pg.PrivacyPlan.for_users(
         num_users=1000, expected_cohort_size=50, rounds=30, max_update_norm=0.5, delta=1e-3, target_epsilon=4.0
     )
@@ -467,7 +469,9 @@ def test_the_command_line_says_whose_epsilon_it_is(
     assert "user" in next(line for line in shown.out.splitlines() if "privacy unit" in line)
 
 
-def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path):
+def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    account_by_rdp(monkeypatch)
+
     def trained(folder: Path, stop_at: int | None) -> tuple[dict[str, Tensor], pg.FitResult]:
         model, _, users = users_of("mlp")
         plan = plan_for(len(users), expected_cohort_size=2, rounds=6, noise_multiplier=1.0, seed=3)
@@ -495,7 +499,8 @@ def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_the_example_trains(capsys: pytest.CaptureFixture[str]):
+def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    account_by_rdp(monkeypatch)
     names = runpy.run_path(str(ROOT / "examples/federated.py"))
     assert names["accuracy"] > 0.8
     assert "user-level epsilon" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import nn
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan, seed_of
+from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad import ledger, training
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.diagnostics import RawWatch
@@ -56,7 +56,8 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_fit_trains_evaluates_and_accounts():
+def test_fit_trains_evaluates_and_accounts(monkeypatch: pytest.MonkeyPatch):
+    account_by_rdp(monkeypatch)
     model, result = run(None, delta=1e-5)
     assert result.updates == STEPS
     assert [row["step"] for row in result.curve] == [20, 40, 60]
@@ -171,8 +172,10 @@ KILLS = int(os.environ.get("PRIVGRAD_TEST_KILLS", "0"))
     ("seed", "kills", "ranks"), [(5, KILLS or 20, 1), (None, KILLS or 10, 1), (None, KILLS or 3, 2)]
 )
 def test_killed_at_random_moments_everything_released_was_charged(
-    tmp_path: Path, kills: int, ranks: int, seed: int | None
+    tmp_path: Path, kills: int, ranks: int, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ):
+    if (seed, ranks) != (None, 1):  # one of them by PLD, which takes seconds
+        account_by_rdp(monkeypatch)
     steps = 20 * kills
     tally = kill_again_and_again(tmp_path / "killed", kills, ranks=ranks, seed=seed, steps=steps)
     if record := os.environ.get("PRIVGRAD_TEST_KILLS_TO"):
