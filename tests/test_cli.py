@@ -101,7 +101,7 @@ def test_help_everywhere(here: Here, tmp_path: Path):
         assert "--json" in here(command, "--help").stdout
 
 
-def test_compare_tunes_reports_and_goes_on(tmp_path: Path):
+def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
     (tmp_path / "s.toml").write_text(SIGMA)
     done = privgrad("compare", "s.toml", "--out", "out", folder=tmp_path)
     assert "DP-SGD" in done.stdout
@@ -126,15 +126,15 @@ def test_compare_tunes_reports_and_goes_on(tmp_path: Path):
     # A run lost from the record is looked up again in its folder; the others are left alone.
     lines = (tmp_path / "out/runs.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "out/runs.jsonl").write_text("".join(lines[:-1]))
-    again = last_json(privgrad("compare", "s.toml", "--out", "out", "--json", folder=tmp_path))
+    again = last_json(here("compare", "s.toml", "--out", "out", "--json"))
     assert {row["method"] for row in again["methods"]} == {"DP-SGD", "DP-AdamBC"}
     regained = json.loads((tmp_path / "out/runs.jsonl").read_text().splitlines()[-1])
     assert regained["test_accuracy"] == records[-1]["test_accuracy"]
 
     (tmp_path / "s.toml").write_text(SIGMA.replace("steps = 6", "steps = 7"))
-    refused = privgrad("compare", "s.toml", "--out", "out", folder=tmp_path, code=2)
+    refused = here("compare", "s.toml", "--out", "out", code=2)
     assert "--restart" in refused.stderr
-    moved = privgrad("compare", "s.toml", "--out", "out", "--restart", folder=tmp_path)
+    moved = here("compare", "s.toml", "--out", "out", "--restart")
     assert "out-1" in moved.stderr
     assert (tmp_path / "out-1/runs.jsonl").exists()
 
@@ -289,10 +289,10 @@ def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
     assert "--out" in here("train", "one.toml", code=2).stderr
 
 
-def test_a_stopped_training_saves_and_says_how_to_go_on(tmp_path: Path):
+def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Path):
     """SIGTERM to a real process; the next run makes the rest of the updates."""
     (tmp_path / "one.toml").write_text(
-        ONE.replace("steps = 6", "steps = 1000").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
+        ONE.replace("steps = 6", "steps = 400").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
     )
     script = Path(sys.executable).with_name("privgrad")
     process = subprocess.Popen([str(script), "train", "one.toml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -304,8 +304,8 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(tmp_path: Path):
     process.terminate()
     assert "go on" in process.communicate(timeout=60)[1]
     assert process.returncode == 130
-    done = last_json(privgrad("train", "one.toml", "--json", folder=tmp_path))
-    assert done["methods"][0]["updates"] == 1000  # what the signal came amid was finished, and saved
+    done = last_json(here("train", "one.toml", "--json"))
+    assert done["methods"][0]["updates"] == 400  # what the signal came amid was finished, and saved
 
 
 def test_train_takes_one_method(here: Here, tmp_path: Path):
