@@ -174,7 +174,7 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
         steps: T >= 1.
     Returns:
         sigma with epsilon(sigma) <= target_epsilon by PLD; epsilon is within 0.1 % of the target, unless sigma
-        has reached 0.01, below which it does not go.
+        is near 0.01, below which it does not go.
     Raises:
         PrivacyError: a number out of range, or a target that cannot be met.
     Privacy:
