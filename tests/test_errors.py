@@ -213,6 +213,49 @@ def test_paths_where_nothing_is_are_told_apart(tmp_path: Path):
         pg.fit(model, loss_fn, optimizer, make_plan(), make_data(), folder=tmp_path)
 
 
+def test_a_checkpoint_of_another_model_is_told_from_a_damaged_one(tmp_path: Path):
+    for width in (4, 5):
+        model = nn.Sequential(nn.Linear(make_data()[0][0].numel(), width), nn.Linear(width, 3))
+        optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+        arguments = model, loss_fn, optimizer, make_plan(), make_data()
+        if width == 4:
+            pg.fit(*arguments, folder=tmp_path)
+            continue
+        with pytest.raises(pg.PrivacyError, match=r"got one of model with 0\.bias of shape \(4,\), now \(5,\); go on"):
+            pg.fit(*arguments, folder=tmp_path)
+
+
+# Objects
+
+
+def test_a_class_or_a_number_for_a_clipping_rule_is_refused():
+    rule: Any = pg.clip.Flat
+    with pytest.raises(pg.PrivacyError, match=r"expected clip to be a clipping rule, got .*; give clip\.Flat\(\)"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(), clip=rule)
+    share: Any = 2.0
+    with pytest.raises(pg.PrivacyError, match=r"expected shares to be a mapping .*, got 2\.0.*; give"):
+        pg.clip.PerLayer(share)
+
+
+def test_a_loss_module_is_not_taken_for_a_loss_function():
+    loss: Any = nn.CrossEntropyLoss()
+    with pytest.raises(pg.PrivacyError, match=r"expected loss_fn to take \(model, examples\), got .*; give a function"):
+        pg.PrivateGradient(make_model(), loss, make_plan())
+
+
+@pytest.mark.parametrize("state", [{}, "state"])
+def test_a_state_of_something_else_is_refused(state: Any):
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    with pytest.raises(pg.PrivacyError, match=r"expected state to be a mapping with a step, got .*; give what"):
+        private_grad.load_state_dict(state)
+
+
+@pytest.mark.parametrize("numbers", [{"noise_multiplier": 1e300}, {"max_grad_norm": 1e30}])
+def test_noise_that_float32_does_not_hold_is_refused(numbers: dict[str, float]):
+    with pytest.raises(pg.PrivacyError, match=r"noise_multiplier \* max_grad_norm to be at most 1e\+15, got .*; lower"):
+        make_plan(**numbers)
+
+
 # Models
 
 

@@ -50,6 +50,10 @@ class OtherRunError(ValueError):
     """What a checkpoint has that the run that asks for it has not: whole, but another's."""
 
 
+class LedgerTooShortError(ValueError):
+    """The ledger has charged fewer steps than the checkpoint has taken: the ledger is damaged, not the checkpoint."""
+
+
 class Record(Protocol):
     """What is asked of the ledger beside a checkpoint."""
 
@@ -80,7 +84,7 @@ def require_resumable(
         was = ", ".join(f"{n} {state['settings'].get(n)}, now {settings[n]}" for n in changed)
         raise OtherRunError(was)
     if state["oracle"]["step"] > ledger.releases:
-        raise ValueError(f"{state['oracle']['step']} steps, more than its ledger has charged")
+        raise LedgerTooShortError(f"{state['oracle']['step']} steps, more than its ledger has charged")
     if not ledger.went_through(state["ledger"]):
         raise ValueError("made beside another ledger, or one that has lost lines since")
 
@@ -96,6 +100,12 @@ def damage_refused(function: str, what: object) -> Generator[None]:
     except OtherRunError as error:
         remedy = "go on with the same, or train in a new folder and add the two epsilons up"
         raise expected(function, f"{what}", "to be of this run", f"one of {error}", remedy) from error
+    except LedgerTooShortError as error:
+        remedy = (
+            "restore the ledger from a copy that has all its lines; without one, count every step of the checkpoint as "
+            "spent and train in a new folder"
+        )
+        raise expected(function, f"{what}", "to have no step that is not in the ledger", f"{error}", remedy) from error
     except Exception as error:  # a damaged file fails in as many ways as there are bytes
         raise expected(
             function,

@@ -22,7 +22,7 @@ from privgrad.errors import (
     require_integer,
     require_positive,
 )
-from privgrad.gradient.checks import check_loss, gradients, require_supported
+from privgrad.gradient.checks import check_loss, configuration, gradients, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum, sum_dtype
 from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
 from privgrad.gradient.factors import Factor
@@ -124,7 +124,10 @@ class PrivateGradient:
         require_choice("PrivateGradient", "engine", engine, tuple(_ENGINES))
         require_model("PrivateGradient", model)
         require_callable("PrivateGradient", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
-        if clip is not None and not callable(getattr(clip, "factors", None)):
+        if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn"):
+            remedy = "give a function (model, examples) -> losses of shape (B,); call it there, with reduction='none'"
+            raise expected("PrivateGradient", "loss_fn", "to take (model, examples)", described(loss_fn), remedy)
+        if clip is not None and (isinstance(clip, type) or not callable(getattr(clip, "factors", None))):
             remedy = "give clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"
             raise expected("PrivateGradient", "clip", "to be a clipping rule", described(clip), remedy)
         if perturb is not None and not isinstance(perturb, Perturbation):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -174,7 +177,7 @@ class PrivateGradient:
         processes.together(lambda: self._ledger.bind(facts))
         self._make_streams()
         self._step = 0
-        self._checked: frozenset[str] = frozenset()
+        self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
         self.raw_observers: list[Callable[[RawStep], None]] = []
@@ -235,9 +238,11 @@ class PrivateGradient:
         repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
         self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
         require_supported(self._model)
-        if batch.size > 0 and self._checked != frozenset(parameters):
+        found = frozenset(parameters), configuration(self._model)
+        if batch.size > 0 and found not in self._checked:
             check_loss(self._model, self._loss_fn, batch.examples)
-            self._checked = frozenset(parameters)
+            self._engine.check_again()
+            self._checked.add(found)
 
     def _released(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
         """The step of all processes: each clips its own examples; the first adds the noise, and charges."""
@@ -351,6 +356,9 @@ class PrivateGradient:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
         function, parts = "PrivateGradient.load_state_dict", self._parts()
+        if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give what state_dict() of a PrivateGradient returned"
+            raise expected(function, "state", "to be a mapping with a step", described(state), remedy)
         require_integer(function, "step", state["step"], 0)
         for name in parts.keys() | state.keys() - {"step"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")

@@ -25,6 +25,8 @@ from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
 
+_LARGEST_NOISE_STD = 1e15  # whose square float32 holds, with room to spare
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
@@ -90,6 +92,11 @@ class PrivacyPlan:
         if self.max_grad_norm < 1e-10:
             remedy = "rescale the loss: squares of such gradients vanish in float32, and with them the bound"
             raise expected(function, "max_grad_norm", "to be at least 1e-10", self.max_grad_norm, remedy)
+        if self.noise_multiplier > 0 and self.noise_multiplier * self.max_grad_norm > _LARGEST_NOISE_STD:
+            got, remedy = self.noise_multiplier * self.max_grad_norm, "lower one of the two"
+            raise expected(
+                function, "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}", got, remedy
+            )
         if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
             raise expected(
                 function,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
-from privgrad.checkpoint import damage_refused, read_checkpoint, require_resumable, write_checkpoint
+from privgrad.checkpoint import OtherRunError, damage_refused, read_checkpoint, require_resumable, write_checkpoint
 from privgrad.errors import (
     BudgetExceededError,
     described,
@@ -344,7 +344,12 @@ class _Run:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         place, optimizer = self.processes.placed, state["optimizer"]
-        self.model.load_state_dict(place(state["model"], self.model.state_dict()))
+        own = self.model.state_dict()
+        for name in sorted(own.keys() | state["model"].keys()):
+            shapes = [tuple(held[name].shape) if name in held else None for held in (state["model"], own)]
+            if shapes[0] != shapes[1]:
+                raise OtherRunError(f"model with {name} of shape {shapes[0]}, now {shapes[1]}")
+        self.model.load_state_dict(place(state["model"], own))
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
         parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]

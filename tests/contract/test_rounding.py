@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad.gradient.clipping import clipped_sum, sum_dtype
-from privgrad.gradient.factors import Dense, Factor, Jacobian, JacobianNorms, Outer
+from privgrad.gradient.factors import Dense, Factor, Jacobian, JacobianNorms, Outer, Pulled
 from privgrad.models import ws_conv2d
 from privgrad.noise import noise_generator
 
@@ -99,6 +99,48 @@ def test_places_that_are_all_rounded_the_same_way_keep_the_bound(name: str):
     assert float((sums[0] - sums[1]).norm()) / plan.max_grad_norm <= 1.005
 
 
+class TimeFirst(nn.Module):
+    """A layer whose output gradients lie time first in memory."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        out = (out[0] if isinstance(out, tuple) else out).movedim(0, -1).contiguous()
+        return out.movedim(-1, 0)
+
+
+WITH_BIAS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(2, 2), (50, 2)),
+    "RNN": (lambda: nn.RNN(2, 2, batch_first=True), (50, 2)),
+    "Conv1d": (lambda: nn.Conv1d(2, 2, 1), (2, 50)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(2, 2, 1), (2, 50)),
+    "GroupNorm": (lambda: nn.GroupNorm(1, 2), (2, 50)),
+    "LayerNorm": (lambda: nn.LayerNorm(2), (50, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BIAS)
+def test_positions_are_added_up_in_an_order_that_no_other_example_decides(name: str):
+    """Their gradients cancel, so that the order decides what is left of them."""
+    make, shape = WITH_BIAS[name]
+    torch.manual_seed(0)
+    x, y = torch.zeros(64, *shape), 1e7 * torch.randn(64, *shape)
+    places = shape.index(50) + 1
+    y.select(places, -1).sub_(y.sum(places))
+    model, norms = TimeFirst(make()), list[Tensor]()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    for size in (64, 63):
+        plan = make_plan(sample_rate=1.0, expected_batch_size=63, num_examples=63)
+        private_grad = pg.PrivateGradient(model, lambda m, batch: (m(batch[0]) * batch[1]).flatten(1).sum(1), plan)
+        private_grad.raw_observers.append(lambda step: norms.append(step.clipping.raw_norms[:63]))
+        private_grad(next(iter(plan.batches(TensorDataset(x[:size], y[:size])))))
+    assert torch.equal(norms[0], norms[1])
+
+
 class Times(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -150,6 +192,18 @@ def test_a_computed_weight_draws_nothing_from_a_stream_that_the_user_seeds():
     private_grad, before = pg.PrivateGradient(model, lambda m, x: m(x[0]).sum(1), plan), random.getstate()
     private_grad(next(iter(plan.batches(TensorDataset(torch.ones(8, 3))))))
     assert random.getstate() == before
+
+
+def test_a_sum_that_shows_an_outdated_norm_is_not_believed():
+    """The Jacobian has grown in one entry: a fixed vector hardly shows it."""
+    parameter = torch.ones(300, requires_grad=True)
+    scales = torch.ones(300).index_fill(0, torch.tensor(0), 60.0)
+    a_BTI, b_BTO = torch.zeros(4, 1, 300), torch.ones(4, 1, 1)
+    a_BTI[:, :, 0] = 1.0
+    for norm, believed in ((120.0, True), (2.0, False)):
+        factor = Pulled(Outer(a_BTI, b_BTO), Jacobian((scales * parameter)[None], parameter, norm), apart=False)
+        rounded = factor.sum_and_rounding(torch.ones(4, dtype=torch.float64))[1]
+        assert (rounded < 1e-3) == believed
 
 
 class Gate(nn.Module):

@@ -89,6 +89,49 @@ def test_what_mixes_examples_only_while_it_drops_is_refused():
         check_loss(MaskOfTheBatch(), squares, torch.randn(32, 6))
 
 
+class CenteredInTraining(nn.Module):
+    """Mixes once it is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_on = nn.Linear(6, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x - x.mean(0) if self.training and self.is_on else x
+
+
+@pytest.mark.parametrize("switch", ["mode", "flag"])
+def test_a_model_that_computes_in_another_way_is_checked_again_at_once(switch: str):
+    torch.manual_seed(0)
+    model = CenteredInTraining()
+    model.train(switch != "mode")
+    model.is_on = switch != "flag"
+    plan = make_plan(sample_rate=1.0, expected_batch_size=20, num_examples=20, steps=9)
+    private_grad = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]), plan)
+    for step, batch in enumerate(plan.batches(TensorDataset(torch.randn(20, 6)))):
+        if step < 4:
+            private_grad(batch)
+            continue
+        model.train()
+        model.is_on = True
+        with pytest.raises(pg.PrivacyError, match="each loss to depend on its own example"):
+            private_grad(batch)
+        break
+    assert private_grad.ledger.releases == 4
+
+
+@pytest.mark.parametrize("frozen", ["0.bias", "0.weight"])
+def test_a_parameter_may_be_frozen_between_steps(frozen: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    plan = make_plan(sample_rate=1.0, expected_batch_size=20, num_examples=20, steps=3)
+    private_grad = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]), plan)
+    for step, batch in enumerate(plan.batches(TensorDataset(torch.randn(20, 6)))):
+        model.get_parameter(frozen).requires_grad_(step != 2)
+        assert (frozen in private_grad(batch).values) == (step != 2)
+
+
 def test_dropout_is_no_mixing():
     torch.manual_seed(0)
     check_loss(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2)), squares, torch.randn(33, 6))

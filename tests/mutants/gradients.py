@@ -12,7 +12,20 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad.gradient import audit, batching, capture, checks, clipping, engines, factors, groups, hooks, rules, tables
+from privgrad.gradient import (
+    audit,
+    batching,
+    capture,
+    checks,
+    clipping,
+    engines,
+    factors,
+    groups,
+    hooks,
+    norms,
+    rules,
+    tables,
+)
 from privgrad.gradient import weight_standardization as standardization
 from privgrad.gradient.factors import Dense, Outer
 from privgrad.gradient.hooks import Hooks
@@ -163,12 +176,22 @@ def chunks_added_in_float32(patch: Patch) -> None:
     patch.setattr(clipping._Sums, "_fits", lambda *_: True)
 
 
+def positions_in_the_order_of_memory(patch: Patch) -> None:
+    everywhere(patch, norms.sum_over, lambda x, dim: x.sum(dim))
+
+
+def checked_at_powers_of_two_only(patch: Patch) -> None:
+    everywhere(patch, checks.configuration, lambda model: 0)
+
+
 def a_norm_that_is_kept(patch: Patch) -> None:
     patch.setattr(factors.Jacobian, "stretch", lambda *_: 0.0)
+    patch.setattr(factors.Pulled, "_outgrows", lambda *_: False)
 
 
 def without_the_jacobian(patch: Patch) -> None:
     patch.setattr(factors.Jacobian, "norm", 1.0)
+    patch.setattr(factors.Pulled, "_outgrows", lambda *_: False)
 
 
 def pulled_back_unseen(patch: Patch) -> None:
@@ -423,6 +446,12 @@ CLIPPING = [
         {"name": "Embedding"},
     ),
     Mutant(
+        "positions of an example added up in the order in which the batch lies in memory",
+        positions_in_the_order_of_memory,
+        "test_rounding.test_positions_are_added_up_in_an_order_that_no_other_example_decides",
+        {"name": "RNN"},
+    ),
+    Mutant(
         "a total over many chunks in float32",
         chunks_added_in_float32,
         "test_rounding.test_a_change_of_one_example_is_right_however_many_chunks_a_batch_has",
@@ -607,6 +636,12 @@ GRADIENTS = [
         "losses of the largest of the batch",
         unchecked(checks.require_same_losses_in_half),
         "test_self_check.test_losses_of_the_largest_of_a_batch_are_refused",
+    ),
+    Mutant(
+        "mixing that is switched on between two checks",
+        checked_at_powers_of_two_only,
+        "test_self_check.test_a_model_that_computes_in_another_way_is_checked_again_at_once",
+        {"switch": "flag"},
     ),
     Mutant(
         "what mixes examples only while it drops",

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -10,20 +11,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.sensitivity.grammar import PARTS, ROOTS
 from tests.sensitivity.search import Tally, run_case
 
 
 def main() -> int:
     """Draw cases until the time is up; print what was done, and each failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.sensitivity", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long to search, > 0")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws; with a number it names a case")
     parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="number of a single case, to repeat it")
-    parser.add_argument("--first", help="name of the first part of the models; else it is drawn")
+    parser.add_argument(
+        "--first",
+        choices=[*PARTS, *ROOTS],
+        metavar="PART",
+        help="the models' first part, by its name in grammar.py; else it is drawn",
+    )
     parser.add_argument("--out", type=Path, help="file that failures are appended to, one JSON object a line")
     parser.add_argument("--shown", type=int, default=5, help="failures to print in full")
     options = parser.parse_args()
+    if not 0 < options.seconds < math.inf or options.start < 0 or (options.only or 0) < 0:
+        parser.error("expected --seconds to be positive and --start and --only to be at least 0")
+    if options.out is not None:
+        options.out.open("a").close()  # before the search, not after hours of it
     tally, began, computing = Tally(), time.monotonic(), time.process_time()
     kinds = Counter[str]()
     number = options.start if options.only is None else options.only

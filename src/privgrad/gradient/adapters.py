@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from privgrad.gradient.attention import attention_forward
 from privgrad.gradient.factors import Dense, Factor, Outer, Placed
-from privgrad.gradient.norms import wide
+from privgrad.gradient.norms import sum_over, wide
 from privgrad.gradient.recurrent import recurrent_forward
 
 # (tensor of the graph, gradient of the tensor -> factors by parameter)
@@ -46,7 +46,7 @@ def _factors(parameters: Mapping[str, nn.Parameter], contributions: list[Any]) -
     for name, kind, a, b, *rows in contributions:
         if name not in parameters:
             continue
-        factor = Outer(a, b) if kind == "outer" else Dense(wide(b).sum(1) if kind == "bias" else b)
+        factor = Outer(a, b) if kind == "outer" else Dense(sum_over(wide(b), 1) if kind == "bias" else b)
         if rows:
             factor = Placed([(rows[0].start, factor)], parameters[name].shape)
         parameter = parameters[name]

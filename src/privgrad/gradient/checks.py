@@ -134,12 +134,31 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         name for name, grad in zip(parameters, cast("Sequence[Tensor | None]", grads), strict=True) if grad is None
     ]
     if unused:
-        remedy = "use them in the loss, or freeze them with requires_grad_(False)"
+        remedy = (
+            "use them in the loss, or freeze them with requires_grad_(False); with gradient checkpointing, pass "
+            "use_reentrant=False: re-entrant checkpointing of the first layers gives them none"
+        )
         got = f"none for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
     _require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
+
+
+def configuration(model: nn.Module) -> int:
+    """Return a number that changes where the model may begin to compute in another way.
+
+    It is made of each module's mode and of its other flags, words and numbers; of a number, whether it is zero. So a
+    layer that is switched on counts, and a counter of steps does not.
+    """
+    found: list[tuple[int, str, object]] = []
+    for index, module in enumerate(model.modules()):
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, bool | str):
+                found.append((index, name, value))
+            elif isinstance(value, int | float):
+                found.append((index, name, value != 0))
+    return hash(tuple(found))
 
 
 def gradients(

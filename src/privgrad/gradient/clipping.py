@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_positive
+from privgrad.errors import described, expected, require_positive
 from privgrad.gradient.factors import Dense, Factor
 from privgrad.gradient.norms import cached
 from privgrad.types import ClippedSum
@@ -104,6 +104,11 @@ class PerLayer:
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shares, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give {prefix: share}, or use Flat()"
+            raise expected(
+                "PerLayer", "shares", "to be a mapping from prefixes to numbers", described(self.shares), remedy
+            )
         if not self.shares:
             raise expected("PerLayer", "shares", "to name groups", "none", "give {prefix: share}, or use Flat()")
         for prefix, share in self.shares.items():

@@ -707,13 +707,15 @@ class Pulled(Factor):
         """Pull the sum back twice, once times a random number: the results differ by what J^T rounds on the way.
 
         That may be far more than |J| suggests: J may itself be a small difference of large terms, as where weight_norm
-        projects nearly all of a gradient away.
+        projects nearly all of a gradient away. It is infinite where the sum shows that the norm of J is out of date.
         """
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
         summed = self.inner.sum_in_parts(weight_B, parts)
         pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
+        if self._outgrows(summed, pulled):
+            return pulled, math.inf
         return pulled, float(norms_of(wide(moved)[None], inverse_scales))
 
     def keep(self, kept_B: Tensor) -> "Pulled":
@@ -731,6 +733,10 @@ class Pulled(Factor):
     @property
     def places(self) -> int:
         return self.inner.places
+
+    def _outgrows(self, summed: Tensor, pulled: Tensor) -> bool:
+        """Return whether J^T has made a sum longer than the norm of J allows."""
+        return not float(norms_of(pulled[None])) <= 1.01 * self.jacobian.norm * float(norms_of(summed[None]))
 
     def _like(self, inner: Factor) -> "Pulled":
         return Pulled(inner, self.jacobian, apart=self.apart)

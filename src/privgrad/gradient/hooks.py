@@ -163,6 +163,10 @@ class Hooks:
         self._unchecked |= is_due
         return is_due
 
+    def check_again(self) -> None:
+        """Check the next batch too, for the model is not what it was."""
+        self._unchecked = True
+
     def _checked(
         self, compute: "Compute", audit: Callable[[], None], examples: Any, *, exact: bool = False
     ) -> dict[str, Factor]:
@@ -251,7 +255,7 @@ class Hooks:
                 except OtherCallsError as error:
                     got, condition = error.path, "not to depend on the examples"
                     raise refused("the calls of layers", condition, got, REMEDY) from None
-        lost = sorted(self._reached - set(factors))
+        lost = sorted((self._reached & trainable(self._model).keys()) - set(factors))
         if lost:
             got, remedy = "no gradient", f"do not cut it off in training mode, or {REMEDY}"
             raise refused(", ".join(lost), "to be reached as on the first batch", got, remedy)

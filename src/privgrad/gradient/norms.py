@@ -62,6 +62,15 @@ def place_norms(x: Tensor) -> Tensor:
     return norms
 
 
+def sum_over(x: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension, in the same order for each example whatever the batch.
+
+    torch adds up a tensor in the order in which it lies in memory. Where positions come before examples, an example's
+    column decides how its positions are grouped, and so does the size of the batch.
+    """
+    return x.contiguous().sum(dim)
+
+
 def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     """Norm of each example's gradient, shape (B,), float64.
 

@@ -227,7 +227,10 @@ class SAT(Perturbation):
     def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         for name, value in self._direction.items():
             if name not in parameters or value.shape != parameters[name].shape:
-                got, remedy = f"{name!r} of shape {tuple(value.shape)}", "load the state into the oracle it came from"
+                got, remedy = (
+                    f"{name!r} of shape {tuple(value.shape)}",
+                    "load the state into the oracle it came from, or freeze parameters before the first step",
+                )
                 raise expected("SAT", "its state", "to be of this model", got, remedy)
         with _moved(parameters, self._direction, radius, self._points):
             yield

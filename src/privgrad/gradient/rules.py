@@ -17,7 +17,7 @@ from privgrad.gradient.bags import Bags
 from privgrad.gradient.convolution import Convolution, Geometry, convolve
 from privgrad.gradient.factors import Dense, Factor, Outer
 from privgrad.gradient.moves import Move
-from privgrad.gradient.norms import cached, wide
+from privgrad.gradient.norms import cached, sum_over, wide
 from privgrad.gradient.standardize import standardized
 from privgrad.gradient.tables import Rows
 
@@ -134,7 +134,7 @@ class Linear(Rule):
 
     def factor(self, layer: nn.Linear, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(grad if grad.dim() == 2 else wide(_places(grad)).sum(1))
+            return Dense(grad if grad.dim() == 2 else sum_over(wide(_places(grad)), 1))
         return Outer(_places(x), _places(grad))
 
     def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class _Convolution(Rule):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(wide(grad).flatten(2).sum(2))
+            return Dense(sum_over(wide(grad).flatten(2), 2))
         x, geometry = self._padded(layer, x)
         return Convolution(x, grad, geometry)
 
@@ -225,7 +225,7 @@ class _TransposedConvolution(Rule):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(wide(grad).flatten(2).sum(2))
+            return Dense(sum_over(wide(grad).flatten(2), 2))
         # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
         return Convolution(grad, x, _geometry(layer, layer.padding))
 
@@ -348,7 +348,7 @@ class _Normalization(Rule):
 
     def over_places(self, layer: Any, grad: Tensor) -> Tensor:
         """Sum over everything but examples and channels: shape (B, C)."""
-        return grad.flatten(2).sum(2) if grad.dim() > 2 else grad
+        return sum_over(grad.flatten(2), 2) if grad.dim() > 2 else grad
 
 
 class _ScaleAndShift(_Normalization):
@@ -379,7 +379,7 @@ class _LayerNorm(_Normalization):
 
     def over_places(self, layer: Any, grad: Tensor) -> Tensor:
         shape = tuple(layer.normalized_shape)
-        return grad.reshape(len(grad), -1, *shape).sum(1)
+        return sum_over(grad.reshape(len(grad), -1, *shape), 1)
 
     def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
         places = [1] * (x.dim() - values.dim())

@@ -1,0 +1,5 @@
+"""`python -m privgrad` is `privgrad`."""
+
+from privgrad.cli import main
+
+main()
