@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 def pages() -> list[str]:
     """Every document that somebody reads: by its path."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")]
+    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[!.]*/README.md")]
     return sorted(str(path.relative_to(ROOT)) for path in set(found))
 
 

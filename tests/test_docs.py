@@ -91,20 +91,18 @@ def names_of_tests() -> set[str]:
     return set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))
 
 
-def test_every_pitfall_has_its_row_and_every_row_tests_that_exist():
-    text = (ROOT / "docs/pitfalls.md").read_text()
-    rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| [\d–]", line)]
-    numbers = [int(number) for row in rows if (number := row[0].removeprefix("| ")) != "–"]
-    assert numbers == list(range(1, 45))
-    for row in rows:
-        named = re.findall(r"`(test_\w+)`", row[-1])
-        assert named, row
-        assert set(named) <= names_of_tests(), row
+def test_every_pitfall_is_explained_and_names_tests_that_exist():
+    _, *entries = re.split(r"^### ", (ROOT / "docs/pitfalls.md").read_text(), flags=re.MULTILINE)
+    assert sorted(int(entry.split(".")[0]) for entry in entries) == list(range(1, 48))
+    for entry in entries:
+        named = re.findall(r"`(test_\w+)`", entry)
+        assert re.search(r"^\*\*[CMU]\.\*\* .+^\*Prevented:\* ", entry, re.MULTILINE | re.DOTALL), entry
+        assert named, entry
+        assert set(named) <= names_of_tests(), entry
 
 
 def test_every_planted_fault_is_in_the_document_on_trust():
-    """PYTHONPATH=tests python -c "from conftest import account_by_rdp
-    from mutants.test_mutants import *; print(fault_tables())" prints its end."""
+    """PYTHONPATH=tests python -c "from mutants.test_mutants import *; print(fault_tables())" prints its end."""
     text = (ROOT / "docs/trust.md").read_text()
     assert text.endswith(fault_tables())
     faults = [mutant for part in MUTANTS.values() for mutant in part]
