@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from privgrad.augmentation import multiplicity, shift_and_flip
-from privgrad.gradient.engines import Vmap, seeded
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.module_state import seeded
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad import data, models
-from privgrad.gradient.engines import per_sample_gradients
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import per_sample_gradients
 
 
 def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:

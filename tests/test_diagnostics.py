@@ -11,7 +11,7 @@ from torch import nn
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad import diagnostics
-from privgrad.gradient.engines import per_sample_gradients
+from privgrad.gradient.engines.vmap import per_sample_gradients
 
 
 def trained(watch: bool, steps: int = 6) -> tuple[Any, nn.Module, dict[str, Any]]:

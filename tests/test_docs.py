@@ -18,8 +18,8 @@ from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
 from privgrad import data, diagnostics
 from privgrad.experiments.spec import Spec, load_spec
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
 
 WITH_CODE = [page for page in pages.pages() if blocks(page, "python")]
 WITH_COMMANDS = [page for page in pages.pages() if commands(page)]

@@ -42,9 +42,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from privgrad.gradient.checks import gradients
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.validation import gradients
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
 
 LENGTH = 6

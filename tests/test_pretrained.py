@@ -22,9 +22,9 @@ from privgrad.data.sources import cache
 from privgrad.experiments.reproduce import _prepared
 from privgrad.experiments.runs import train
 from privgrad.experiments.spec import check_spec, make_data
-from privgrad.gradient.checks import gradients
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.validation import gradients
 from test_data_text import save_byte_tokenizer, write_lists
 
 pytest.importorskip("accelerate")

@@ -1,11 +1,15 @@
 """The public names and the command line's options, frozen: a change here is a change for users."""
 
 import inspect
+import re
+from pathlib import Path
 
 import typer
 
 import privgrad as pg
+from privgrad import gradient
 from privgrad.cli import app
+from privgrad.gradient import layers
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
@@ -94,3 +98,15 @@ def test_command_line_options():
     assert {name: sorted(line.split()) for name, line in found.items()} == {
         name: sorted(line.split()) for name, line in OPTIONS.items()
     }
+
+
+def test_the_extension_points_are_frozen():
+    names = {"Convolution", "Dense", "Factor", "Outer", "Rows", "Rule", "register_rule"}
+    assert set(gradient.__all__) == names
+
+
+def test_every_file_with_a_rule_is_imported_with_the_package():
+    """A rule that is not registered is missed by nobody: its layer is taken by vmap, and slow."""
+    folder = Path(layers.__file__).parent
+    with_rules = {path.stem for path in folder.glob("*.py") if re.search(r"^@register_rule", path.read_text(), re.M)}
+    assert with_rules == set(layers.__all__)

@@ -4,7 +4,7 @@ from privgrad import audit, federated, optim, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient import clipping as clip
 from privgrad.gradient import perturb, precondition
-from privgrad.gradient.public import PublicGradient
+from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan

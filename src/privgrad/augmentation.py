@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
-from privgrad.gradient.engines import LossFunction, require_losses
-from privgrad.types import count_examples, map_examples
+from privgrad.gradient.module_state import require_losses
+from privgrad.types import LossFunction, count_examples, map_examples
 
 Flip = Literal["horizontal", "vertical"]
 

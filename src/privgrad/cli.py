@@ -30,7 +30,7 @@ from privgrad.errors import PrivacyError, expected
 from privgrad.experiments import runs
 from privgrad.experiments.games import games_of
 from privgrad.experiments.spec import Spec, load_spec
-from privgrad.gradient.checks import find_problems
+from privgrad.gradient.validation import find_problems
 from privgrad.ledger import Ledger
 
 app = typer.Typer(

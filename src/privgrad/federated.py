@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.clipping import Flat, clipped_sum
-from privgrad.gradient.engines import LossFunction, trainable
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.local import LocalTraining, Reported
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.local_training import LocalTraining, Reported
+from privgrad.gradient.module_state import trainable
 from privgrad.gradient.precondition import Preconditioner, require_scales_only
+from privgrad.types import LossFunction
 
 __all__ = ["LocalTraining", "Reported", "local_update"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.errors import expected
-from privgrad.gradient.weight_standardization import WeightStandardization
+from privgrad.gradient.factors.weight_standardization import WeightStandardization
 
 Activation = Literal["tanh", "relu", "leaky_relu"]
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

@@ -22,21 +22,22 @@ from privgrad.errors import (
     require_integer,
     require_positive,
 )
-from privgrad.gradient.checks import check_loss, configuration, gradients, require_supported
 from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum, sum_dtype
-from privgrad.gradient.engines import LossFunction, Vmap, seeded, trainable
-from privgrad.gradient.factors import Factor
-from privgrad.gradient.groups import group_means, group_of
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.example_groups import group_means, group_of
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.shifted import shifted
+from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
-from privgrad.gradient.shifted import shifted
+from privgrad.gradient.validation import check_loss, configuration, gradients, require_supported
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_told
 from privgrad.rng import RandomSource
-from privgrad.types import Batch, ClippedSum, NoisyGradient, count_examples
+from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
 _ENGINES = {"hooks": Hooks, "vmap": Vmap}
 # An engine changes the model while it works: in two threads at once, each would take the other's gradients.

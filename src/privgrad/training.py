@@ -31,11 +31,10 @@ from privgrad.errors import (
     require_nonnegative,
     require_path,
 )
-from privgrad.gradient.checks import evaluating
 from privgrad.gradient.clipping import Clipping
-from privgrad.gradient.engines import LossFunction
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
+from privgrad.gradient.validation import evaluating
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.oracle import PrivateGradient, RawStep, require_model
@@ -43,7 +42,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_told
 from privgrad.progress import bars
 from privgrad.sampling import Collate
-from privgrad.types import Batch
+from privgrad.types import Batch, LossFunction
 
 _CHECKPOINT_VERSION = 3
 _EPSILON_SECONDS = 5.0  # for so long a shown epsilon is good

@@ -11,6 +11,7 @@ from privgrad.errors import described, expected
 
 SamplingScheme = Literal["poisson", "fixed"]
 PrivacyUnit = Literal["example", "user"]
+LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses, shape (B,)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from torch.nn.utils import parametrize
 
 import privgrad as pg
 from conftest import first_batch, make_data, make_plan
-from privgrad.gradient.checks import check_loss
 from privgrad.gradient.clipping import Clipping, clipped_sum
-from privgrad.gradient.factors import Factor, Outer
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.validation import check_loss
 
 
 class WritesToParameters(nn.Module):

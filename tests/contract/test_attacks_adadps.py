@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.precondition import Preconditioner, Transform
 from privgrad.models import SparseLinear
 from privgrad.types import Scales

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError
-from privgrad.gradient.attention import attention_forward
+from privgrad.gradient.layers.attention import attention_forward
 
 HEADS, LENGTH, KEYS = 2, 3, 5
 MODULES: dict[str, dict[str, Any]] = {

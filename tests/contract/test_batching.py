@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 import privgrad as pg
 from privgrad.gradient.batching import batched
 from privgrad.gradient.clipping import clipped_sum
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
 
 EXAMPLES = 4
 _GENERATOR = torch.Generator().manual_seed(0)

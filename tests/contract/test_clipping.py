@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import clipped_sum
-from privgrad.gradient.factors import Dense
+from privgrad.gradient.factors.base import Dense
 
 CLIPPINGS: dict[str, Any] = {
     "flat": pg.clip.Flat(),

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
-from privgrad.gradient.checks import find_problems
-from privgrad.gradient.engines import per_sample_gradients
+from privgrad.gradient.engines.vmap import per_sample_gradients
+from privgrad.gradient.validation import find_problems
 
 
 class Tied(nn.Module):

@@ -12,9 +12,9 @@ import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.accounting import Release, epsilon
 from privgrad.gradient.clipping import clipped_sum
-from privgrad.gradient.engines import per_sample_gradients
-from privgrad.gradient.groups import group_means, group_of
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import per_sample_gradients
+from privgrad.gradient.example_groups import group_means, group_of
 from privgrad.rng import RandomSource
 from privgrad.types import ClippedSum
 

@@ -18,11 +18,12 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import Clipping, clipped_sum
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.factors import Dense, Outer
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.rules import Linear as LinearRule
-from privgrad.gradient.rules import Rule, register_rule
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.factors.base import Dense
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.layers.base import Rule, register_rule
+from privgrad.gradient.layers.linear import Linear as LinearRule
 
 
 def labelled(inputs: Tensor) -> tuple[Tensor, Tensor]:

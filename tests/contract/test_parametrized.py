@@ -13,12 +13,12 @@ from test_rules import assert_equal_to_loop, losses_of, one_by_one
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient import hooks
-from privgrad.gradient.capture import Capture
 from privgrad.gradient.clipping import Flat, clipped_sum
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.weight_standardization import Projected, WeightStandardization
+from privgrad.gradient.engines import hooks
+from privgrad.gradient.engines.capture import Capture
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.factors.weight_standardization import Projected, WeightStandardization
 from privgrad.models import ws_conv2d
 
 ORIGINAL = "parametrizations.weight.original"

@@ -20,10 +20,11 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.engines import Vmap, per_sample_gradients, seeded
-from privgrad.gradient.factors import Dense
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.standardize import standardized
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap, per_sample_gradients
+from privgrad.gradient.factors.base import Dense
+from privgrad.gradient.layers.standardization import standardized
+from privgrad.gradient.module_state import seeded
 
 RADIUS = 0.3
 

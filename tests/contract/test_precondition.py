@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import clipped_sum
-from privgrad.gradient.factors import Outer
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.norms import norms_of
-from privgrad.gradient.shifted import Shifted, shifted
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.factors.norms import norms_of
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.shifted import Shifted, shifted
 
 RULES: dict[str, Any] = {
     "rmsprop": pg.precondition.public_rmsprop,

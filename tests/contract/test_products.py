@@ -10,10 +10,10 @@ from test_rules import assert_equal_to_loop, floats, losses_of, one_by_one
 from torch import Tensor, nn
 
 import privgrad as pg
-from privgrad.gradient import capture
 from privgrad.gradient.batching import batched
-from privgrad.gradient.factors import Dense
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines import capture
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.factors.base import Dense
 
 
 class StandardizedConv2d(nn.Conv2d):

@@ -8,7 +8,7 @@ from test_attention import Taps
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.recurrent import recurrent_forward
+from privgrad.gradient.layers.recurrent import recurrent_forward
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lstm": (nn.LSTM, {}),

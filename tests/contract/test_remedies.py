@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.gradient.checks import gradients
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.validation import gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),

@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad.gradient.clipping import clipped_sum, sum_dtype
-from privgrad.gradient.factors import Dense, Factor, Jacobian, JacobianNorms, Outer, Pulled
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
+from privgrad.gradient.factors.outer import Outer
 from privgrad.models import ws_conv2d
 from privgrad.noise import noise_generator
 

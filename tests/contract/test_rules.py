@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from privgrad.gradient.factors import Dense, Factor
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.weight_standardization import Combined
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.weight_standardization import Combined
 from privgrad.models import ws_conv2d
 
 Make = Callable[[], nn.Module]

@@ -11,9 +11,9 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.gradient.checks import check_loss, find_randomness, without_randomness
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.validation import check_loss, find_randomness, without_randomness
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from test_rules import assert_equal_to_loop, losses_of, one_by_one
 from torch import Tensor, nn
 
 import privgrad as pg
-from privgrad.gradient.arguments import Watched
-from privgrad.gradient.engines import Vmap
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.arguments import Watched
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.vmap import Vmap
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),

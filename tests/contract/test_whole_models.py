@@ -9,8 +9,8 @@ from test_rules import assert_equal_to_loop
 from torch import Tensor, nn
 
 from benchmarks.workloads import WORKLOADS
-from privgrad.gradient.engines import LossFunction
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.types import LossFunction
 
 IDS = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(2))
 

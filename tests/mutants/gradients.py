@@ -12,24 +12,20 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad.gradient import (
-    audit,
-    batching,
-    capture,
-    checks,
-    clipping,
-    engines,
-    factors,
-    groups,
-    hooks,
-    norms,
-    rules,
-    tables,
-)
-from privgrad.gradient import weight_standardization as standardization
-from privgrad.gradient.factors import Dense, Outer
-from privgrad.gradient.hooks import Hooks
-from privgrad.gradient.tables import Rows
+from privgrad.gradient import batching, clipping, module_state
+from privgrad.gradient import example_groups as groups
+from privgrad.gradient import validation as checks
+from privgrad.gradient.engines import capture, hooks
+from privgrad.gradient.engines import self_check as audit
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.factors import base as factors
+from privgrad.gradient.factors import embedding as tables
+from privgrad.gradient.factors import jacobian, norms, outer
+from privgrad.gradient.factors import weight_standardization as standardization
+from privgrad.gradient.factors.base import Dense
+from privgrad.gradient.factors.embedding import Rows
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.layers import embedding as embedding_rules
 from privgrad.types import ClippedSum
 
 
@@ -185,17 +181,17 @@ def checked_at_powers_of_two_only(patch: Patch) -> None:
 
 
 def a_norm_that_is_kept(patch: Patch) -> None:
-    patch.setattr(factors.Jacobian, "stretch", lambda *_: 0.0)
-    patch.setattr(factors.Pulled, "_outgrows", lambda *_: False)
+    patch.setattr(jacobian.Jacobian, "stretch", lambda *_: 0.0)
+    patch.setattr(jacobian.Pulled, "_outgrows", lambda *_: False)
 
 
 def without_the_jacobian(patch: Patch) -> None:
-    patch.setattr(factors.Jacobian, "norm", 1.0)
-    patch.setattr(factors.Pulled, "_outgrows", lambda *_: False)
+    patch.setattr(jacobian.Jacobian, "norm", 1.0)
+    patch.setattr(jacobian.Pulled, "_outgrows", lambda *_: False)
 
 
 def pulled_back_unseen(patch: Patch) -> None:
-    patch.setattr(factors.Pulled, "sum_and_rounding", factors.Factor.sum_and_rounding)
+    patch.setattr(jacobian.Pulled, "sum_and_rounding", factors.Factor.sum_and_rounding)
 
 
 def factors_that_float32_does_not_hold(patch: Patch) -> None:
@@ -276,7 +272,7 @@ def repeated_ids_apart(patch: Patch) -> None:
 
 
 def padding_counted(patch: Patch) -> None:
-    everywhere(patch, rules._without_padding, lambda layer, ids, grad: grad)
+    everywhere(patch, embedding_rules._without_padding, lambda layer, ids, grad: grad)
 
 
 def second_use_forgotten(patch: Patch) -> None:
@@ -291,7 +287,7 @@ def tied_cross_term_forgotten(patch: Patch) -> None:
 
 
 def stale_squares(patch: Patch) -> None:
-    real, known = factors._unit_squares, dict[int, Any]()
+    real, known = outer._unit_squares, dict[int, Any]()
 
     def wrong(scales: Tensor) -> tuple[float, Tensor]:
         if id(scales) not in known:
@@ -356,7 +352,7 @@ def mean_losses_let_through(patch: Patch) -> None:
     def wrong(losses: Any, size: int) -> Tensor:
         return losses.expand(size) if isinstance(losses, Tensor) and losses.dim() == 0 else losses
 
-    everywhere(patch, engines.require_losses, wrong)
+    everywhere(patch, module_state.require_losses, wrong)
     everywhere(patch, checks._require_apart, lambda *_: None)
 
 
@@ -365,7 +361,7 @@ def nothing_undone(patch: Patch) -> None:
     def wrong(model: nn.Module) -> Generator[None]:
         yield
 
-    everywhere(patch, engines.preserved, wrong)
+    everywhere(patch, module_state.preserved, wrong)
 
 
 NOT_ALONE = "to be that of single examples, got another"

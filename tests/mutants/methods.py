@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
 from privgrad import noise, oracle
-from privgrad.gradient import engines, precondition
-from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient import module_state, precondition
+from privgrad.gradient.engines import vmap as engines
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.precondition import Moments
 from privgrad.optim.adaptive import Debiased
 from privgrad.optim.base import PrivateOptimizer
@@ -72,7 +73,7 @@ def weights_left_where_they_were_moved(patch: Patch) -> None:
             parameter.data = value.clone()
         yield
 
-    everywhere(patch, engines.replaced, wrong)
+    everywhere(patch, module_state.replaced, wrong)
 
 
 def weights_left_after_a_failure(patch: Patch) -> None:
@@ -85,7 +86,7 @@ def weights_left_after_a_failure(patch: Patch) -> None:
         for parameter, held in before.items():
             parameter.data = held
 
-    everywhere(patch, engines.replaced, wrong)
+    everywhere(patch, module_state.replaced, wrong)
 
 
 def scales_of_the_private_batch(patch: Patch) -> None:

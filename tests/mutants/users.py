@@ -13,7 +13,7 @@ from mutants.mutant import Mutant, Patch, everywhere
 from privgrad import oracle
 from privgrad.data import users
 from privgrad.federated import LocalTraining
-from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.types import ClippedSum
 
 Updates = Mapping[str, Tensor]

@@ -16,8 +16,8 @@ from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
 from privgrad.errors import did_you_mean, expected, require_integer, require_positive
 from privgrad.gradient import clipping, perturb, precondition
-from privgrad.gradient.local import LocalTraining
-from privgrad.gradient.public import PublicGradient
+from privgrad.gradient.local_training import LocalTraining
+from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
 

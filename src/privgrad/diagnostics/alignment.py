@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
-from privgrad.gradient.engines import LossFunction
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.types import LossFunction
 
 
 def raw_pairwise_cosines(

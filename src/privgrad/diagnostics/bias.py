@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
-from privgrad.gradient.checks import require_supported
-from privgrad.gradient.engines import LossFunction, trainable
-from privgrad.gradient.hooks import Hooks
+from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.module_state import trainable
 from privgrad.gradient.perturb import SAT, Perturbation
-from privgrad.types import NoisyGradient, count_examples, map_examples
+from privgrad.gradient.validation import require_supported
+from privgrad.types import LossFunction, NoisyGradient, count_examples, map_examples
 
 
 def raw_clipping_bias(

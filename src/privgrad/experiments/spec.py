@@ -21,9 +21,9 @@ from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.data.pretrained import pretrained
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.gradient import perturb, precondition
-from privgrad.gradient.local import LocalTraining
+from privgrad.gradient.local_training import LocalTraining
 from privgrad.gradient.perturb import Perturbation
-from privgrad.gradient.public import PublicGradient
+from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
 from privgrad.plan import PrivacyPlan

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import described, expected, require_positive
-from privgrad.gradient.factors import Dense, Factor
-from privgrad.gradient.norms import cached
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.norms import cached
 from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.

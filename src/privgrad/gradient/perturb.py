@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
-from privgrad.gradient.engines import LossFunction, replaced
-from privgrad.gradient.factors import Factor
-from privgrad.types import NoisyGradient, PrivacyUnit, count_examples, map_examples
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.module_state import replaced
+from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples
 
 Mode = Literal["sam", "exact"]
 Radius = float | Callable[[int], float]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
-from privgrad.gradient.engines import trainable
-from privgrad.gradient.norms import wide
-from privgrad.gradient.public import PublicGradient
+from privgrad.gradient.factors.norms import wide
+from privgrad.gradient.module_state import trainable
+from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.threads import blocks
 from privgrad.types import Scales
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from privgrad.gradient.capture import Bend, Tap
-from privgrad.gradient.moves import Moves
+from privgrad.gradient.engines.capture import Bend, Tap
+from privgrad.gradient.factors.displacement import Moves
 
 
 @dataclass(frozen=True)

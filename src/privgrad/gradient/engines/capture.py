@@ -19,15 +19,17 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.adapters import find_adapter
-from privgrad.gradient.arguments import Watched
+from privgrad.gradient.autograd_graph import casts, sources
 from privgrad.gradient.batching import Mended, batched
-from privgrad.gradient.engines import preserved, weight_norms
-from privgrad.gradient.factors import Dense, Factor, Jacobian, JacobianNorms, Pulled
-from privgrad.gradient.moves import EachWeight, Moves
-from privgrad.gradient.products import Product, Products, casts, sources
-from privgrad.gradient.rules import Rule, find_rule
-from privgrad.gradient.weight_standardization import MovedStandardizedWeight, StandardizedWeight
+from privgrad.gradient.engines.arguments import Watched
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.displacement import EachWeight, Moves
+from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
+from privgrad.gradient.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
+from privgrad.gradient.layers.adapters import find_adapter
+from privgrad.gradient.layers.base import Rule, find_rule
+from privgrad.gradient.layers.functional import Product, Products
+from privgrad.gradient.module_state import preserved, weight_norms
 
 REMEDY = "use engine='vmap'"
 
@@ -226,7 +228,7 @@ class Capture:
                     continue
                 factor, more = rule.factor(layer, name, stand_ins, x.detach(), grad), None
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                    got, remedy = type(factor).__name__, "return Dense, Outer or another of privgrad.gradient.factors"
+                    got, remedy = type(factor).__name__, "return Dense, Outer or another factor of privgrad.gradient"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
                 if bend is not None and bend.source is not None and name == "weight":
                     more = rule.factor(layer, name, stand_ins, bend.source, bend.first)

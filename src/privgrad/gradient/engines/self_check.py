@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.capture import REMEDY, refused, written_to
-from privgrad.gradient.checks import gradients
-from privgrad.gradient.engines import LossFunction, trainable
-from privgrad.gradient.factors import Factor
-from privgrad.gradient.moves import Moves
-from privgrad.types import map_examples
+from privgrad.gradient.engines.capture import REMEDY, refused, written_to
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.displacement import Moves
+from privgrad.gradient.module_state import trainable
+from privgrad.gradient.validation import gradients
+from privgrad.types import LossFunction, map_examples
 
 
 def require_single(

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Examples, Factor, Outer, bounding_product
-from privgrad.gradient.norms import cached, kept, place_norms, wide
+from privgrad.gradient.factors.base import Examples, Factor
+from privgrad.gradient.factors.norms import cached, kept, place_norms, wide
+from privgrad.gradient.factors.outer import Outer, bounding_product
 
 _FEW = 64  # places
 

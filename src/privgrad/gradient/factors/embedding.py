@@ -8,8 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Examples, Factor, Outer, Sum, cancelled, merged
-from privgrad.gradient.norms import kept, long_norms, place_norms, wide
+from privgrad.gradient.factors.base import Examples, Factor, Sum, cancelled, merged
+from privgrad.gradient.factors.norms import kept, long_norms, place_norms, wide
+from privgrad.gradient.factors.outer import Outer
 
 
 class Rows(Factor):

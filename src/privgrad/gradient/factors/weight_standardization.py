@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.gradient.convolution import Convolution
-from privgrad.gradient.factors import Dense, Examples, Factor, Outer, Sum, cancelled, largest_scale, terms_of
-from privgrad.gradient.moves import Move
-from privgrad.gradient.norms import kept, short_norms, wide
+from privgrad.gradient.factors.base import Dense, Examples, Factor, Sum, cancelled, largest_scale, terms_of
+from privgrad.gradient.factors.conv import Convolution
+from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.norms import kept, short_norms, wide
+from privgrad.gradient.factors.outer import Outer
 
 
 class WeightStandardization(nn.Module):

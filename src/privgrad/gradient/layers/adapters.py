@@ -7,10 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient.attention import attention_forward
-from privgrad.gradient.factors import Dense, Factor, Outer, Placed
-from privgrad.gradient.norms import sum_over, wide
-from privgrad.gradient.recurrent import recurrent_forward
+from privgrad.gradient.factors.base import Dense, Factor, Placed
+from privgrad.gradient.factors.norms import sum_over, wide
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.layers.attention import attention_forward
+from privgrad.gradient.layers.recurrent import recurrent_forward
 
 # (tensor of the graph, gradient of the tensor -> factors by parameter)
 Tap = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Factor]]], Tensor]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Factor
+from privgrad.gradient.factors.base import Factor
 from privgrad.types import map_examples
 
 

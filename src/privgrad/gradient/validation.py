@@ -16,18 +16,17 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.engines import (
+from privgrad.gradient.autograd_graph import nodes
+from privgrad.gradient.module_state import (
     BoundLoss,
-    LossFunction,
     differentiable,
     preserved,
-    refuse_reentrant,
     replaced,
     require_losses,
     seeded,
     trainable,
 )
-from privgrad.types import count_examples, map_examples
+from privgrad.types import LossFunction, count_examples, map_examples
 
 PROBED = 3  # examples that a model is tried on
 _FROZEN = "has no trainable parameter"
@@ -453,3 +452,24 @@ def evaluating(model: nn.Module) -> Generator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def refuse_reentrant(loss: Tensor) -> None:
+    """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
+
+    Its backward pass writes to `.grad`, past what is asked for.
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
+        remedy = (
+            "pass use_reentrant=False to torch.utils.checkpoint (for transformers "
+            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})), or turn gradient "
+            "checkpointing off"
+        )
+        raise expected(
+            "PrivateGradient",
+            "gradient checkpointing",
+            "not to be re-entrant",
+            "use_reentrant=True",
+            remedy,
+            UnsupportedModuleError,
+        )

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors import Examples, Factor, merged
-from privgrad.gradient.norms import hidden, kept, long_norms, norms_of, place_norms, unit, wide
+from privgrad.gradient.factors.base import Examples, Factor, merged
+from privgrad.gradient.factors.norms import hidden, kept, long_norms, norms_of, place_norms, unit, wide
 
 
 class Bags(Factor):

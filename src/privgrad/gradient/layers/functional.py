@@ -1,6 +1,6 @@
 """Modules without a rule of their own: their calls of F.linear and F.conv1d to 3d, which have one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from privgrad.gradient.rules import FunctionalConvolution, Linear, Rule
+from privgrad.gradient.autograd_graph import sources
+from privgrad.gradient.layers.base import Rule
+from privgrad.gradient.layers.conv import FunctionalConvolution
+from privgrad.gradient.layers.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -46,30 +49,6 @@ class Products(TorchFunctionMode):
     def _made_of_parameters(self, weights: Sequence[Tensor]) -> bool:
         trained = [weight for weight in weights if weight.requires_grad]
         return bool(trained) and all(id(leaf) in self._own for leaf in sources(trained))
-
-
-def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors that require gradients and that these are computed from; themselves, if they are not computed."""
-    yield from (tensor for tensor in tensors if tensor.grad_fn is None and tensor.requires_grad)
-    yield from (node.variable for node in nodes(tensors) if hasattr(node, "variable"))
-
-
-def casts(tensor: Tensor) -> bool:
-    """Whether a tensor is computed by way of another precision, as under autocast."""
-    return any(node.name().startswith("ToCopy") for node in nodes([tensor]))
-
-
-def nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
-    """Yield those of the graph that these are computed by, each once."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen = set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(edge[0] for edge in node.next_functions)
 
 
 def _weights(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:

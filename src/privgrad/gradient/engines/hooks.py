@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.audit import norm_of, require_single, restored
-from privgrad.gradient.capture import (
+from privgrad.gradient.autograd_graph import sources
+from privgrad.gradient.engines.capture import (
     REMEDY,
     Bend,
     Capture,
@@ -31,34 +31,28 @@ from privgrad.gradient.capture import (
     refused,
     units,
 )
-from privgrad.gradient.checks import (
+from privgrad.gradient.engines.hvp import backward, curvature
+from privgrad.gradient.engines.self_check import norm_of, require_single, restored
+from privgrad.gradient.engines.vmap import shares
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.displacement import Moves
+from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled
+from privgrad.gradient.factors.norms import wide
+from privgrad.gradient.factors.weight_standardization import Projected, StandardizedWeight
+from privgrad.gradient.layers.base import find_rule
+from privgrad.gradient.module_state import differentiable, preserved, require_losses, seeded, trainable
+from privgrad.gradient.validation import (
     PROBED,
     Randomness,
     doubled,
     few_of,
     find_randomness,
     places_of,
+    refuse_reentrant,
     require_same_losses_in_half,
     without_randomness,
 )
-from privgrad.gradient.curvature import backward, curvature
-from privgrad.gradient.engines import (
-    LossFunction,
-    differentiable,
-    preserved,
-    refuse_reentrant,
-    require_losses,
-    seeded,
-    shares,
-    trainable,
-)
-from privgrad.gradient.factors import Factor, JacobianNorms, Pulled
-from privgrad.gradient.moves import Moves
-from privgrad.gradient.norms import wide
-from privgrad.gradient.products import sources
-from privgrad.gradient.rules import find_rule
-from privgrad.gradient.weight_standardization import Projected, StandardizedWeight
-from privgrad.types import count_examples, map_examples
+from privgrad.types import LossFunction, count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients that are worth a pass of their own
 _FEW = 1 << 20  # that are not worth a second one, whatever the model's size

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors import Dense, Examples, Factor, cancelled, terms_of
-from privgrad.gradient.norms import short_norms, wide
+from privgrad.gradient.factors.base import Dense, Examples, Factor, cancelled, terms_of
+from privgrad.gradient.factors.norms import short_norms, wide
 
 
 class Shifted(Factor):

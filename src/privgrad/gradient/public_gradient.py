@@ -13,9 +13,9 @@ from torch.utils.data import (
 )
 
 from privgrad.errors import PrivacyError, expected, require_integer
-from privgrad.gradient.engines import LossFunction, require_losses, seeded, trainable
+from privgrad.gradient.module_state import require_losses, seeded, trainable
 from privgrad.processes import ALONE, Processes
-from privgrad.types import Batch, count_examples, map_examples
+from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 
 class PublicGradient:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
-from privgrad.gradient.engines import LossFunction, require_losses
-from privgrad.gradient.factors import Dense, Factor
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.module_state import require_losses
 from privgrad.gradient.perturb import Engine, Perturbation
-from privgrad.types import count_examples
+from privgrad.types import LossFunction, count_examples
 
 
 class LocalTraining(Perturbation):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from privgrad.gradient.batching import batched
-from privgrad.gradient.convolution import Geometry, convolve
-from privgrad.gradient.factors import Dense, Examples, Factor
-from privgrad.gradient.norms import cached
+from privgrad.gradient.factors.base import Dense, Examples, Factor
+from privgrad.gradient.factors.conv import Geometry, convolve
+from privgrad.gradient.factors.norms import cached
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Rules of convolutions, plain and transposed."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.conv import Convolution, Geometry, convolve
+from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.norms import sum_over, wide
+from privgrad.gradient.layers.base import Rule, of_channels, register_rule
+
+
+@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class _Convolution(Rule):
+    has_delta = is_bilinear = True
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return layer._conv_forward(x, parameters["weight"], parameters.get("bias"))
+
+    def supports(self, layer: Any) -> bool:
+        return hasattr(layer, "_reversed_padding_repeated_twice")
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        if name == "bias":
+            return Dense(sum_over(wide(grad).flatten(2), 2))
+        x, geometry = self._padded(layer, x)
+        return Convolution(x, grad, geometry)
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        moved = moves["weight"].convolve(*self._padded(layer, wide(x))) if "weight" in moves else 0.0
+        if "bias" in moves:
+            moved = moved + of_channels(moves["bias"], x)
+        return cast(Tensor, moved)
+
+    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        padded, geometry = self._padded(layer, x)
+        if "weight" not in moves or geometry.by_patches(geometry.places(padded.shape[2:])):
+            return super().moved(layer, parameters, moves, x)
+        # Where patches are too many, one convolution with the moved weights beats two.
+        output = convolve(Dense(moves["weight"].added_to(parameters["weight"])), padded, geometry)
+        if "bias" in parameters:
+            output = output + parameters["bias"].view(-1, *[1] * (x.dim() - 2))
+        return output + of_channels(moves["bias"], x).to(output.dtype) if "bias" in moves else output
+
+    def _padded(self, layer: Any, x: Tensor) -> tuple[Tensor, Geometry]:
+        """The input with the padding that a geometry cannot say, and the geometry."""
+        padding = layer.padding
+        if layer.padding_mode != "zeros":
+            x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), (0,) * (x.dim() - 2)
+        elif isinstance(padding, str):  # "same" may pad one side more
+            x, padding = F.pad(x, layer._reversed_padding_repeated_twice), (0,) * (x.dim() - 2)
+        return x, _geometry(layer, padding)
+
+
+class FunctionalConvolution(_Convolution):
+    """A call of F.conv1d, 2d or 3d; the layer is its options."""
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]
+        options = (layer.stride, layer.padding, layer.dilation, layer.groups)
+        return convolve(x, parameters["weight"], parameters.get("bias"), *options)
+
+
+@register_rule(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+class _TransposedConvolution(Rule):
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        convolve = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[len(layer.kernel_size)]
+        options = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
+        return convolve(x, parameters["weight"], parameters.get("bias"), *options)
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        if name == "bias":
+            return Dense(sum_over(wide(grad).flatten(2), 2))
+        # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
+        return Convolution(grad, x, _geometry(layer, layer.padding))
+
+
+def _geometry(layer: Any, padding: tuple[int, ...]) -> Geometry:
+    return Geometry(layer.kernel_size, layer.stride, padding, layer.dilation, layer.groups)

@@ -1,0 +1,72 @@
+"""Rules of embedding tables and bags.
+
+Shape suffixes: B examples, T places of an example, D width.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.embedding import Rows
+from privgrad.gradient.factors.embedding_bag import Bags
+from privgrad.gradient.factors.norms import wide
+from privgrad.gradient.layers.base import Rule, by_rows, of_bags, register_rule
+
+
+@register_rule(nn.Embedding)
+class _Embedding(Rule):
+    parameters = ("weight",)
+    has_delta = is_bilinear = True
+
+    def delta(self, layer: nn.Embedding, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        return by_rows(moves["weight"].read(x.reshape(len(moves["weight"].share), -1)), x.shape)
+
+    def supports(self, layer: nn.Embedding) -> bool:
+        return layer.max_norm is None and not layer.scale_grad_by_freq
+
+    def forward(self, layer: nn.Embedding, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.embedding(x, parameters["weight"], layer.padding_idx)
+
+    def factor(
+        self, layer: nn.Embedding, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
+    ) -> Factor:
+        ids_BT, grad_BTD = x.reshape(len(x), -1), grad.reshape(len(grad), -1, layer.embedding_dim)
+        return Rows(ids_BT, _without_padding(layer, ids_BT, grad_BTD), layer.num_embeddings)
+
+
+@register_rule(nn.EmbeddingBag)
+class _EmbeddingBag(Rule):
+    """Bags of fixed length: input (B, T), output (B, D)."""
+
+    parameters = ("weight",)
+    has_delta = is_bilinear = True
+
+    def supports(self, layer: nn.EmbeddingBag) -> bool:
+        return layer.max_norm is None and not layer.scale_grad_by_freq and layer.mode in ("sum", "mean")
+
+    def forward(self, layer: nn.EmbeddingBag, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.embedding_bag(x, parameters["weight"], mode=layer.mode, padding_idx=layer.padding_idx)
+
+    def factor(
+        self, layer: nn.EmbeddingBag, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
+    ) -> Factor:
+        return Bags(x, self._weights(layer, x, wide(grad).dtype), grad, layer.num_embeddings)
+
+    def delta(self, layer: nn.EmbeddingBag, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        return of_bags(moves["weight"], x, self._weights(layer, x, moves["weight"].share.dtype))
+
+    def _weights(self, layer: nn.EmbeddingBag, x: Tensor, dtype: torch.dtype) -> Tensor:
+        weight_BT = torch.ones_like(x, dtype=dtype)
+        if layer.padding_idx is not None:
+            weight_BT = (x != layer.padding_idx).to(dtype)
+        return weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1) if layer.mode == "mean" else weight_BT
+
+
+def _without_padding(layer: nn.Embedding | nn.EmbeddingBag, ids_BT: Tensor, grad_BTD: Tensor) -> Tensor:
+    if layer.padding_idx is None:
+        return grad_BTD
+    return grad_BTD * (ids_BT != layer.padding_idx)[:, :, None]

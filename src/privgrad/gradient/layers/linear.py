@@ -1,0 +1,76 @@
+"""Rules of linear maps, dense, transposed and of sparse rows."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.embedding_bag import Bags
+from privgrad.gradient.factors.norms import sum_over, wide
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.layers.base import Rule, by_rows, in_places, of_bags, register_rule
+
+
+@register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+class Linear(Rule):
+    has_delta = is_bilinear = True
+
+    def forward(self, layer: nn.Linear, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.linear(x, parameters["weight"], parameters.get("bias"))
+
+    def factor(self, layer: nn.Linear, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        if name == "bias":
+            return Dense(grad if grad.dim() == 2 else sum_over(wide(in_places(grad)), 1))
+        return Outer(in_places(x), in_places(grad))
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        size = len(next(iter(moves.values())).share)
+        moved = 0.0
+        if "weight" in moves:
+            moved = self.oriented(moves["weight"]).apply(wide(x).reshape(size, -1, x.shape[-1]))
+        if "bias" in moves:
+            moved = moved + moves["bias"].dense()[:, None].expand(-1, x.shape[:-1].numel() // size, -1)
+        return by_rows(cast(Tensor, moved), x.shape[:-1])
+
+    def oriented(self, move: Move) -> Move:
+        """Of a weight of shape (O, I)."""
+        return move
+
+
+@register_rule("transformers.pytorch_utils.Conv1D")
+class _TransposedLinear(Linear):
+    """Hugging Face's Conv1D: a Linear whose weight has shape (I, O)."""
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.linear(x, parameters["weight"].T, parameters["bias"])
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        return (
+            super().factor(layer, name, parameters, x, grad) if name == "bias" else Outer(in_places(grad), in_places(x))
+        )
+
+    def oriented(self, move: Move) -> Move:
+        return move.transposed()
+
+
+@register_rule("privgrad.models.SparseLinear")
+class _SparseLinear(Rule):
+    """Packed rows (B, 2, L), output (B, O)."""
+
+    has_delta = is_bilinear = True
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        weight, values = parameters["weight"], x[:, 1].to(parameters["weight"].dtype)
+        return F.embedding_bag(x[:, 0].long(), weight, mode="sum", per_sample_weights=values) + parameters["bias"]
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        return Dense(grad) if name == "bias" else Bags(x[:, 0].long(), x[:, 1], grad, len(parameters["weight"]))
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        moved = of_bags(moves["weight"], x[:, 0].long(), x[:, 1]) if "weight" in moves else 0.0
+        if "bias" in moves:
+            moved = moved + moves["bias"].for_rows(x)
+        return cast(Tensor, moved)

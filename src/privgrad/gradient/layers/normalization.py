@@ -1,0 +1,140 @@
+"""Rules of normalizations: layer, RMS, group, instance, and batch statistics that are frozen."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.norms import cached, sum_over, wide
+from privgrad.gradient.layers.base import Rule, register_rule
+from privgrad.gradient.layers.standardization import standardized
+
+
+class _Normalization(Rule):
+    """out = weight * normalized(x) + bias, elementwise."""
+
+    has_delta = is_bilinear = True
+
+    def bilinear(self, layer: Any, x: Tensor) -> tuple[Rule, Tensor]:
+        return _ScaleAndShift(self), self.twice_differentiable(layer, x)
+
+    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        def at_places(name: str) -> Tensor:
+            return self.at_places(layer, moves[name].for_rows(x), x)
+
+        moved = self.normalized(layer, wide(x)) * at_places("weight") if "weight" in moves else 0.0
+        return cast(Tensor, moved + at_places("bias") if "bias" in moves else moved)
+
+    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+        """With one normalization, where forward and delta would have two."""
+        output = self.normalized(layer, x)
+        for name, combine in (("weight", torch.mul), ("bias", torch.add)):
+            if name in parameters:
+                own = parameters[name][None]
+                rows = own + moves[name].for_rows(x).to(own.dtype) if name in moves else own
+                output = combine(output, self.at_places(layer, rows, x).to(output.dtype))
+        return output
+
+    def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
+        """Values of channels, shape (rows, C), to be broadcast over places."""
+        return values.view(*values.shape, *[1] * (x.dim() - 2))
+
+    def normalized(self, layer: Any, x: Tensor) -> Tensor:
+        return self.forward(layer, {}, x)
+
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        """As normalized."""
+        return self.normalized(layer, x)
+
+    def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
+        if name == "bias":
+            return Dense(self.over_places(layer, wide(grad)))
+        few = cached(int(x[:1].numel()))
+        parts: list[Tensor] = []
+        with torch.no_grad():
+            for start in range(0, len(x), few):
+                scaled = self.normalized(layer, wide(x[start : start + few])) * grad[start : start + few]
+                parts.append(self.over_places(layer, scaled))
+        return Dense(torch.cat(parts))
+
+    def over_places(self, layer: Any, grad: Tensor) -> Tensor:
+        """Sum over everything but examples and channels: shape (B, C)."""
+        return sum_over(grad.flatten(2), 2) if grad.dim() > 2 else grad
+
+
+class _ScaleAndShift(_Normalization):
+    """out = weight * x + bias: what is left of a normalization.
+
+    Args:
+        whole: knows which places the parameters are for.
+    """
+
+    def __init__(self, whole: _Normalization) -> None:
+        self.at_places, self.over_places = whole.at_places, whole.over_places
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return self.moved(layer, parameters, {}, x)
+
+    def normalized(self, layer: Any, x: Tensor) -> Tensor:
+        return x
+
+
+@register_rule(nn.LayerNorm)
+class _LayerNorm(_Normalization):
+    def forward(self, layer: nn.LayerNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        shape = list(layer.normalized_shape)
+        return F.layer_norm(x, shape, parameters.get("weight"), parameters.get("bias"), layer.eps)
+
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        return standardized(x.reshape(-1, *layer.normalized_shape), layer.eps).view_as(x)
+
+    def over_places(self, layer: Any, grad: Tensor) -> Tensor:
+        shape = tuple(layer.normalized_shape)
+        return sum_over(grad.reshape(len(grad), -1, *shape), 1)
+
+    def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
+        places = [1] * (x.dim() - values.dim())
+        return values.view(len(values), *places, *values.shape[1:])
+
+
+@register_rule(nn.RMSNorm)
+class _RMSNorm(_LayerNorm):
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.rms_norm(x, list(layer.normalized_shape), parameters.get("weight"), layer.eps)
+
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        return self.normalized(layer, x)
+
+
+@register_rule(nn.GroupNorm)
+class _GroupNorm(_Normalization):
+    def forward(self, layer: nn.GroupNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.group_norm(x, layer.num_groups, parameters.get("weight"), parameters.get("bias"), layer.eps)
+
+    def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
+        return standardized(x.reshape(len(x) * layer.num_groups, -1), layer.eps).view_as(x)
+
+
+@register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class _InstanceNorm(_Normalization):
+    def supports(self, layer: Any) -> bool:
+        return not layer.track_running_stats
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return F.instance_norm(x, weight=parameters.get("weight"), bias=parameters.get("bias"), eps=layer.eps)
+
+
+@register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+class _FrozenBatchNorm(_Normalization):
+    """In evaluation mode only: the statistics are constants."""
+
+    def supports(self, layer: Any) -> bool:
+        return not layer.training and layer.running_mean is not None
+
+    def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        mean, var = layer.running_mean, layer.running_var
+        return F.batch_norm(x, mean, var, parameters.get("weight"), parameters.get("bias"), False, 0.0, layer.eps)
