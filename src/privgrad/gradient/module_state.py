@@ -1,4 +1,4 @@
-"""What a model is and holds, read or replaced for a while and restored."""
+"""Read a model's parameters and state, or replace them for a while and restore them."""
 
 import operator
 import warnings

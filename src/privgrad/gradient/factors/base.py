@@ -75,11 +75,6 @@ class Factor(ABC):
             self.shape
         )
 
-    @property
-    def is_pulled(self) -> bool:
-        """Whether sums are pulled back through a Jacobian, which rounds in its own way."""
-        return False
-
     def sum_and_rounding(
         self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
     ) -> tuple[Tensor, float]:
@@ -220,10 +215,6 @@ class Scaled(Factor):
     ) -> tuple[Tensor, float]:
         return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales, parts)
 
-    @property
-    def is_pulled(self) -> bool:
-        return self.inner.is_pulled
-
     def keep(self, kept_B: Tensor) -> "Scaled":
         return Scaled(self.inner.keep(kept_B), self.share)
 
@@ -316,10 +307,6 @@ class Sum(Factor):
         found = (part.sum_and_rounding(weight_B, inverse_scales, parts) for part in self.parts)
         sums, rounded = zip(*found, strict=True)
         return added_up(list(sums)), sum(rounded)
-
-    @property
-    def is_pulled(self) -> bool:
-        return any(part.is_pulled for part in self.parts)
 
     def keep(self, kept_B: Tensor) -> "Sum":
         return Sum([part.keep(kept_B) for part in self.parts])

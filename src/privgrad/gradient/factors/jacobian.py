@@ -161,10 +161,6 @@ class Pulled(Factor):
         pairs = zip(parts, ends, strict=True)
         return added_up([Dense(p.dense()).weighted_sum(weight_B[end - p.examples : end]) for p, end in pairs])
 
-    @property
-    def is_pulled(self) -> bool:
-        return not self.apart
-
     def sum_and_rounding(
         self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
     ) -> tuple[Tensor, float]:

@@ -45,10 +45,6 @@ class Shifted(Factor):
         total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales, parts)
         return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum())), rounded
 
-    @property
-    def is_pulled(self) -> bool:
-        return self.inner.is_pulled
-
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.inner.exact_sum(weight_B)
         return total.add_(self.shift.double(), alpha=float((weight_B * self.kept_B).sum()))

@@ -67,7 +67,7 @@ class _Normalization(Rule):
 
 
 class _ScaleAndShift(_Normalization):
-    """out = weight * x + bias: what is left of a normalization.
+    """out = weight * x + bias: a normalization without its normalizing step.
 
     Args:
         whole: knows which places the parameters are for.
