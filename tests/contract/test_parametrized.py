@@ -18,6 +18,7 @@ from privgrad.gradient.engines import hooks
 from privgrad.gradient.engines.capture import Capture
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.weight_standardization import Projected, WeightStandardization
 from privgrad.models import ws_conv2d
 
@@ -191,3 +192,14 @@ def test_the_old_weight_norm_computes_again_from_parameters_that_move(make: Call
         found = computed.moved(x, 0.3, exact=exact)
         for name, rows in moved_one_by_one(model, x, 0.3, exact=exact).items():
             assert_equal_to_loop(found[name], rows, 1e-8)
+
+
+def test_gradients_of_a_computed_weight_that_are_written_out_for_their_norms_are_kept():
+    """Each is then one term of the sum: no parts, and no second pull by J^T."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 8, 3, padding=1).double()
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    examples = torch.randn(4, 3, 16, 16).double(), torch.randn(4, 8, 16, 16).double()
+    found, wanted = Hooks(layer, products)(examples)[ORIGINAL], Vmap(layer, products)(examples)[ORIGINAL]
+    assert isinstance(found, Dense)
+    torch.testing.assert_close(found.dense(), wanted.dense(), rtol=1e-8, atol=1e-10)

@@ -36,7 +36,7 @@ from privgrad.gradient.engines.self_check import norm_of, require_single, restor
 from privgrad.gradient.engines.vmap import shares
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Moves
-from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled
+from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled, PulledDense
 from privgrad.gradient.factors.norms import wide
 from privgrad.gradient.factors.weight_standardization import Projected, StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
@@ -344,8 +344,8 @@ class Hooks:
                 except RuntimeError:
                     self._require_unrepeated(few)
                     raise
-        own, pulled = trainable(self._model), {n: f for n, f in found.items() if isinstance(f, Projected | Pulled)}
-        self._pulled = {id(own[name]): isinstance(factor, Projected) for name, factor in pulled.items()}
+        own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
+        self._pulled = {id(own[name]): isinstance(f, Projected) for name, f in found.items() if isinstance(f, kinds)}
         self._reached = set(found)
 
     def _require_unrepeated(self, few: Any) -> None:

@@ -178,6 +178,13 @@ class Pulled(Factor):
             return pulled, math.inf
         return pulled, float(norms_of(wide(moved)[None], inverse_scales))
 
+    @property
+    def worth_keeping(self) -> bool:
+        return self.inner.worth_keeping
+
+    def written_out(self) -> "PulledDense":
+        return PulledDense(super().written_out().grads_BP)
+
     def keep(self, kept_B: Tensor) -> "Pulled":
         return self._like(self.inner.keep(kept_B))
 
@@ -200,3 +207,7 @@ class Pulled(Factor):
 
     def _like(self, inner: Factor) -> "Pulled":
         return Pulled(inner, self.jacobian, apart=self.apart)
+
+
+class PulledDense(Dense):
+    """Gradients that were pulled back one by one, written out."""
