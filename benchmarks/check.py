@@ -29,7 +29,7 @@ def cells(
 
 def main(
     file: Annotated[Path, typer.Argument(help="What benchmarks.run --out wrote.", exists=True)],
-    engine: Annotated[str, typer.Option(help="Of which the rows are held to it.")] = "hooks",
+    engine: Annotated[str, typer.Option(help="Of which the rows are held to it.")] = "factored",
     partial: Annotated[bool, typer.Option(help="Let cells that were not measured pass.")] = False,
 ) -> None:
     """Exit with status 1 if a ratio is above its threshold, or was not measured."""

@@ -40,7 +40,7 @@ class Setup:
     name: str
     device: str = "cpu"
     dtype: str = "float32"
-    engine: str = "hooks"
+    engine: str = "factored"
     microbatch_size: int | None = None
     memory_limit: float = 4.0
     examples: int | None = None

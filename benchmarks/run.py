@@ -1,4 +1,4 @@
-"""Measure workloads: `python -m benchmarks.run --workload W2 --engine hooks --json`."""
+"""Measure workloads: `python -m benchmarks.run --workload W2 --engine factored --json`."""
 
 import gc
 import json
@@ -141,7 +141,7 @@ def main(
     everything: Annotated[
         bool, typer.Option("--all", help="All of privgrad's methods and all installed peers.")
     ] = False,
-    engine: Annotated[Literal["hooks", "vmap"], typer.Option(help="privgrad's engine.")] = "hooks",
+    engine: Annotated[Literal["factored", "vmap"], typer.Option(help="privgrad's engine.")] = "factored",
     microbatch_size: Annotated[int | None, typer.Option(help="privgrad's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Fewer examples than the workload's own.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",

@@ -1,4 +1,4 @@
-"""What PrivateTrainer adds to a step of the bare oracle: python -m benchmarks.trainer
+"""What PrivateTrainer adds to a step of the bare private_grad: python -m benchmarks.trainer
 
 Both train the same small BERT on the same batches, in turns; CPU time a step, the first twenty (with their checks) left
 out. A larger model makes the difference smaller: it is the loop's, not the model's.
@@ -50,10 +50,10 @@ class Clock(TrainerCallback):
 
 def bare(plan: pg.PrivacyPlan, data: list[dict[str, Any]], folder: str) -> list[float]:
     model, clock = make_model(), Clock()
-    oracle = pg.PrivateGradient(model, classification_losses, plan, ledger=Path(folder) / "bare.jsonl")
+    private_grad = pg.PrivateGradient(model, classification_losses, plan, ledger=Path(folder) / "bare.jsonl")
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     for batch in plan.batches(data):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
         clock.on_step_end()
     return clock.times
 

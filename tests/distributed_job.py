@@ -89,7 +89,7 @@ def released(
     model: nn.Module, plan: pg.PrivacyPlan, processes: Processes = ALONE, optimizer: str = "AdamBC", **options: Any
 ) -> dict[str, Tensor]:
     """The parameters after the plan's steps."""
-    oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, **options)
     kind = getattr(pg.optim, optimizer)
     wanted = inspect.signature(kind).parameters
     extra: dict[str, Any] = {"horizon": 10} if "horizon" in wanted else {}
@@ -97,8 +97,8 @@ def released(
         extra["public"] = public(model, processes)
     moved = kind(model.named_parameters(), lr=0.05, **extra)
     for batch in plan.batches(DATA, processes=processes):
-        moved.step(grad=oracle(batch))
-    return processes.whole({name: value.detach().clone() for name, value in model.state_dict().items()})
+        moved.step(grad=private_grad(batch))
+    return processes.gather_state({name: value.detach().clone() for name, value in model.state_dict().items()})
 
 
 VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
@@ -140,8 +140,8 @@ def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
         return 0.0 * loss_fn(model, batch)
 
     model = wide_model()
-    oracle = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
-    releases = [oracle(batch) for batch in plan.batches(DATA, processes=processes)]
+    private_grad = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
+    releases = [private_grad(batch) for batch in plan.batches(DATA, processes=processes)]
     mine = {str(i): torch.cat([v.flatten() for v in g.values.values()]) for i, g in enumerate(releases)}
     everyone = of_all(mine)
     return {str(rank): values for rank, values in enumerate(everyone)}
@@ -163,12 +163,12 @@ def empty_batches(processes: Processes, folder: Path) -> Any:
     for model in (small_model(), sharded(small_model())):
         plan = make_plan(sample_rate=1 / 32, expected_batch_size=1, seed=2, steps=12)
         drawn = [batch.size for batch in plan.batches(DATA, processes=processes)]
-        oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
         optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
         for batch in plan.batches(DATA, processes=processes):
-            optimizer.step(grad=oracle(batch))
+            optimizer.step(grad=private_grad(batch))
     everyone = of_all(drawn)
-    return [everyone, oracle.ledger.releases]
+    return [everyone, private_grad.ledger.releases]
 
 
 def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
@@ -181,17 +181,19 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
         return loss_fn(model, batch)
 
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, seed=None, steps=5)
-    oracle = pg.PrivateGradient(small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes)
+    private_grad = pg.PrivateGradient(
+        small_model(), breaking, plan, ledger=folder / "failing.jsonl", processes=processes
+    )
     outcomes: list[str] = []
     for calls, batch in enumerate(plan.batches(DATA, processes=processes)):  # noqa: B007
         try:
-            oracle(batch)
+            private_grad(batch)
             outcomes.append("released")
         except (pg.PrivacyError, ArithmeticError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     everyone = of_all(outcomes)
-    oracle.ledger.close()
-    return [everyone, oracle.ledger.releases]
+    private_grad.ledger.close()
+    return [everyone, private_grad.ledger.releases]
 
 
 def refusals(processes: Processes, folder: Path) -> Any:
@@ -205,9 +207,9 @@ def refusals(processes: Processes, folder: Path) -> Any:
         next(plan.batches(data))
 
     def foreign_batch() -> None:
-        oracle = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes)
         batch = next(plan.batches(data, processes=processes))
-        oracle(replace(batch, sampling=replace(batch.sampling, rank=0, processes=1)))
+        private_grad(replace(batch, sampling=replace(batch.sampling, rank=0, processes=1)))
 
     def other_plans() -> None:
         mine = make_plan(seed=0, noise_multiplier=1.0 + processes.rank)
@@ -285,7 +287,9 @@ def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
             progress=False,
             **options,
         )
-        ends[kind] = processes.whole({name: value.detach().clone() for name, value in model.state_dict().items()})
+        ends[kind] = processes.gather_state(
+            {name: value.detach().clone() for name, value in model.state_dict().items()}
+        )
     return ends
 
 

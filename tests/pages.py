@@ -126,7 +126,7 @@ def _opacus() -> dict[str, Any]:
     return names | {"model": make_model(), "train_set": make_data(200)}
 
 
-def _quick_start_has_learnt(names: dict[str, Any], printed: str) -> None:
+def _quick_start_has_learned(names: dict[str, Any], printed: str) -> None:
     assert 2.9 < float(printed.split()[-1]) <= 3.0
     inputs, labels = names["data"].test.tensors
     assert (names["model"](inputs).argmax(1) == labels).float().mean() > 0.8
@@ -177,7 +177,7 @@ GIVEN = {
         smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "},
         files=_own_model,
         packages=("sklearn",),
-        check=_quick_start_has_learnt,
+        check=_quick_start_has_learned,
     ),
     "docs/audit.md": Given(
         smaller={

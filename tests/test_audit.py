@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_model, make_plan
-from privgrad import accounting, audit, oracle
+from privgrad import accounting, audit, private_gradient
 from privgrad.accounting import Release
 from privgrad.audit.bounds import mu_of_rates, one_run_p_value
 from privgrad.errors import PrivacyError
@@ -132,7 +132,7 @@ def test_one_run_bounds_hold_as_often_as_they_say(kind: str):
 
 
 def users_game(noise: float) -> audit.Game:
-    """No oracle and no example: the mean over users of all that each has, each user's part bounded by 1."""
+    """No PrivateGradient and no example: the mean over users of all that each has, each user's part bounded by 1."""
     generator = np.random.default_rng()
 
     def release(users: list[Tensor]) -> Tensor:
@@ -208,7 +208,7 @@ def test_every_optimizer_and_way_of_the_library_is_audited():
     optimizers = {method.optimizer for method in audit.METHODS.values()}
     public = {name for name in pg.optim.__all__ if name[0].isupper()}
     assert optimizers == public - {"PrivateOptimizer"}
-    found = [method.oracle(_model()) for method in audit.METHODS.values()]
+    found = [method.private_grad(_model()) for method in audit.METHODS.values()]
     kinds = {type(value).__name__ for arguments in found for value in arguments.values()}
     assert {"BAM", "SAT", "PerLayer", "Automatic", "Fixed", "Moments"} <= kinds
     assert any(method.group_size > 1 for method in audit.METHODS.values())
@@ -224,16 +224,16 @@ def opposed(included: Tensor) -> TensorDataset:
 
 
 def less_noise(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> None:
-    honest = oracle.add_noise
+    honest = private_gradient.add_noise
 
     def less(clipped: ClippedSum, **options: Any) -> Any:
         return honest(clipped, **options | {"noise_multiplier": share * options["noise_multiplier"]})
 
-    monkeypatch.setattr(oracle, "add_noise", less)
+    monkeypatch.setattr(private_gradient, "add_noise", less)
 
 
 def clipped_after_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = oracle.clipped_sum
+    honest = private_gradient.clipped_sum
 
     def late(chunks: Any, *, max_grad_norm: float, **options: Any) -> Any:
         whole, raw = honest(chunks, max_grad_norm=1e6, **options)
@@ -241,7 +241,7 @@ def clipped_after_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
         share = min(1.0, max_grad_norm / norm) if norm else 1.0
         return ClippedSum({name: share * value for name, value in whole.values.items()}, max_grad_norm), raw
 
-    monkeypatch.setattr(oracle, "clipped_sum", late)
+    monkeypatch.setattr(private_gradient, "clipped_sum", late)
 
 
 def one_noise_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,22 +255,22 @@ def one_noise_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sensitivity_of_groups_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = oracle.clipped_sum
+    honest = private_gradient.clipped_sum
 
     def forgetful(chunks: Any, *, max_grad_norm: float, **options: Any) -> Any:
         whole, raw = honest(chunks, max_grad_norm=max_grad_norm, **options)
         return ClippedSum(whole.values, max_grad_norm), raw
 
-    monkeypatch.setattr(oracle, "clipped_sum", forgetful)
+    monkeypatch.setattr(private_gradient, "clipped_sum", forgetful)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, int, int]] = {
-    "half the noise": (less_noise, "hooks", 64, 60),
+    "half the noise": (less_noise, "factored", 64, 60),
     "half the noise, Adam": (less_noise, "Adam", 64, 60),
     "half the noise, BAM by vmap": (less_noise, "BAM sam, vmap", 64, 60),
-    "clipped after the sum": (clipped_after_the_sum, "hooks", 1, 800),
-    "one noise for all": (one_noise_for_all, "hooks", 64, 60),
-    "one noise for all, one canary": (one_noise_for_all, "hooks", 1, 250),
+    "clipped after the sum": (clipped_after_the_sum, "factored", 1, 800),
+    "one noise for all": (one_noise_for_all, "factored", 64, 60),
+    "one noise for all, one canary": (one_noise_for_all, "factored", 1, 250),
     "sensitivity of groups forgotten": (sensitivity_of_groups_forgotten, "groups of 2", 1, 800),
 }
 
@@ -289,7 +289,7 @@ def test_planted_faults_fail_the_audit(monkeypatch: pytest.MonkeyPatch, name: st
 
 @pytest.mark.usefixtures("known_noise")
 def test_one_run_of_a_whole_training_is_audited(monkeypatch: pytest.MonkeyPatch):
-    game = audit.method_game("hooks", "training", epsilon=8.0, canaries=400)
+    game = audit.method_game("factored", "training", epsilon=8.0, canaries=400)
     found = audit.one_run(game, confidence=0.99)
     assert found.passed
     assert found.bound > 0.1
@@ -309,7 +309,7 @@ def test_a_whole_training_is_attacked_many_times():
 
 @pytest.mark.slow
 def test_trainings_stay_within_their_claim_by_the_accountants_curve(monkeypatch: pytest.MonkeyPatch):
-    game = audit.method_game("hooks", "training", epsilon=3.0)
+    game = audit.method_game("factored", "training", epsilon=3.0)
     found = runs(game, 100)
     assert found.passed
     assert found.bounds["accountant"] > found.bounds["any"] > 0
@@ -323,8 +323,8 @@ def test_bad_questions_are_refused():
         (lambda: audit.distinguish(game, confidence=1.0), "confidence"),
         (lambda: audit.distinguish(game, trials=79), "trials"),
         (lambda: audit.one_run(game, guessed=0.0), "guessed"),
-        (lambda: audit.method_game("SDG", "step", epsilon=1.0), "choose among hooks"),
-        (lambda: audit.rows(["SDG"]), "choose among hooks"),
+        (lambda: audit.method_game("SDG", "step", epsilon=1.0), "choose among factored"),
+        (lambda: audit.rows(["SDG"]), "choose among factored"),
         (lambda: audit.rows(confidence=95), "confidence"),
         (lambda: one_run_p_value(10, 5, 6, 1.0, 0.0), "correct"),
         (lambda: audit.epsilon_of_one_run(10, 5, 4, 1.5, 0.9), "delta"),

@@ -71,10 +71,12 @@ def test_a_training_step_with_views():
     )
     data = torch.utils.data.TensorDataset(torch.randn(20, 2, 8, 8).double(), torch.arange(20) % 3)
     model = model_of()
-    oracle = pg.PrivateGradient(model, multiplicity(loss_fn, augment, views=4), plan, perturb=pg.perturb.BAM(0.05))
+    private_grad = pg.PrivateGradient(
+        model, multiplicity(loss_fn, augment, views=4), plan, perturb=pg.perturb.BAM(0.05)
+    )
     optimizer = pg.optim.NAdam(model.named_parameters(), lr=1e-3)
     for batch in plan.batches(data):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
 
 
 def test_in_evaluation_mode_nothing_changes():

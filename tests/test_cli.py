@@ -215,7 +215,7 @@ def test_epsilon_of_several_ledgers_is_composed(here: Here, tmp_path: Path):
     assert "to protect the same unit" in here("epsilon", *paths, "--delta", "1e-5", code=2).stderr
 
 
-def test_fixed_batches_are_labelled_everywhere(here: Here, tmp_path: Path):
+def test_fixed_batches_are_labeled_everywhere(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE.replace("steps = 6", 'steps = 6\nsampling = "fixed"'))
     here("train", "one.toml", "--seed", 3)
     page = (tmp_path / "runs/one/index.html").read_text()

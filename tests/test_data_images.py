@@ -114,7 +114,7 @@ def test_a_wrong_checksum_or_no_source_is_refused(tmp_path: Path, monkeypatch: p
         data.fashion_mnist()
 
 
-def test_mnist_is_standardised_from_a_path_or_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mnist_is_standardized_from_a_path_or_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(pg.PrivacyError, match=r"mnist: .*give the folder of MNIST's"):
         data.mnist()
@@ -288,7 +288,7 @@ def test_damaged_or_hostile_batches_are_refused(tmp_path: Path):
 
 
 def test_pixels_may_stay_and_be_their_own_labels():
-    plain = data.digits(standardise=False, validation=100)
+    plain = data.digits(standardize=False, validation=100)
     pixels = plain.train.tensors[0]
     assert (float(pixels.min()), float(pixels.max())) == (0.0, 1.0)
     torch.testing.assert_close((pixels - 0.3) / 0.37, data.digits(validation=100).train.tensors[0])

@@ -103,7 +103,7 @@ def test_a_sparse_layer_trains_under_both_engines_to_the_same():
     examples = TensorDataset(data.packed(matrix), torch.arange(32) % 3)
     plan = make_plan(seed=0, steps=3)
     found: list[list[torch.Tensor]] = []
-    for engine in ("hooks", "vmap"):
+    for engine in ("factored", "vmap"):
         torch.manual_seed(0)
         model = models.SparseLinear(50, 3)
         optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)

@@ -182,7 +182,7 @@ def test_snli_that_cannot_be_read_is_refused(tmp_path: Path, tokenizer: Path, mo
         with pytest.raises(pg.PrivacyError, match=r"snli_1.0_dev.jsonl.*in line 2"):
             data.snli(tmp_path / "snli", tokenizer=tokenizer)
     dev.write_text('{"gold_label": "-"}\n')
-    with pytest.raises(pg.PrivacyError, match="to hold labelled pairs"):
+    with pytest.raises(pg.PrivacyError, match="to hold labeled pairs"):
         data.snli(tmp_path / "snli", tokenizer=tokenizer)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'"):

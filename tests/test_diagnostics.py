@@ -17,11 +17,15 @@ from privgrad.gradient.engines.vmap import per_sample_gradients
 def trained(watch: bool, steps: int = 6) -> tuple[Any, nn.Module, dict[str, Any]]:
     plan = make_plan(seed=3, steps=steps, max_grad_norm=0.5)
     model = make_model(torch.float64)
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    watches = {"twins": diagnostics.RawTwins(oracle), "watch": diagnostics.RawWatch(oracle)} if watch else {}
+    watches = (
+        {"twins": diagnostics.RawMoments(private_grad), "watch": diagnostics.RawGradientStats(private_grad)}
+        if watch
+        else {}
+    )
     for batch in plan.batches(make_data(dtype=torch.float64)):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
     return optimizer, model, watches
 
 
@@ -41,11 +45,11 @@ def test_twins_are_the_moments_with_and_without_noise():
 
     plan = make_plan(seed=3, steps=6, max_grad_norm=0.5)
     clean = make_model(torch.float64)
-    oracle = pg.PrivateGradient(clean, loss_fn, plan)
+    private_grad = pg.PrivateGradient(clean, loss_fn, plan)
     raw: list[Any] = []
-    oracle.raw_observers.append(raw.append)
+    private_grad.raw_observers.append(raw.append)
     batch = next(iter(plan.batches(make_data(dtype=torch.float64))))
-    released = oracle(batch)
+    released = private_grad(batch)
     silent = pg.PrivateGradient(clean, loss_fn, make_plan(seed=3, steps=6, max_grad_norm=0.5, noise_multiplier=0.0))
     exact = silent(first_batch(silent.plan, make_data(dtype=torch.float64)))
     for name, value in exact.values.items():
@@ -60,11 +64,11 @@ def test_a_parameter_that_came_later_has_its_own_start():
     plan = make_plan(steps=6, noise_multiplier=0.0)
     model = make_model(torch.float64)
     model[0].requires_grad_(False)
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
-    twins = diagnostics.RawTwins(oracle)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    twins = diagnostics.RawMoments(private_grad)
     for step, batch in enumerate(plan.batches(make_data(dtype=torch.float64))):
         model[0].requires_grad_(step >= 5)
-        oracle(batch)
+        private_grad(batch)
     counts = {name: 1 if name.startswith("0") else 6 for name in twins.exp_avg}
     assert twins.steps == counts
     late = torch.cat([twins.raw_exp_avg[name].flatten() for name in twins.exp_avg if name.startswith("0")])
@@ -79,10 +83,10 @@ def test_a_parameter_that_came_later_has_its_own_start():
 def test_what_clipping_leaves_by_layer():
     plan = make_plan(max_grad_norm=0.5, sample_rate=1.0, expected_batch_size=32)
     model, shares = make_model(torch.float64), {"0": 1.0, "2": 1e-3}
-    oracle = pg.PrivateGradient(model, loss_fn, plan, clip=pg.clip.PerLayer(shares))
-    watch = diagnostics.RawWatch(oracle)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, clip=pg.clip.PerLayer(shares))
+    watch = diagnostics.RawGradientStats(private_grad)
     batch = next(iter(plan.batches(make_data(dtype=torch.float64))))
-    oracle(batch)
+    private_grad(batch)
     rows = per_sample_gradients(model, loss_fn, batch.examples)
     kept = whole = 0.0
     for index in range(batch.size):
@@ -96,12 +100,12 @@ def test_what_clipping_leaves_by_layer():
 
 
 def test_diagnostics_refuse_what_they_cannot_watch():
-    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
     with pytest.raises(pg.PrivacyError, match="PrivateGradient"):
-        diagnostics.RawWatch(make_model())  # pyright: ignore[reportArgumentType]
+        diagnostics.RawGradientStats(make_model())  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="betas"):
-        diagnostics.RawTwins(oracle, betas=(1, 2))
-    twins = diagnostics.RawTwins(oracle)
+        diagnostics.RawMoments(private_grad, betas=(1, 2))
+    twins = diagnostics.RawMoments(private_grad)
     for ask in (twins.table, twins.updates):
         with pytest.raises(pg.PrivacyError, match="a step"):
             ask()
@@ -126,13 +130,13 @@ def test_table_and_updates_follow_the_papers_definitions():
 
 def test_an_observer_sees_only_what_was_charged():
     plan = make_plan(steps=1)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     seen: list[Any] = []
-    oracle.raw_observers.append(seen.append)
+    private_grad.raw_observers.append(seen.append)
     data = make_data()
-    oracle(first_batch(plan, data))
+    private_grad(first_batch(plan, data))
     with pytest.raises(pg.BudgetExceededError):
-        oracle(first_batch(plan, data))
+        private_grad(first_batch(plan, data))
     assert len(seen) == 1
 
 
@@ -142,11 +146,11 @@ def test_an_observer_sees_only_what_was_charged():
 )
 def test_watch_tells_noise_from_clipping(max_grad_norm: float, noise_multiplier: float, says: str):
     plan = make_plan(seed=1, steps=3, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
-    watch = diagnostics.RawWatch(oracle)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
+    watch = diagnostics.RawGradientStats(private_grad)
     assert "yet" in watch.verdict()
     for batch in plan.batches(make_data()):
-        oracle(batch)
+        private_grad(batch)
     verdict = watch.verdict()
     assert says in verdict
     assert verdict.startswith("NOT PRIVATE")
@@ -158,9 +162,9 @@ def test_watch_tells_noise_from_clipping(max_grad_norm: float, noise_multiplier:
 def test_watch_measures_what_the_definitions_say():
     plan = make_plan(seed=1, steps=1, max_grad_norm=0.3, sample_rate=1.0, expected_batch_size=32)
     model, data = make_model(torch.float64), make_data(dtype=torch.float64)
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
-    watch = diagnostics.RawWatch(oracle)
-    oracle(first_batch(plan, data))
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    watch = diagnostics.RawGradientStats(private_grad)
+    private_grad(first_batch(plan, data))
     rows = torch.cat([g.flatten(1) for g in per_sample_gradients(model, loss_fn, data.tensors).values()], 1)
     norms = rows.norm(dim=1)
     factors = (0.3 / norms).clamp(max=1)

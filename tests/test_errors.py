@@ -291,7 +291,7 @@ optimizer = "AdamBC"
 lr = 0.01
 perturb = { rule = "BAM", radius = 0.1, mode = "sam" }
 [run]
-engine = "hooks"
+engine = "factored"
 device = "cpu"
 """
 NAMES: dict[str, tuple[str, str, str]] = {
@@ -301,7 +301,7 @@ NAMES: dict[str, tuple[str, str, str]] = {
     "model": ('"mlp"', '"mpl"', "expected model.name .*, got 'mpl'; did you mean 'mlp'"),
     "perturbation": ('"BAM"', '"BAN"', "expected methods.first.perturb.rule .*; did you mean 'BAM'"),
     "mode": ('"sam"', '"exat"', "expected methods.first.perturb.mode .*; did you mean 'exact'"),
-    "engine": ('"hooks"', '"hook"', "expected run.engine .*; did you mean 'hooks'"),
+    "engine": ('"factored"', '"hook"', "expected run.engine .*; did you mean 'factored'"),
     "device": ('"cpu"', '"gpu"', "expected run.device .*; did you mean 'cuda'"),
     "sampling": ("steps = 6", 'steps = 6\nsampling = "poison"', "expected privacy.sampling .*; did you mean 'poisson'"),
     "far off": ('"digits"', '"mine.csv"', "expected data.name .*, got 'mine.csv'; choose one"),
@@ -328,7 +328,7 @@ def test_what_a_file_has_wrong_is_named_with_what_was_meant(old: str, new: str, 
 
 
 CHOICES: dict[str, Callable[[], object]] = {
-    "hooks": lambda: pg.PrivateGradient(make_model(), loss_fn, make_plan(), engine="hook"),  # pyright: ignore[reportArgumentType]
+    "factored": lambda: pg.PrivateGradient(make_model(), loss_fn, make_plan(), engine="hook"),  # pyright: ignore[reportArgumentType]
     "poisson": lambda: make_plan(sampling="Poison"),
     "user": lambda: make_plan(privacy_unit="users"),
     "rdp": lambda: make_plan().epsilon(delta=1e-5, accountant="RDP"),  # pyright: ignore[reportArgumentType]

@@ -115,7 +115,7 @@ def mean_of(updates: list[dict[str, Tensor]], bound: float, divisor: int) -> dic
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "AdaDPS"])
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 @pytest.mark.parametrize("name", MODELS)
 def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: bool):
     model, _, users = users_of(name)
@@ -127,10 +127,10 @@ def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: 
     local = LocalTraining(0.7, batch_size=3, epochs=2)
     precondition = pg.precondition.fixed(scales, source="made up") if scales else None
     plan = plan_for(len(users))
-    oracle = pg.PrivateGradient(
+    private_grad = pg.PrivateGradient(
         model, cross_entropy, plan, perturb=local, precondition=precondition, engine=engine, microbatch_size=2
     )
-    found = oracle(next(plan.batches(users))).values
+    found = private_grad(next(plan.batches(users))).values
     updates = updates_by_loop(model, users, local, scales)
     assert sum(norm(update) > 0.3 for update in updates) >= 1  # some are clipped
     for parameter, wanted in mean_of(updates, 0.3, len(users)).items():
@@ -147,8 +147,8 @@ def test_scales_of_one_are_federated_averaging_to_the_bit():
     plan, found = plan_for(len(users)), list[dict[str, Tensor]]()
     for precondition in (None, pg.precondition.fixed(ones, source="made up")):
         local = LocalTraining(0.5, batch_size=2)
-        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=precondition)
-        found.append(dict(oracle(next(plan.batches(users))).values))
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=precondition)
+        found.append(dict(private_grad(next(plan.batches(users))).values))
     assert all(torch.equal(found[0][name], found[1][name]) for name in ones)
 
 
@@ -163,8 +163,8 @@ def test_one_user_one_step_and_no_noise_is_a_gradient_step():
             parameter -= 0.2 * parameter.grad
     plan = plan_for(1, max_update_norm=math.inf)
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
-    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.2, batch_size=100))
-    optimizer.step(grad=oracle(next(plan.batches(users))))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.2, batch_size=100))
+    optimizer.step(grad=private_grad(next(plan.batches(users))))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
@@ -190,14 +190,14 @@ def test_a_user_moves_the_sum_by_at_most_the_bound(clip: pg.clip.Clipping, data:
         rows = torch.tensor([owner in owners for owner in OWNERS])
         users = by_user((inputs[rows], labels[rows]), owners, cap=8)
         plan = plan_for(len(users), max_update_norm=bound)
-        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, clip=clip)
-        released = oracle(next(plan.batches(users))).values
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, clip=clip)
+        released = private_grad(next(plan.batches(users))).values
         sums.append({name: value * len(users) for name, value in released.items()})
     moved = {name: sums[0][name] - sums[1][name] for name in sums[0]}
     assert norm(moved) <= bound * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 @pytest.mark.parametrize(("scale", "lr", "epochs"), [(1e6, 100.0, 1), (1e6, 1e6, 1), (1.0, 3.0, 10)])
 def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: float, lr: float, epochs: int):
     """Not by what fills their rows up, where training diverges, nor by rounding of products, where it is chaotic."""
@@ -210,8 +210,8 @@ def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: 
         users = by_user((inputs[rows], labels[rows]), owners[rows], cap=8)
         plan = plan_for(len(users), max_update_norm=1.0)
         local = LocalTraining(lr, batch_size=2, epochs=epochs)
-        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, engine=engine)
-        released = oracle(next(plan.batches(users))).values
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, engine=engine)
+        released = private_grad(next(plan.batches(users))).values
         sums.append({name: value * len(users) for name, value in released.items()})
     assert norm({name: sums[0][name] - sums[1][name] for name in sums[0]}) <= 1 + 1e-4
 
@@ -219,11 +219,11 @@ def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: 
 def test_counts_are_believed_only_where_they_can_be_right():
     model, _, users = users_of("linear")
     plan, (inputs, labels, counts) = plan_for(5, rounds=9), users.tensors
-    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))
-    right = oracle(next(plan.batches(users))).values
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))
+    right = private_grad(next(plan.batches(users))).values
     for dtype in (torch.uint8, torch.int8, torch.int32):
         narrow = TensorDataset(inputs, labels, counts.to(dtype))
-        found = oracle(next(plan.batches(narrow))).values
+        found = private_grad(next(plan.batches(narrow))).values
         assert all(torch.equal(found[name], right[name]) for name in right)
     for wrong, message in (
         (TensorDataset(inputs, labels, counts + 1), "counts to be from 0 to 8"),
@@ -268,19 +268,19 @@ def test_the_divisor_and_the_noise_are_those_of_the_expected_cohort():
     plan = plan_for(
         5, expected_cohort_size=2, noise_multiplier=3.0, rounds=400, max_update_norm=1e-6, delta=0.1, seed=2
     )
-    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
     drawn, released = list[int](), list[Tensor]()
     for batch in plan.batches(users):
         drawn.append(batch.size)
-        gradient = oracle(batch)
+        gradient = private_grad(batch)
         assert gradient.noise_std == 3.0 * 1e-6 / 2
         released.append(torch.cat([value.flatten() for value in gradient.values.values()]) / 1.5e-6)
     assert {0, 1, 5} <= set(drawn)
     assert abs(sum(drawn) / 400 - 2) < 5 * math.sqrt(5 * 0.4 * 0.6 / 400)
     noise = torch.cat(released)  # and updates, a third of a deviation at most, in directions that change little
     assert abs(float(noise.square().mean()) - 1) < 0.15
-    assert oracle.ledger.plan_facts["privacy_unit"] == "user"
-    assert oracle.ledger.epsilon(delta=0.1) == pytest.approx(plan.epsilon(delta=0.1))
+    assert private_grad.ledger.plan_facts["privacy_unit"] == "user"
+    assert private_grad.ledger.epsilon(delta=0.1) == pytest.approx(plan.epsilon(delta=0.1))
 
 
 def test_the_noise_is_one_draw_of_its_own_whoever_took_part():
@@ -291,8 +291,8 @@ def test_the_noise_is_one_draw_of_its_own_whoever_took_part():
 
     def released(data: TensorDataset, sigma: float) -> list[Tensor]:
         plan = plan_for(5, expected_cohort_size=2, noise_multiplier=sigma, seed=2)
-        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
-        return [torch.cat([v.flatten() for v in oracle(batch).values.values()]) for batch in plan.batches(data)]
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+        return [torch.cat([v.flatten() for v in private_grad(batch).values.values()]) for batch in plan.batches(data)]
 
     means, noise = released(users, 0.0), released(nobodys, 2.0)
     for both, mean, alone in zip(released(users, 2.0), means, noise, strict=True):
@@ -308,8 +308,8 @@ def test_neither_cohorts_nor_noise_follow_from_the_round():
     cohorts, noise = list[list[list[int]]](), list[Tensor]()
     for _ in range(2):
         plan = plan_for(5, expected_cohort_size=2, noise_multiplier=2.0, rounds=30)
-        oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
-        noise.append(oracle(next(plan.batches(nobodys))).values["weight"])
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+        noise.append(private_grad(next(plan.batches(nobodys))).values["weight"])
         cohorts.append([batch.examples[0].tolist() for batch in plan.batches(TensorDataset(torch.arange(5)))])
     assert cohorts[0] != cohorts[1]
     assert not torch.equal(noise[0], noise[1])
@@ -321,12 +321,12 @@ def test_reported_updates_are_clipped_again_and_nonsense_counts_as_nothing():
     bad = [1e30, math.nan, math.inf, 0.0]
     stacked = {name: torch.cat([value, *(torch.full_like(value, b) for b in bad)]) for name, value in good.items()}
     plan = plan_for(5, max_update_norm=1.0)
-    oracle = pg.PrivateGradient(model, cross_entropy, plan, perturb=Reported())
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=Reported())
     drawn = next(plan.batches(TensorDataset(torch.arange(5))))
-    released = oracle(pg.Batch(stacked, 5, drawn.sampling)).values
+    released = private_grad(pg.Batch(stacked, 5, drawn.sampling)).values
     total = {name: value * 5 - good[name][0] for name, value in released.items()}
     assert norm(total) == pytest.approx(1.0)  # of the huge one alone
-    assert oracle.raw_nonfinite_examples == 2
+    assert private_grad.raw_nonfinite_examples == 2
 
 
 def test_a_plan_for_examples_does_not_do_for_users_nor_the_other_way_round():
@@ -340,10 +340,10 @@ def test_a_plan_for_examples_does_not_do_for_users_nor_the_other_way_round():
         pg.PrivateGradient(model, cross_entropy, plan_for(5))
     with pytest.raises(pg.PrivacyError, match="group_size to be 1 for users"):
         replace(for_examples, privacy_unit="user", group_size=5)
-    oracle = pg.PrivateGradient(model, cross_entropy, plan_for(5), perturb=LocalTraining(0.1, batch_size=4))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan_for(5), perturb=LocalTraining(0.1, batch_size=4))
     rows = TensorDataset(*users.tensors[:2])
     with pytest.raises(pg.PrivacyError, match=r"users' examples and their counts.*data\.by_user"):
-        oracle(next(plan_for(5).batches(rows)))
+        private_grad(next(plan_for(5).batches(rows)))
 
 
 def test_a_public_share_of_the_gradient_has_no_place_in_local_training():

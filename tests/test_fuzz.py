@@ -119,7 +119,7 @@ def test_archives_without_one_of_the_parts_are_refused(tmp_path: Path):
             if "test/" not in member.name:
                 new.addfile(member, old.extractfile(member))
     path.write_bytes(kept.getvalue())
-    with pytest.raises(pg.PrivacyError, match="training, test and unlabelled"):
+    with pytest.raises(pg.PrivacyError, match="training, test and unlabeled"):
         data.imdb(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""PrivateTrainer: the step is the oracle's, the rest is the Trainer's; killed runs go on; adapters are trained."""
+"""PrivateTrainer: our step, the Trainer's everything else; killed runs resume; adapters are trained."""
 
 import contextlib
 import copy
@@ -94,11 +94,11 @@ def texts(count: int = 32) -> list[dict[str, Any]]:
 
 
 def sentences(count: int = 32) -> list[dict[str, Any]]:
-    def labelled(row: dict[str, Any]) -> dict[str, Any]:
+    def labeled(row: dict[str, Any]) -> dict[str, Any]:
         masked = row["input_ids"].masked_fill(row["attention_mask"] == 0, -100)
         return {"input_ids": row["input_ids"], "attention_mask": row["attention_mask"], "labels": masked}
 
-    return [labelled(row) for row in texts(count)]
+    return [labeled(row) for row in texts(count)]
 
 
 def make_trainer(
@@ -150,12 +150,12 @@ def test_every_private_gradient_equals_the_oracles(
     seen: list[pg.NoisyGradient] = []
     trainer.private_grad.raw_observers.append(lambda step: seen.append(step.released))
     trainer.train()
-    oracle = pg.PrivateGradient(alone, loss_fn, trainer.private_grad.plan)
+    private_grad = pg.PrivateGradient(alone, loss_fn, trainer.private_grad.plan)
     optimizer = pg.optim.AdamBC(alone.named_parameters(), lr=0.01)
     columns = ("input_ids", "attention_mask")
     plain = [{name: row[name] for name in columns} | {"labels": row.get("label", row.get("labels"))} for row in data]
-    for batch, released in zip(oracle.plan.batches(plain), seen, strict=True):
-        gradient = oracle(batch)
+    for batch, released in zip(private_grad.plan.batches(plain), seen, strict=True):
+        gradient = private_grad(batch)
         assert gradient.noise_std == released.noise_std
         assert all(torch.equal(value, released.values[name]) for name, value in gradient.values.items())
         optimizer.step(grad=gradient)
@@ -193,7 +193,7 @@ def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
-def test_learnt_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path):
+def test_learned_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path):
     def shorter(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{name: value[: LENGTH - 2] for name, value in row.items()} for row in rows]
 
@@ -203,7 +203,7 @@ def test_learnt_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path):
     batch = {name: torch.stack([row[name] for row in data[:4]]) for name in data[0]}
     alone = [model(**{name: value[i : i + 1] for name, value in batch.items()}).loss for i in range(4)]
     torch.testing.assert_close(causal_lm_losses(model, batch), torch.stack(alone))
-    refused = make_trainer(tmp_path / "hooks", model, data)
+    refused = make_trainer(tmp_path / "factored", model, data)
     with pytest.raises(pg.UnsupportedModuleError, match=r"'prompt_encoder\.default\.embedding'.*engine='vmap'"):
         refused.train()
     assert refused.private_grad.ledger.releases == 0
@@ -235,8 +235,8 @@ def test_every_kind_of_adapter_has_the_gradients_of_single_examples(kind: str):
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     found = {"vmap": Vmap(model, causal_lm_losses)(batch)}
     with contextlib.suppress(pg.UnsupportedModuleError):
-        found["hooks"] = Hooks(model, causal_lm_losses)(batch)
-    assert ("hooks" in found) == (kind in ("LoRA", "prefixes"))
+        found["factored"] = Hooks(model, causal_lm_losses)(batch)
+    assert ("factored" in found) == (kind in ("LoRA", "prefixes"))
     for index in range(3):
         single = gradients(model, causal_lm_losses, {name: value[index : index + 1] for name, value in batch.items()})
         assert any(wanted.norm() > 0 for wanted in single.values())
@@ -260,7 +260,7 @@ def accuracy(model: nn.Module, data: list[dict[str, Any]]) -> float:
 
 
 @pytest.mark.parametrize(("noise_multiplier", "learns"), [(0.3, True), (1000.0, False)])
-def test_noise_decides_what_is_learnt(tmp_path: Path, noise_multiplier: float, learns: bool):
+def test_noise_decides_what_is_learned(tmp_path: Path, noise_multiplier: float, learns: bool):
     model, data = bert(), texts(200)
     numbers = {"num_examples": 200, "sample_rate": 0.2, "expected_batch_size": 40, "steps": 25, "delta": 1e-3}
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5, momentum=0.9)

@@ -52,19 +52,19 @@ def sealed_anew(*lines: bytes) -> bytes:
 
 def test_ledger_file_tells_each_release_and_its_epsilon(tmp_path: Path):
     plan, path = make_plan(), tmp_path / "ledger.jsonl"
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
     lines: list[Any] = []
     for count, batch in enumerate(plan.batches(make_data()), start=1):
-        oracle(batch)
+        private_grad(batch)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(lines) == count + 1
         sigma_and_rate = {"noise_multiplier": 1.0, "sample_rate": 0.25, "scheme": "poisson"}
-        assert lines[-1].pop("checksum") == oracle.ledger.head
+        assert lines[-1].pop("checksum") == private_grad.ledger.head
         assert lines[-1] == {"draw": batch.sampling.draw, **sigma_and_rate}
     assert lines[0]["plan"]["max_grad_norm"] == 1.0
     assert lines[0]["plan"]["neighboring_relation"] == "add or remove one"
     again = pg.Ledger(path, read_only=True)
-    assert again.epsilon(delta=1e-5) == oracle.ledger.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
+    assert again.epsilon(delta=1e-5) == private_grad.ledger.epsilon(delta=1e-5) == plan.epsilon(delta=1e-5)
 
 
 def test_a_ledger_has_one_writer(tmp_path: Path):
@@ -222,18 +222,18 @@ def test_a_longer_run_on_an_old_ledger_composes(tmp_path: Path):
     for steps, start in ((3, 0), (5, 3)):
         plan = make_plan(steps=steps)
         ledger = pg.Ledger(path)
-        oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
         for batch in plan.batches(data, start=start):
-            oracle(batch)
+            private_grad(batch)
         ledger.close()
     assert pg.Ledger(path, read_only=True).epsilon(delta=1e-5) == make_plan(steps=5).epsilon(delta=1e-5)
 
 
 def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, plan = tmp_path / "ledger.jsonl", make_plan()
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
     batches = plan.batches(make_data())
-    oracle(next(batches))
+    private_grad(next(batches))
     before, real = path.read_bytes(), os.write
 
     def short_then_full(descriptor: int, data: bytes) -> int:
@@ -243,11 +243,11 @@ def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "write", short_then_full)
     with pytest.raises(pg.PrivacyError, match="No space left"):
-        oracle(next(batches))
+        private_grad(next(batches))
     monkeypatch.undo()
     assert path.read_bytes() == before
-    assert oracle.ledger.releases == 1
-    oracle(next(batches))
+    assert private_grad.ledger.releases == 1
+    private_grad(next(batches))
     assert pg.Ledger(path, read_only=True).releases == 2
 
 

@@ -1,4 +1,4 @@
-"""PrivateStrategy: the step is the oracle's, the rest is Lightning's; killed runs go on."""
+"""PrivateStrategy: the step is the private_grad's, the rest is Lightning's; killed runs go on."""
 
 import os
 import re
@@ -111,11 +111,11 @@ def planned(**changed: Any) -> pg.PrivacyPlan:
 def test_every_private_gradient_equals_the_oracles(tmp_path: Path):
     plan, watch, alone = planned(), Watch(), make_model()
     module = fit(make_trainer(tmp_path, plan, callbacks=[watch]), Classifier())
-    oracle = pg.PrivateGradient(alone, loss_fn, plan)
+    private_grad = pg.PrivateGradient(alone, loss_fn, plan)
     optimizer = pg.optim.AdamBC(alone.named_parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     for batch, released in zip(plan.batches(make_data()), watch.released, strict=True):
-        gradient = oracle(batch)
+        gradient = private_grad(batch)
         assert gradient.noise_std == released.noise_std
         assert all(torch.equal(value, released.values[f"net.{name}"]) for name, value in gradient.values.items())
         optimizer.step(grad=gradient)
@@ -130,7 +130,7 @@ def separable(count: int = 200) -> TensorDataset:
 
 
 @pytest.mark.parametrize(("noise_multiplier", "learns"), [(0.3, True), (1000.0, False)])
-def test_noise_decides_what_is_learnt(tmp_path: Path, noise_multiplier: float, learns: bool):
+def test_noise_decides_what_is_learned(tmp_path: Path, noise_multiplier: float, learns: bool):
     numbers = {"num_examples": 200, "sample_rate": 0.2, "expected_batch_size": 40, "steps": 40, "delta": 1e-3}
     plan = planned(**numbers, noise_multiplier=noise_multiplier, seed=None)
     trainer = make_trainer(tmp_path, plan)

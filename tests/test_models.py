@@ -97,7 +97,7 @@ def test_residual_networks_have_their_sizes():
         models.wide_resnet(in_channels=3, num_classes=10, depth=18)
 
 
-def test_standardised_weights_have_mean_zero_and_variance_one_over_fan_in():
+def test_standardized_weights_have_mean_zero_and_variance_one_over_fan_in():
     torch.manual_seed(0)
     layer = models.ws_conv2d(3, 4, 3, bias=False)
     found = layer(torch.eye(27).view(27, 3, 3, 3)).view(27, 4)  # each column is one channel's weight

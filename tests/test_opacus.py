@@ -1,4 +1,4 @@
-"""Our optimizers under Opacus' engine: they know its noise, and train as under our own oracle."""
+"""Our optimizers under Opacus' engine: they know its noise, and train as under our own private_grad."""
 
 import math
 import re
@@ -47,18 +47,18 @@ def test_a_script_equals_our_own_run_on_the_same_batches_and_noise(monkeypatch: 
     connect(optimizer)
     plan = plan_of(optimizer, loader, num_examples=32, epochs=5, delta=1e-3, seed=3)
 
-    oracle = pg.PrivateGradient(ours, loss_fn, plan)
+    private_grad = pg.PrivateGradient(ours, loss_fn, plan)
     noise: list[Tensor] = []
 
     def note(step: Any) -> None:
         noise.extend((step.released.values[name] - step.raw_mean[name]) * BATCH for name in step.raw_mean)
 
-    oracle.raw_observers.append(note)
+    private_grad.raw_observers.append(note)
     own = pg.optim.AdamBC(ours.named_parameters(), lr=0.02)
     monkeypatch.setattr(opacus_optimizer, "_generate_noise", lambda **_: noise.pop(0))
     updates = 0
     for batch in plan.batches(data):
-        own.step(grad=oracle(batch))
+        own.step(grad=private_grad(batch))
         inputs, labels = batch.examples
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()

@@ -148,7 +148,7 @@ def assert_engines_agree(
 def assert_trains(
     folder: Path, make: Callable[[], nn.Module], losses: Any, rows: list[dict[str, Tensor]], optimizer: Any
 ) -> None:
-    """A few steps under the Trainer: every trainable parameter moves; released is what the oracle alone releases."""
+    """Under the Trainer every trainable parameter moves; released is what PrivateGradient alone releases."""
     steps = 3
     plan = make_plan(num_examples=len(rows), sample_rate=0.5, expected_batch_size=len(rows) // 2, steps=steps, seed=1)
     numbers: dict[str, Any] = {"max_steps": steps, "per_device_train_batch_size": plan.expected_batch_size}
@@ -163,9 +163,9 @@ def assert_trains(
     for name, parameter in model.named_parameters():
         assert torch.equal(before[name], parameter) != parameter.requires_grad, name
     alone = make().train()
-    oracle, own = pg.PrivateGradient(alone, losses, plan), optimizer(alone)
+    private_grad, own = pg.PrivateGradient(alone, losses, plan), optimizer(alone)
     for batch, released in zip(plan.batches(rows), seen, strict=True):
-        gradient = oracle(batch)
+        gradient = private_grad(batch)
         assert gradient.values.keys() == released.values.keys()
         for name, value in gradient.values.items():
             torch.testing.assert_close(value, released.values[name], rtol=1e-4, atol=1e-6)
@@ -215,7 +215,7 @@ def test_an_experiment_adapts_a_language_model(tmp_path: Path):
     groups = record["curve"][-1]["raw_groups"]
     trained = make_data(spec).train.tensors[1]
     assert sum(group["examples"] for group in groups) == int((trained != -100).sum())
-    # An oracle of the same seed, step by step.
+    # An private_grad of the same seed, step by step.
     torch.manual_seed(0)
     model = models.LoraLanguageModel(str(tmp_path / "llama"))
 
@@ -224,9 +224,12 @@ def test_an_experiment_adapts_a_language_model(tmp_path: Path):
         return found.sum(1) / (batch[1] != -100).sum(1)
 
     plan = spec.plan(0)
-    oracle, optimizer = pg.PrivateGradient(model, losses, plan), pg.optim.AdamBC(model.named_parameters(), lr=0.01)
+    private_grad, optimizer = (
+        pg.PrivateGradient(model, losses, plan),
+        pg.optim.AdamBC(model.named_parameters(), lr=0.01),
+    )
     for batch in plan.batches(make_data(spec).train):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
     with torch.no_grad():
         found = F.cross_entropy(model(inputs).transpose(1, 2), labels, reduction="none")
     assert record["test_loss"] == pytest.approx(found[labels != -100].mean().item(), rel=1e-4)

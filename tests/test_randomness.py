@@ -362,16 +362,23 @@ def test_keys_are_in_no_file_log_or_output_of_a_training(
 
 def test_keys_are_in_no_repr_state_batch_or_exception(secrets: list[bytes]):
     plan = make_plan()
-    oracle, source = pg.PrivateGradient(make_model(), loss_fn, plan), RandomSource()
+    private_grad, source = pg.PrivateGradient(make_model(), loss_fn, plan), RandomSource()
     batch = first_batch(plan, make_data())
-    gradient = oracle(batch)
-    told = [repr(thing) for thing in (oracle, source, oracle._noise_stream, plan, batch, gradient, oracle.ledger)]
-    told += [repr(oracle.state_dict()), repr(oracle.ledger.plan_facts), oracle._noise_stream.public_id]
-    noise = oracle._noise_stream
+    gradient = private_grad(batch)
+    told = [
+        repr(thing)
+        for thing in (private_grad, source, private_grad._noise_stream, plan, batch, gradient, private_grad.ledger)
+    ]
+    told += [
+        repr(private_grad.state_dict()),
+        repr(private_grad.ledger.plan_facts),
+        private_grad._noise_stream.public_id,
+    ]
+    noise = private_grad._noise_stream
     failing: tuple[Callable[[], object], ...] = (
         lambda: pickle.dumps(source),
         lambda: pickle.dumps(noise),
-        lambda: oracle(batch),
+        lambda: private_grad(batch),
         lambda: noise.normal(-1, 2),
         lambda: noise.normal(0, 2, np.int32),  # pyright: ignore[reportArgumentType]
         lambda: setattr(noise, "_process", -1) or noise.normal(0, 2),
@@ -383,7 +390,7 @@ def test_keys_are_in_no_repr_state_batch_or_exception(secrets: list[bytes]):
         told += traceback.TracebackException.from_exception(
             beyond(own and own.tb_next and own.tb_next.tb_next), capture_locals=True
         ).format()
-    kept = [pickle.dumps(thing) for thing in (plan, batch, gradient, oracle.state_dict())]
+    kept = [pickle.dumps(thing) for thing in (plan, batch, gradient, private_grad.state_dict())]
     assert len(secrets) >= 6
     assert all(kept_secret(secrets, data) for data in kept + [text.encode() for text in told])
 

@@ -361,9 +361,9 @@ def test_the_privacy_statement_holds_every_fact_of_the_plan(tmp_path: Path) -> N
         (None, "not recorded."),
     ],
 )
-def test_the_neighbouring_relation_is_put_in_words(tmp_path: Path, relation: str | None, said: str) -> None:
+def test_the_neighboring_relation_is_put_in_words(tmp_path: Path, relation: str | None, said: str) -> None:
     text = words(write(tmp_path, [final()], plan=PLAN | {"neighboring_relation": relation}))
-    assert f"Neighbouring relation: {said} Privacy unit" in text
+    assert f"Neighboring relation: {said} Privacy unit" in text
 
 
 @pytest.mark.parametrize("total", [None, {"value": None, "runs": None}, {"value": float("inf"), "runs": 2}])

@@ -88,11 +88,11 @@ def test_with_scikit_learns_weights():
     def loss_fn(model: Any, batch: Any) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    oracle = pg.PrivateGradient(model, loss_fn, plan, precondition=pg.precondition.fixed(scales))
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=pg.precondition.fixed(scales))
     dense = torch.from_numpy(weights.toarray()).float()
     (batch,) = plan.batches(torch.utils.data.TensorDataset(dense, torch.tensor([0, 1, 0])))
-    assert oracle(batch).values["weight"].shape == (2, weights.shape[1])
-    assert oracle.ledger.plan_facts["side_information"] == "public data: three documents"
+    assert private_grad(batch).values["weight"].shape == (2, weights.shape[1])
+    assert private_grad.ledger.plan_facts["side_information"] == "public data: three documents"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
     monkeypatch.setitem(data.LOADERS, "mnist", other_digits)
     raw: dict[str, Any] = {
         "title": "test",
-        "data": {"name": "digits", "standardise": False, "reconstruct": True, "validation": 200, "public": 37}
+        "data": {"name": "digits", "standardize": False, "reconstruct": True, "validation": 200, "public": 37}
         | {"elsewhere": {"name": "mnist"}},
         "model": {"name": "autoencoder"},
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
@@ -245,7 +245,7 @@ def test_methods_that_would_be_others_than_they_say_are_refused(method: dict[str
 
 
 def test_private_examples_are_not_public_ones_from_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    again = {"elsewhere": {"name": "digits", "standardise": True}}
+    again = {"elsewhere": {"name": "digits", "standardize": True}}
     with pytest.raises(pg.PrivacyError, match=r"data.elsewhere to be another data set, got digits again"):
         check_spec(digits_spec({}, data=again), "test")
     under_another_name = check_spec(digits_spec({}, data={"elsewhere": {"name": "mnist"}}), "test")

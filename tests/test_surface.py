@@ -60,7 +60,7 @@ SIGNATURES = {
     pg.audit.distinguish: "game trials confidence tick",
     pg.audit.one_run: "game guessed confidence",
     pg.audit.directions: "noiseless data canaries",
-    pg.audit.one_step: "oracle",
+    pg.audit.one_step: "private_grad",
     pg.audit.method_game: "name mechanism epsilon delta canaries",
     pg.audit.rows: "methods epsilons delta trials confidence",
     pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "

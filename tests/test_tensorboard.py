@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad.diagnostics import RawDiary
+from privgrad.diagnostics import RawRecorder
 from privgrad.experiments.runs import train
 from privgrad.experiments.spec import check_spec
 from privgrad.integrations.tensorboard import TensorBoard
@@ -27,7 +27,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_each_evaluation_is_a_point_and_what_is_not_private_says_so(tmp_path: Path):
     model, plan = make_model(), make_plan(steps=6, seed=1, delta=1e-3)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    diary, board = RawDiary(optimizer), TensorBoard(tmp_path, names={"accuracy": "recall@5"})
+    diary, board = RawRecorder(optimizer), TensorBoard(tmp_path, names={"accuracy": "recall@5"})
 
     def evaluate(_: Any) -> dict[str, Any]:
         return {"accuracy": 0.5, "loss": float("nan"), **diary.row()}

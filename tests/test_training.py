@@ -25,7 +25,7 @@ import privgrad as pg
 from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad import ledger, training
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
-from privgrad.diagnostics import RawWatch
+from privgrad.diagnostics import RawGradientStats
 from privgrad.integrations.distributed import Distributed
 from privgrad.progress import bars
 from privgrad.training import FitResult
@@ -77,7 +77,7 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path):
 def train_noting_releases(
     folder: Path, released: Path, begun: Event, options: dict[str, Any], rank: int, ranks: int, store: str
 ) -> None:
-    """In a child: train slowly, and write down every gradient that leaves the oracle, as it leaves."""
+    """In a child: train slowly, and write down every gradient that leaves the private_grad, as it leaves."""
     if ranks > 1:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         options = {**options, "processes": Distributed()}
@@ -311,9 +311,9 @@ def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pyt
 
     plan = make_plan(steps=STEPS, seed=5)
     ledger = pg.Ledger(tmp_path / "ledger.jsonl")
-    oracle = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
     with pytest.raises(pg.SamplingError, match="again"):
-        oracle(next(plan.batches(make_data(40))))
+        private_grad(next(plan.batches(make_data(40))))
     assert ledger.releases == 20
 
 
@@ -329,7 +329,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, evaluate=interrupt, checkpoint_seconds=1e9)
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["oracle"] == {"step": 20}
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"] == {"step": 20}
     resumed, _ = run(tmp_path)
     assert equal(whole, resumed)
 
@@ -348,7 +348,7 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, checkpoint_seconds=1e9)
     monkeypatch.undo()
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["oracle"] == {"step": 0}
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"] == {"step": 0}
     resumed, result = run(tmp_path)
     assert equal(whole, resumed)
     assert result.ledger.releases == STEPS
@@ -365,7 +365,7 @@ def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
             "model",
             "averaged",
             "optimizer",
-            "oracle",
+            "private_grad",
             "ledger",
             "curve",
             "updates",
@@ -373,7 +373,7 @@ def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
         )
     }
     assert set(state["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_noise_var"}
-    assert state["oracle"] == {"step": STEPS}
+    assert state["private_grad"] == {"step": STEPS}
 
 
 def test_state_and_checkpoint_depend_on_the_released_gradients_only(tmp_path: Path):
@@ -415,7 +415,7 @@ def damage_checkpoint(folder: Path, how: str) -> None:
         elif how == "other seed":
             state["seed"] = 6
         elif how == "ahead of its ledger":
-            state["oracle"]["step"] = STEPS + 1
+            state["private_grad"]["step"] = STEPS + 1
         elif how == "without its releases":
             state["ledger"] = "0" * 16
         elif how == "a curve of no rows":
@@ -599,7 +599,7 @@ def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns():
 
 def test_each_evaluation_is_told_as_it_is_made_and_steps_are_watched():
     told: list[Any] = []
-    watch, plain = RawWatch(), run(None)
+    watch, plain = RawGradientStats(), run(None)
     watched, result = run(None, on_evaluation=told.append, raw_observers=[watch.observe])
     assert told == result.curve
     assert watch.steps == STEPS

@@ -6,8 +6,8 @@ from privgrad.gradient import clipping as clip
 from privgrad.gradient import perturb, precondition
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.training import FitResult, fit
 from privgrad.types import Batch, NoisyGradient, Scales
 

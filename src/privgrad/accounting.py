@@ -1,6 +1,6 @@
 """What releases cost. The only file that imports dp_accounting.
 
-Every figure is an upper bound under add-or-remove-one-unit neighbours: RDP (Mironov et al. 2019) and PLD
+Every figure is an upper bound under add-or-remove-one-unit neighbors: RDP (Mironov et al. 2019) and PLD
 (discretized pessimistically). Nothing here touches data.
 """
 

@@ -69,7 +69,7 @@ def require_resumable(
     """Raise ValueError, which says what differs, unless the run that is described can go on from the state.
 
     Args:
-        state: with the keys "version", "seed", "settings", "oracle" (of PrivateGradient), "ledger" (its head).
+        state: with the keys "version", "seed", "settings", "private_grad" (of PrivateGradient), "ledger" (its head).
         version, seed, settings: of the run that asks.
         ledger: as it is now.
     Privacy:
@@ -83,8 +83,8 @@ def require_resumable(
         changed = [name for name, value in settings.items() if state["settings"].get(name) != value]
         was = ", ".join(f"{n} {state['settings'].get(n)}, now {settings[n]}" for n in changed)
         raise OtherRunError(was)
-    if state["oracle"]["step"] > ledger.releases:
-        raise LedgerTooShortError(f"{state['oracle']['step']} steps, more than its ledger has charged")
+    if state["private_grad"]["step"] > ledger.releases:
+        raise LedgerTooShortError(f"{state['private_grad']['step']} steps, more than its ledger has charged")
     if not ledger.went_through(state["ledger"]):
         raise ValueError("made beside another ledger, or one that has lost lines since")
 

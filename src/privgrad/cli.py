@@ -47,7 +47,7 @@ OutFolder = Annotated[
     Path | None, typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<spec's name>.")
 ]
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Move an existing folder aside instead of going on where it stopped.")
+    bool, typer.Option("--restart", help="Displacement an existing folder aside instead of going on where it stopped.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object, on the last line.")]
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]

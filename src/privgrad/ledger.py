@@ -1,7 +1,7 @@
 """The durable record of every release: what was charged can be recomputed from the file alone.
 
 One JSON object a line: first the plan's public numbers, then one line for each release. A line is on disk before
-the gradient that it pays for leaves the oracle, so a process killed at any moment has charged at least what it
+the gradient that it pays for leaves the private_grad, so a process killed at any moment has charged at least what it
 released.
 
 Each line ends with a checksum of itself and of the checksum before it, so that a line changed, removed, added or moved
@@ -355,7 +355,7 @@ class Ledger:
             for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
                 if _is_cut_off(raw, _FIRST if number == 1 else _LATER):
                     self.was_cut_off = True
-                    break  # so its gradient never left the oracle
+                    break  # so its gradient never left the private_grad
                 line, body = _parsed(raw), raw.removesuffix(b"\n")
                 if number == 1 and "ledger_version" in line and line["ledger_version"] != _VERSION:
                     name, got = f"line 1 of {path}", f"version {str(line['ledger_version'])[:20]}"

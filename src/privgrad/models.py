@@ -28,12 +28,12 @@ class GlobalAverage(nn.Module):
 
 
 def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
-    """Five convolutions with no normalisation, (B, in_channels, H, W) -> logits (B, num_classes).
+    """Five convolutions with no normalization, (B, in_channels, H, W) -> logits (B, num_classes).
 
     28x28 and 32x32 both end on 3x3. 411,466 parameters for 3x32x32 and 10 classes; 410,890 for one channel.
 
     Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), their published CNN for CIFAR-10. Deviation: torch's default initialisation.
+        Tang, Lecuyer 2023 (DP-AdamBC), their published CNN for CIFAR-10. Deviation: torch's default initialization.
     """
     make_activation = _activation(activation)
     widths = (32, 64, 128)
@@ -101,7 +101,7 @@ def autoencoder(*, in_features: int) -> nn.Sequential:
 
 
 def ws_conv2d(n_in: int, n_out: int, kernel: int, *, gain: bool = True, **options: Any) -> nn.Module:
-    """A convolution with standardised weights; options as in nn.Conv2d."""
+    """A convolution with standardized weights; options as in nn.Conv2d."""
     standardization = WeightStandardization(n_out if gain else None)
     layer = nn.Conv2d(n_in, n_out, kernel, **options)
     return parametrize.register_parametrization(layer, "weight", standardization)
@@ -116,7 +116,7 @@ class Residual(nn.Sequential):
 
 
 def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequential:
-    """ResNet-9 with standardised weights, GroupNorm and Mish, (B, in_channels, H, W) -> logits (B, num_classes).
+    """ResNet-9 with standardized weights, GroupNorm and Mish, (B, in_channels, H, W) -> logits (B, num_classes).
 
     Args:
         in_channels: of the images, 28x28 or larger.
@@ -168,7 +168,7 @@ class _WideBlock(nn.Module):
 
 
 def wide_resnet(*, in_channels: int, num_classes: int, depth: int = 16, widen: int = 4) -> nn.Sequential:
-    """WRN-depth-widen with standardised weights and GroupNorm, (B, in_channels, H, W) -> logits (B, num_classes).
+    """WRN-depth-widen with standardized weights and GroupNorm, (B, in_channels, H, W) -> logits (B, num_classes).
 
     Args:
         in_channels: of the images.

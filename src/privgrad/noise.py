@@ -72,7 +72,7 @@ def add_noise(
         about 1e-15: this changes the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1)
         for d coordinates (an estimate, no proof), and N ends at 11.5 standard deviations.
     Reference:
-        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realised, batch size. On the
+        Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realized, batch size. On the
         leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
     """
     function = "add_noise"
@@ -106,7 +106,7 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
 
     Computes: g, the power of two in (x / 2, x] for x = C min(sigma, 1) / (1024 sqrt(d)), where C is the sensitivity
     and d the number of coordinates; and C' = C (1 + 1/1024) + g sqrt(d), at most C (1 + 2/1024). Rounding moves each
-    coordinate of two neighbouring sums by up to g / 2; the first 1/1024 is for what floating-point norms and sums may
+    coordinate of two neighboring sums by up to g / 2; the first 1/1024 is for what floating-point norms and sums may
     exceed C by.
 
     Args:

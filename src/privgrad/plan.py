@@ -57,7 +57,7 @@ class PrivacyPlan:
     Raises:
         PrivacyError: a number out of its range, or rate, batch size and data set size that contradict each other.
     Privacy:
-        Holds public numbers only. Neighbouring data sets differ by adding or removing one example, or with privacy
+        Holds public numbers only. Neighboring data sets differ by adding or removing one example, or with privacy
         unit "user" all of one user's; whatever the group size.
     """
 

@@ -27,7 +27,7 @@ class Processes:
     rank = 0
     count = 1
 
-    def together(self, work: Callable[[], T], *, step: int = 0) -> T:
+    def run_on_all(self, work: Callable[[], T], *, step: int = 0) -> T:
         """What this process' work gives, once the work of all has ended well, in the same step.
 
         Raises:
@@ -36,7 +36,7 @@ class Processes:
         del step
         return work()
 
-    def sums(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Sums over the processes, by name; in the first process only, elsewhere of no meaning. PRIVATE.
 
         Args:
@@ -44,11 +44,11 @@ class Processes:
         """
         return values
 
-    def released(self, gradient: NoisyGradient) -> NoisyGradient:
+    def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
         """What the first process releases, in all. The memory of the others' values may be used."""
         return gradient
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """The first process' value: plain numbers, strings, tensors, and lists and dicts of these."""
         return value
 
@@ -56,17 +56,17 @@ class Processes:
         """Give all processes the first one's weights and buffers."""
         del model
 
-    def gathered(self, model: nn.Module) -> AbstractContextManager[object]:
+    def unsharded(self, model: nn.Module) -> AbstractContextManager[object]:
         """The model as if it were not sharded: plain parameters, whole in each process."""
         del model
         return nullcontext()
 
-    def placed(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Whole values, sharded as the tensors of those names are; what is not shaped like them stays as it is."""
         del like
         return values
 
-    def whole(self, state: T) -> T:
+    def gather_state(self, state: T) -> T:
         """A state of dicts, lists and tensors with every sharded tensor gathered; asked of all processes at once."""
         return state
 

@@ -81,7 +81,7 @@ def batches(
     require_integer("plan.batches", "start", start, 0)
     if collate is not None:
         require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
-    processes.together(lambda: _require_samplable(dataset, num_examples, scheme, processes))
+    processes.run_on_all(lambda: _require_samplable(dataset, num_examples, scheme, processes))
     data, take = cast(Sequence[Any], dataset), _taker(dataset, collate)
     if processes.count > 1:
         _require_same_data(take, len(data), processes)
@@ -185,7 +185,7 @@ def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Pro
     """
     condition, remedy = "to be the first process'", "give each the same data set in the same order: shuffle by a seed"
     places = np.random.default_rng().integers(count, size=_COMPARED).tolist()
-    first_count, places = processes.same([count, places])
+    first_count, places = processes.broadcast_object([count, places])
 
     def digest() -> str:
         if count != first_count:
@@ -193,15 +193,15 @@ def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Pro
             raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
         return _digest(take(torch.tensor(places)))
 
-    mine = processes.together(digest)
-    first = processes.same(mine)
+    mine = processes.run_on_all(digest)
+    first = processes.broadcast_object(mine)
 
     def require() -> None:
         # A data set that changes its items by chance is never the same, not even here.
         if mine != first and all(digest() == mine for _ in range(_REPEATS)):
             raise expected("plan.batches", "dataset", condition, "other examples in places", remedy, SamplingError)
 
-    processes.together(require)
+    processes.run_on_all(require)
 
 
 def _digest(examples: Any) -> str:

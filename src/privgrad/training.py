@@ -37,8 +37,8 @@ from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.validation import evaluating
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient, RawStep, require_model
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient, RawStep, require_model
 from privgrad.processes import ALONE, Processes, require_told
 from privgrad.progress import bars
 from privgrad.sampling import Collate
@@ -84,7 +84,7 @@ def fit(
     perturb: Perturbation | None = None,
     precondition: Preconditioner | None = None,
     clip: Clipping | None = None,
-    engine: Literal["hooks", "vmap"] = "hooks",
+    engine: Literal["factored", "vmap"] = "factored",
     microbatch_size: int | None = None,
     memory_mb: float | None = None,
     collate: Collate | None = None,
@@ -131,7 +131,7 @@ def fit(
         BudgetExceededError: every step is spent, and nothing that came of them was saved.
     Privacy:
         As PrivateGradient; the checkpoint holds the model, the optimizer and the curve: post-processing, no keys.
-        If `evaluate` returns raw_ numbers (RawDiary), they stand in the curve and the checkpoint: do not publish these.
+        If `evaluate` returns raw_ numbers (RawRecorder), the curve and the checkpoint hold them: do not publish these.
     """
     require_integer("fit", "evaluations", evaluations, 0)
     require_model("fit", model)
@@ -163,7 +163,7 @@ def fit(
     checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"
     ledger = _ledger_beside(checkpoint) if checkpoint is not None and processes.rank == 0 else Ledger()
     try:
-        oracle = PrivateGradient(
+        private_grad = PrivateGradient(
             model,
             loss_fn,
             plan,
@@ -191,11 +191,11 @@ def fit(
                 raise expected("fit", "average", "to be of a whole model", "a sharded one", remedy)
             averaged = AveragedModel(model, avg_fn=partial(_averaged, average))
         result = FitResult(ledger=ledger, averaged=None if averaged is None else averaged.module)
-        oracle.raw_observers += raw_observers
-        run = _Run(model, averaged, optimizer, oracle, result, checkpoint, settings, processes)
+        private_grad.raw_observers += raw_observers
+        run = _Run(model, averaged, optimizer, private_grad, result, checkpoint, settings, processes)
         evaluated = model if result.averaged is None else result.averaged
         if evaluate is not None:
-            _evaluate(evaluated, evaluate, oracle, 0)
+            _evaluate(evaluated, evaluate, private_grad, 0)
         start = run.resume()
         batches = plan.batches(train_set, start=start, collate=collate, processes=processes)
         evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)}
@@ -203,12 +203,12 @@ def fit(
         def evaluate_if_due(step: int) -> None:
             missing = all(row["step"] != step for row in run.result.curve)
             if evaluate is not None and step in evaluate_at and missing:
-                run.result.curve.append(_evaluate(evaluated, evaluate, oracle, step))
+                run.result.curve.append(_evaluate(evaluated, evaluate, private_grad, step))
                 if on_evaluation is not None and processes.rank == 0:
                     on_evaluation(run.result.curve[-1])
 
         try:
-            with _progress_bar(oracle, start, progress if processes.rank == 0 else False) as advance:
+            with _progress_bar(private_grad, start, progress if processes.rank == 0 else False) as advance:
                 evaluate_if_due(start)  # an evaluation that an interruption cut short
                 for batch in batches:
                     run.update(batch)
@@ -241,7 +241,7 @@ class _Run:
     model: nn.Module
     averaged: AveragedModel | None
     optimizer: PrivateOptimizer
-    oracle: PrivateGradient
+    private_grad: PrivateGradient
     result: FitResult
     checkpoint: Path | None
     settings: dict[str, str]
@@ -252,20 +252,20 @@ class _Run:
 
     def resume(self) -> int:
         """Load the checkpoint, or make the first one; return the first step to do."""
-        state = self.processes.same(self.processes.together(self._stored))
+        state = self.processes.broadcast_object(self.processes.run_on_all(self._stored))
         if state is not None:
             with damage_refused("fit", self.checkpoint):
                 self._load(state)
-        if self.oracle.plan.seed is None:
-            self._go_on_after_lost_steps(self.processes.same(self.result.ledger.releases))
-        self.start = self.oracle.state_dict()["step"]
+        if self.private_grad.plan.seed is None:
+            self._go_on_after_lost_steps(self.processes.broadcast_object(self.result.ledger.releases))
+        self.start = self.private_grad.state_dict()["step"]
         self.save()
         return self.start
 
     def _go_on_after_lost_steps(self, spent: int) -> None:
         """Steps that were released and then lost are spent; without a seed they cannot be drawn again."""
-        plan = self.oracle.plan
-        lost = spent - self.oracle.state_dict()["step"]
+        plan = self.private_grad.plan
+        lost = spent - self.private_grad.state_dict()["step"]
         if spent >= plan.steps and self.result.updates == 0:
             got = f"{spent} charged and none of their results saved"
             remedy = "train in a new folder and add the two epsilons up"
@@ -276,49 +276,51 @@ class _Run:
                 f"{self.result.updates + max(0, plan.steps - spent)} updates of {plan.steps}",
                 stacklevel=4,
             )
-        self.oracle.load_state_dict(self.oracle.state_dict() | {"step": spent})
+        self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
 
     def update(self, batch: Batch) -> None:
         """One private step, whole: a signal in its midst would leave nothing that could be saved."""
         began, result = time.perf_counter(), self.result
         with _signals_wait():
-            self.optimizer.step(grad=self.oracle(batch))
+            self.optimizer.step(grad=self.private_grad(batch))
             if self.averaged is not None:
                 self.averaged.update_parameters(self.model)
             self.made += 1
             result.updates += 1
             result.seconds += time.perf_counter() - began
-        result.raw_nonfinite_examples = self.oracle.raw_nonfinite_examples
+        result.raw_nonfinite_examples = self.private_grad.raw_nonfinite_examples
         self._measure_speed()
 
     def _measure_speed(self) -> None:
         if self.result.seconds > 0:
-            examples = self.result.updates * self.oracle.plan.expected_batch_size
+            examples = self.result.updates * self.private_grad.plan.expected_batch_size
             self.result.examples_per_second = examples / self.result.seconds
 
     @property
     def is_consistent(self) -> bool:
         """Whether every released gradient has also moved the model: not so amid an update."""
-        return self.oracle.state_dict()["step"] == self.start + self.made
+        return self.private_grad.state_dict()["step"] == self.start + self.made
 
     def save(self, *, at_least_after: float = 0.0) -> None:
         """Write the checkpoint, atomically, unless the last one is younger than that many seconds."""
-        if self.checkpoint is None or not self.processes.same(time.monotonic() - self.saved_at >= at_least_after):
+        if self.checkpoint is None or not self.processes.broadcast_object(
+            time.monotonic() - self.saved_at >= at_least_after
+        ):
             return
         state: dict[str, Any] = {
             "version": _CHECKPOINT_VERSION,
-            "seed": self.oracle.plan.seed,
+            "seed": self.private_grad.plan.seed,
             "settings": self.settings,
             "model": self.model.state_dict(),
             "averaged": None if self.averaged is None else self.averaged.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "oracle": self.oracle.state_dict(),
+            "private_grad": self.private_grad.state_dict(),
             "ledger": self.result.ledger.head,
             "curve": self.result.curve,
             "updates": self.result.updates,
             "seconds": self.result.seconds,
         }
-        state = self.processes.whole(state)
+        state = self.processes.gather_state(state)
         if self.processes.rank == 0:
             write_checkpoint(state, self.checkpoint)
         self.saved_at = time.monotonic()
@@ -336,13 +338,13 @@ class _Run:
             return None
         with damage_refused("fit", self.checkpoint):
             state = read_checkpoint(self.checkpoint)
-            seed, settings = self.oracle.plan.seed, self.settings
+            seed, settings = self.private_grad.plan.seed, self.settings
             require_resumable(state, version=_CHECKPOINT_VERSION, seed=seed, settings=settings, ledger=ledger)
             return state
         return None
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        place, optimizer = self.processes.placed, state["optimizer"]
+        place, optimizer = self.processes.shard_like, state["optimizer"]
         own = self.model.state_dict()
         for name in sorted(own.keys() | state["model"].keys()):
             shapes = [tuple(held[name].shape) if name in held else None for held in (state["model"], own)]
@@ -355,7 +357,7 @@ class _Run:
         held: dict[int, dict[str, Tensor]] = optimizer["state"]
         of_parameters = {i: place(own, dict.fromkeys(own, parameters[i])) for i, own in held.items()}
         self.optimizer.load_state_dict({**optimizer, "state": of_parameters})
-        self.oracle.load_state_dict(state["oracle"])
+        self.private_grad.load_state_dict(state["private_grad"])
         self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
         self.result.updates = int(state["updates"])
         self.result.seconds = float(state["seconds"])
@@ -393,7 +395,7 @@ def _signals_wait() -> Generator[None]:
         handlers[signal.Signals(number)](number, frame)
 
 
-def _evaluate(model: nn.Module, evaluate: Evaluate, oracle: PrivateGradient, step: int) -> dict[str, Any]:
+def _evaluate(model: nn.Module, evaluate: Evaluate, private_grad: PrivateGradient, step: int) -> dict[str, Any]:
     with evaluating(model), torch.no_grad():
         measured = evaluate(model)
     if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -403,16 +405,16 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, oracle: PrivateGradient, ste
     plain: dict[str, Any] = {
         name: value.item() if isinstance(value, np.generic) else value for name, value in measured.items()
     }
-    epsilon = None if oracle.plan.delta is None else oracle.epsilon(steps=step)
+    epsilon = None if private_grad.plan.delta is None else private_grad.epsilon(steps=step)
     return {"step": step, "epsilon": epsilon, **plain}
 
 
 @contextmanager
 def _progress_bar(
-    oracle: PrivateGradient, start: int, progress: bool | Progress
+    private_grad: PrivateGradient, start: int, progress: bool | Progress
 ) -> Generator[Callable[[FitResult], None]]:
     """A bar of its own, or one task more among others': epsilon, speed, and the last evaluation's first number."""
-    plan = oracle.plan
+    plan = private_grad.plan
     bar = progress if isinstance(progress, Progress) else bars(shown=progress)
     of_users = plan.privacy_unit == "user"
     task = bar.add_task("rounds" if of_users else "steps", total=plan.steps, completed=start, note="")
@@ -428,7 +430,7 @@ def _progress_bar(
             # An accountant takes its time: epsilon of where the training will be in a while, and so an upper bound.
             pace = (step - start) / (time.monotonic() - began)
             covered = min(plan.steps, step + int(_EPSILON_SECONDS * pace))
-            spent = oracle.epsilon(steps=covered)
+            spent = private_grad.epsilon(steps=covered)
         elif not live and last.get("step") == step:
             spent = last["epsilon"]
         # Rounded up, never down.

@@ -127,7 +127,7 @@ def test_an_operation_in_place_on_a_layers_output_keeps_its_gradient():
     assert rows[0].abs().sum() > 0
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight - weight.mean((1, 2, 3), keepdim=True)
 
@@ -143,7 +143,7 @@ class OneRow(nn.Module):
         return self.table(torch.zeros_like(x, dtype=torch.long)) * x[..., None]
 
 
-def cancelling(kind: str, big: float) -> tuple[nn.Module, Tensor]:
+def canceling(kind: str, big: float) -> tuple[nn.Module, Tensor]:
     """A model, and eight examples of which the fourth has a small gradient made of large terms."""
     signs = (-1.0) ** torch.arange(81)
     if kind == "linear":
@@ -157,7 +157,7 @@ def cancelling(kind: str, big: float) -> tuple[nn.Module, Tensor]:
     model, x = nn.Conv2d(1, 3, 3), torch.randn(8, 1, 9, 9)
     if kind == "standardized":
         x[3] = big
-        parametrize.register_parametrization(model, "weight", Centred())
+        parametrize.register_parametrization(model, "weight", Centered())
     else:
         x[3] = big * signs.view(9, 9)
     return model, x
@@ -169,12 +169,12 @@ def cancelling(kind: str, big: float) -> tuple[nn.Module, Tensor]:
 def test_terms_that_cancel_within_an_example_do_not_pass_the_bound(kind: str, big: float, clip: Clipping):
     """Their sum is small and unclipped, but float32 rounds them by far more than C."""
     torch.manual_seed(0)
-    model, x = cancelling(kind, big)
+    model, x = canceling(kind, big)
     parameters = dict(model.named_parameters())
     factors = Hooks(model, lambda m, x: m(x).flatten(1).mean(1))(x)
     sums: list[Tensor] = []
     for kept in (torch.ones(8, dtype=torch.bool), torch.arange(8) != 3):
-        chunk: dict[str, Factor] = {name: factor.keep(kept) for name, factor in factors.items()}
+        chunk: dict[str, Factor] = {name: factor.mask(kept) for name, factor in factors.items()}
         clipped, _ = clipped_sum([chunk], like=parameters, clip=clip, max_grad_norm=1.0)
         sums.append(torch.cat([clipped.values[name].flatten().double() for name in parameters]))
     assert (sums[0] - sums[1]).norm() <= 1.02
@@ -222,8 +222,8 @@ class Remembers(nn.Module):
 
 def test_nothing_private_stays_in_attributes_however_deep():
     model = Remembers()
-    oracle = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())
+    private_grad = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())
     with pytest.warns(UserWarning, match="mean, seen"):
-        oracle(first_batch(oracle.plan, make_data()))
+        private_grad(first_batch(private_grad.plan, make_data()))
     assert model.mean.tolist() == [0, 0, 0]
     assert model.seen == {"outputs": []}

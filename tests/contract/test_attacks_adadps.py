@@ -41,8 +41,8 @@ def plan_of(size: int, **changed: Any) -> pg.PrivacyPlan:
 def released(model: nn.Module, examples: Any, loss: Any = linear_loss, **options: Any) -> dict[str, Tensor]:
     """The clipped sum of all examples."""
     plan = plan_of(len(examples[0]), max_grad_norm=options.pop("max_grad_norm", 1.0))
-    oracle = pg.PrivateGradient(model, loss, plan, **options)
-    values = oracle(next(plan.batches(TensorDataset(*examples)))).values
+    private_grad = pg.PrivateGradient(model, loss, plan, **options)
+    values = private_grad(next(plan.batches(TensorDataset(*examples)))).values
     return {name: value.double() * len(examples[0]) for name, value in values.items()}
 
 
@@ -50,7 +50,7 @@ def length(values: Mapping[str, Tensor]) -> float:
     return float(torch.cat([value.flatten() for value in values.values()]).norm())
 
 
-ENGINES = ("hooks", "vmap")
+ENGINES = ("factored", "vmap")
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
@@ -75,13 +75,13 @@ def test_what_is_not_kept_spoils_no_sum(name: str):
     model, x, kept = make().double(), inputs(3), torch.tensor([True, False, True])
     engine = Hooks(model, lambda model, batch: losses_of(model, batch[0]) * batch[1])
     weights = torch.ones(3, dtype=torch.float64)
-    whole = {n: f.keep(kept).weighted_sum(weights) for n, f in engine((x, weights)).items()}
+    whole = {n: f.mask(kept).weighted_sum(weights) for n, f in engine((x, weights)).items()}
     broken = x.clone()
     if x.is_floating_point():
         broken[1] = math.nan
     poison = torch.tensor([1.0, math.nan, 1.0], dtype=torch.float64)
     for parameter, factor in engine((broken, poison)).items():
-        torch.testing.assert_close(factor.keep(kept).weighted_sum(weights), whole[parameter])
+        torch.testing.assert_close(factor.mask(kept).weighted_sum(weights), whole[parameter])
 
 
 class PlainAndComputed(nn.Module):
@@ -203,10 +203,10 @@ WRONG: dict[str, tuple[Transform, str]] = {
 def test_a_transform_that_is_none_is_refused_and_nothing_charged(name: str, empty: bool):
     made, told = WRONG[name]
     plan = plan_of(32)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=Given(made))
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=Given(made))
     with pytest.raises(pg.PrivacyError, match=told):
-        oracle(next(plan.batches(make_data())))
-    assert not oracle.ledger.charged
+        private_grad(next(plan.batches(make_data())))
+    assert not private_grad.ledger.charged
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -252,9 +252,9 @@ def test_many_may_be_given_one_preconditioner_and_none_sees_another():
     scales = pg.precondition.fixed({"weight": torch.tensor(2.0)})
     small, large = nn.Linear(4, 1, bias=False), nn.Linear(6, 1, bias=False)
     plan = plan_of(8)
-    oracle = pg.PrivateGradient(small, linear_loss, plan, precondition=scales)
+    private_grad = pg.PrivateGradient(small, linear_loss, plan, precondition=scales)
     pg.PrivateGradient(large, linear_loss, plan, precondition=scales)
-    oracle(next(plan.batches(TensorDataset(*data))))
+    private_grad(next(plan.batches(TensorDataset(*data))))
 
 
 def adagrad(model: nn.Module, plan: pg.PrivacyPlan) -> pg.PrivateGradient:
@@ -264,12 +264,12 @@ def adagrad(model: nn.Module, plan: pg.PrivacyPlan) -> pg.PrivateGradient:
 
 def test_a_state_does_not_change_once_it_is_taken():
     plan, model = plan_of(8), nn.Linear(4, 1, bias=False)
-    oracle, batches = adagrad(model, plan), plan.batches(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)))
-    oracle(next(batches))
-    state = oracle.state_dict()
+    private_grad, batches = adagrad(model, plan), plan.batches(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)))
+    private_grad(next(batches))
+    state = private_grad.state_dict()
     before = copy.deepcopy(state)
     for _ in range(3):
-        oracle(next(batches))
+        private_grad(next(batches))
     assert torch.equal(state["precondition"]["exp_avg_sq"]["weight"], before["precondition"]["exp_avg_sq"]["weight"])
 
 
@@ -285,10 +285,10 @@ def test_a_state_of_something_else_is_refused():
             pg.PrivateGradient(model, linear_loss, plan, **options).load_state_dict(state)
     wrong = copy.deepcopy(state)
     wrong["precondition"] |= {"step": 3, "exp_avg": {}, "exp_avg_sq": {"weight": torch.ones(2, 4)}}
-    oracle = adagrad(model, plan)
-    oracle.load_state_dict(wrong)
+    private_grad = adagrad(model, plan)
+    private_grad.load_state_dict(wrong)
     with pytest.raises(pg.PrivacyError, match=r"moments of 'weight' to be its own, got those of shape \(2, 4\)"):
-        oracle(next(plan.batches(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)))))
+        private_grad(next(plan.batches(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)))))
 
 
 def test_after_a_failure_the_scales_are_those_of_the_step():
@@ -300,12 +300,12 @@ def test_after_a_failure_the_scales_are_those_of_the_step():
     public = pg.PublicGradient(model, losses, (torch.full((2, 4), 100.0),), source="test")
     plan = plan_of(8)
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
-    oracle = pg.PrivateGradient(model, linear_loss, plan, precondition=pg.precondition.public_adagrad(public))
+    private_grad = pg.PrivateGradient(model, linear_loss, plan, precondition=pg.precondition.public_adagrad(public))
     with pytest.raises(pg.PrivacyError, match="public gradient of 'weight' to be finite"):
-        oracle(next(plan.batches(data)))
+        private_grad(next(plan.batches(data)))
     wrong.clear()
-    oracle(next(plan.batches(data)))
-    assert oracle.state_dict()["precondition"]["exp_avg_sq"]["weight"] == pytest.approx(1e4)
+    private_grad(next(plan.batches(data)))
+    assert private_grad.state_dict()["precondition"]["exp_avg_sq"]["weight"] == pytest.approx(1e4)
 
 
 @pytest.mark.parametrize("rule", [pg.precondition.public_rmsprop, pg.precondition.public_adam])
@@ -314,12 +314,12 @@ def test_parameters_that_are_unfrozen_within_a_pass_get_scales_at_once(rule: Any
     model[0].weight.requires_grad_(False)
     public = pg.PublicGradient(model, loss_fn, TensorDataset(*make_data(10).tensors), source="test")
     plan = plan_of(32, sample_rate=0.25, expected_batch_size=8)
-    oracle = pg.PrivateGradient(model, loss_fn, plan, precondition=rule(public, schedule="epoch"))
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=rule(public, schedule="epoch"))
     batches = plan.batches(make_data())
-    oracle(next(batches))
+    private_grad(next(batches))
     model[0].weight.requires_grad_(True)
-    oracle(next(batches))
-    assert "0.weight" in oracle.state_dict()["precondition"]["exp_avg_sq"]
+    private_grad(next(batches))
+    assert "0.weight" in private_grad.state_dict()["precondition"]["exp_avg_sq"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -327,10 +327,10 @@ def test_moments_of_half_precision_are_wide(dtype: torch.dtype):
     model = nn.Linear(4, 1, bias=False).to(dtype)
     made = pg.precondition.public_adagrad(public_of(model, torch.full((2, 4), 1e-4, dtype=dtype)))
     plan = plan_of(8)
-    oracle = pg.PrivateGradient(model, linear_loss, plan, precondition=made)
+    private_grad = pg.PrivateGradient(model, linear_loss, plan, precondition=made)
     for batch in [next(plan.batches(TensorDataset(torch.randn(8, 4, dtype=dtype), torch.randn(8, 1, dtype=dtype))))]:
-        oracle(batch)
-    square = oracle.state_dict()["precondition"]["exp_avg_sq"]["weight"]
+        private_grad(batch)
+    square = private_grad.state_dict()["precondition"]["exp_avg_sq"]["weight"]
     assert square.dtype == torch.float32
     assert square.mean() == pytest.approx(1e-8, rel=0.02)
 
@@ -350,9 +350,9 @@ def test_private_derived_scales_are_covered_by_no_epsilon():
         made = pg.precondition.fixed(given, source=source)
         assert "private-derived" in made.source
         assert "our patients" in made.source
-        oracle = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=made)
-        oracle(next(plan.batches(make_data())))
-        assert oracle.ledger.epsilon(delta=1e-5) == math.inf == oracle.epsilon(steps=1)
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=made)
+        private_grad(next(plan.batches(make_data())))
+        assert private_grad.ledger.epsilon(delta=1e-5) == math.inf == private_grad.epsilon(steps=1)
     with pytest.raises(pg.PrivacyError, match="to be Scales, got dict"):
         _ = scales | {"2.weight": torch.tensor(1.0)}
 

@@ -801,7 +801,7 @@ def test_padding_rows_of_tables_in_units_by_vmap(engine: Any, options: dict[str,
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("engine", [Hooks, Vmap])
 def test_one_padded_text_moves_the_sum_by_at_most_c(engine: Any, size: int):
-    """Neighbours shift all later texts: whose row comes first in its part must not matter."""
+    """Neighbors shift all later texts: whose row comes first in its part must not matter."""
     torch.manual_seed(0)
     model, texts = Titled().double(), TEXTS.repeat(2, 1)
     parameters = dict(model.named_parameters())

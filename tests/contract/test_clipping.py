@@ -120,9 +120,9 @@ def test_microbatches_change_nothing(clip: Any, microbatch_size: int):
     plan, data = make_plan(seed=3), make_data(dtype=torch.float64)
 
     def release(size: int | None) -> pg.NoisyGradient:
-        oracle = pg.PrivateGradient(make_model(torch.float64), loss_fn, plan, clip=clip, microbatch_size=size)
-        gradient = oracle(first_batch(plan, data))
-        assert oracle.ledger.releases == 1
+        private_grad = pg.PrivateGradient(make_model(torch.float64), loss_fn, plan, clip=clip, microbatch_size=size)
+        gradient = private_grad(first_batch(plan, data))
+        assert private_grad.ledger.releases == 1
         return gradient
 
     whole, parts = release(None), release(microbatch_size)
@@ -132,15 +132,15 @@ def test_microbatches_change_nothing(clip: Any, microbatch_size: int):
 
 
 @pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.PerLayer({"0": 1.0, "2": 3.0}), pg.clip.Automatic()])
-def test_neighbouring_data_sets_stay_within_the_sensitivity_through_the_oracle(clip: Any):
+def test_neighboring_data_sets_stay_within_the_sensitivity_through_the_oracle(clip: Any):
     """Full batch, no noise: the released means of D and D less one differ by at most C / B, for every example."""
     inputs, labels = make_data(12, torch.float64).tensors
     inputs = inputs * torch.logspace(-2, 3, 12, dtype=torch.float64)[:, None]
     plan = make_plan(sample_rate=1.0, expected_batch_size=11, num_examples=11, noise_multiplier=0.0, max_grad_norm=0.3)
 
     def mean(kept: list[int]) -> Tensor:
-        oracle = pg.PrivateGradient(make_model(torch.float64), loss_fn, plan, clip=clip)
-        gradient = oracle(first_batch(plan, TensorDataset(inputs[kept], labels[kept])))
+        private_grad = pg.PrivateGradient(make_model(torch.float64), loss_fn, plan, clip=clip)
+        gradient = private_grad(first_batch(plan, TensorDataset(inputs[kept], labels[kept])))
         return torch.cat([value.flatten() for value in gradient.values.values()])
 
     whole = mean(list(range(12)))

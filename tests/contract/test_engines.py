@@ -115,11 +115,11 @@ def test_a_forward_that_writes_to_a_buffer_is_refused():
             return self.inner(x)
 
     model, plan = Counts(), make_plan()
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     with pytest.raises(pg.UnsupportedModuleError, match="buffers"):
-        oracle(first_batch(plan, make_data()))
+        private_grad(first_batch(plan, make_data()))
     assert dict(model.named_buffers())["seen"].item() == 0
-    assert oracle.ledger.releases == 0
+    assert private_grad.ledger.releases == 0
 
 
 def test_one_examples_gradient_does_not_move_when_another_changes():
@@ -186,13 +186,13 @@ class Initialising(nn.Module):
 
 def test_what_a_first_forward_writes_does_not_stay():
     model, plan = Initialising(), make_plan(sample_rate=1.0, expected_batch_size=32)
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     with pytest.warns(UserWarning, match="changed started"), pytest.raises(pg.PrivacyError, match="other examples"):
-        oracle(first_batch(plan, make_data()))
+        private_grad(first_batch(plan, make_data()))
     assert model.bias.abs().sum().item() == 0
     assert dict(model.named_buffers())["last"].abs().sum().item() == 0
     assert not model.started
-    assert oracle.ledger.releases == 0
+    assert private_grad.ledger.releases == 0
 
 
 def test_parameters_without_a_real_type_are_refused():
@@ -222,13 +222,13 @@ def test_modules_that_mix_are_refused_by_path(name: str):
 def test_batch_norm_that_goes_back_to_training_is_refused_at_the_step():
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3).eval())
     plan = make_plan()
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     batch = first_batch(plan, make_data())
-    oracle(batch)
+    private_grad(batch)
     model.train()
     with pytest.raises(pg.UnsupportedModuleError, match="BatchNorm1d at '1'"):
-        oracle(first_batch(plan, make_data()))
-    assert oracle.ledger.releases == 1
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 1
 
 
 def test_a_model_without_trainable_parameters_is_refused():
@@ -240,7 +240,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def standardised(model: nn.Module, batch: Any) -> Tensor:
+def standardized(model: nn.Module, batch: Any) -> Tensor:
     inputs, labels = batch
     return F.cross_entropy(model(inputs - inputs.mean(0)), labels, reduction="none")
 
@@ -250,7 +250,7 @@ BAD_LOSSES: dict[str, tuple[Any, str]] = {
     "a wrong shape": (lambda m, b: m(b[0]), "one loss per example"),
     "not a tensor": (lambda m, b: 1.0, "float"),
     "no gradient": (lambda m, b: cross_entropy(m, b).detach(), "without no_grad"),
-    "centred by the batch": (standardised, "other examples"),
+    "centered by the batch": (standardized, "other examples"),
     "a balancing term": (lambda m, b: cross_entropy(m, b) + m(b[0]).mean(0).square().sum(), "other examples"),
     "divided by the batch size": (lambda m, b: cross_entropy(m, b) / len(b[1]), "number of examples"),
     "a sum, expanded": (lambda m, b: cross_entropy(m, b).sum().expand(len(b[1])), "other examples"),
@@ -262,18 +262,18 @@ def test_bad_losses_are_refused_before_anything_is_charged(name: str):
     bad, message = BAD_LOSSES[name]
     model, plan = make_model(), make_plan()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    oracle = pg.PrivateGradient(model, bad, plan)
+    private_grad = pg.PrivateGradient(model, bad, plan)
     with pytest.raises(pg.PrivacyError, match=message):
-        oracle(first_batch(plan, make_data()))
-    assert oracle.ledger.releases == 0
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_mixing_loss_is_found_on_a_batch_of_one():
     plan = make_plan(sample_rate=1.0, expected_batch_size=1, num_examples=1)
-    oracle = pg.PrivateGradient(make_model(), standardised, plan)
+    private_grad = pg.PrivateGradient(make_model(), standardized, plan)
     with pytest.raises(pg.PrivacyError, match="other examples"):
-        oracle(first_batch(plan, make_data(1)))
+        private_grad(first_batch(plan, make_data(1)))
 
 
 def test_dropout_is_not_mistaken_for_mixing():
@@ -287,7 +287,7 @@ def test_a_parameter_without_gradient_is_refused_by_name():
     model = make_model()
     model.register_parameter("orphan", nn.Parameter(torch.zeros(2)))
     plan = make_plan()
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     with pytest.raises(pg.PrivacyError, match="none for orphan"):
-        oracle(first_batch(plan, make_data()))
-    assert oracle.ledger.releases == 0
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 0

@@ -26,7 +26,7 @@ from privgrad.gradient.layers.base import Rule, register_rule
 from privgrad.gradient.layers.linear import Linear as LinearRule
 
 
-def labelled(inputs: Tensor) -> tuple[Tensor, Tensor]:
+def labeled(inputs: Tensor) -> tuple[Tensor, Tensor]:
     return inputs, torch.arange(len(inputs)) % 3
 
 
@@ -36,7 +36,7 @@ def test_engines_agree_on_whole_models(name: str):
     torch.manual_seed(0)
     make, inputs = MODELS[name]
     model = make().double()
-    factors, rows = Hooks(model, loss_fn)(labelled(inputs)), Vmap(model, loss_fn)(labelled(inputs))
+    factors, rows = Hooks(model, loss_fn)(labeled(inputs)), Vmap(model, loss_fn)(labeled(inputs))
     assert factors.keys() == rows.keys()
     for parameter, factor in factors.items():
         assert_equal_to_loop(factor, rows[parameter].dense(), 1e-10)
@@ -66,9 +66,9 @@ def test_checkpointing_changes_nothing():
 
 def test_reentrant_checkpointing_is_refused():
     model = Block(lambda inner, x: checkpoint(inner, x.requires_grad_(), use_reentrant=True))
-    oracle = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())
+    private_grad = pg.PrivateGradient(model, lambda m, batch: losses_of(m, batch[0]), make_plan())
     with pytest.raises(pg.UnsupportedModuleError, match="use_reentrant=False"):
-        oracle(first_batch(oracle.plan, make_data()))
+        private_grad(first_batch(private_grad.plan, make_data()))
 
 
 def test_a_compiled_model_is_run_as_it_was_written():
@@ -83,23 +83,23 @@ def test_a_compiled_model_is_run_as_it_was_written():
 @pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"0": 1.0, "2": 2.0})])
 def test_microbatches_and_engines_give_the_same_release(clip: Clipping):
     data, results = make_data(), []
-    runs: list[tuple[Any, int | None]] = [("hooks", None), ("hooks", 5), ("vmap", None)]
+    runs: list[tuple[Any, int | None]] = [("factored", None), ("factored", 5), ("vmap", None)]
     for engine, microbatch_size in runs:
         batch = pg.Batch(data.tensors, 32, first_batch(make_plan(seed=0), data).sampling)
         plan = make_plan(seed=0, noise_multiplier=0.0)
-        oracle = pg.PrivateGradient(
+        private_grad = pg.PrivateGradient(
             make_model(), loss_fn, plan, clip=clip, engine=engine, microbatch_size=microbatch_size
         )
-        results.append(oracle(batch).values)
+        results.append(private_grad(batch).values)
     for other in results[1:]:
         for name, value in results[0].items():
             torch.testing.assert_close(other[name], value)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_less_memory_means_smaller_parts_and_the_same_release(engine: Any, monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
-    whole = {"hooks": Hooks, "vmap": Vmap}[engine]
+    whole = {"factored": Hooks, "vmap": Vmap}[engine]
     call = whole.__call__
 
     def counted(self: Any, examples: Any) -> Any:
@@ -111,8 +111,8 @@ def test_less_memory_means_smaller_parts_and_the_same_release(engine: Any, monke
     for memory_mb in (None, 1e-4):
         sizes.clear()
         plan = make_plan(noise_multiplier=0.0, seed=0)
-        oracle = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine, memory_mb=memory_mb)
-        results.append(oracle(first_batch(plan, make_data())).values)
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine, memory_mb=memory_mb)
+        results.append(private_grad(first_batch(plan, make_data())).values)
         assert (len(sizes) > 1) == (memory_mb is not None)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value)
@@ -179,13 +179,13 @@ class SubtractsTheMean(nn.Module):
 def test_a_parameter_used_outside_its_module_is_refused_by_name():
     tokens = torch.randint(0, 7, (6, 3))
     with pytest.raises(pg.UnsupportedModuleError, match=r"'embedding.weight'.*vmap"):
-        Hooks(FunctionalTying(), loss_fn)(labelled(tokens))
-    rows = Vmap(FunctionalTying(), loss_fn)(labelled(tokens))
+        Hooks(FunctionalTying(), loss_fn)(labeled(tokens))
+    rows = Vmap(FunctionalTying(), loss_fn)(labeled(tokens))
     assert rows["embedding.weight"].dense().shape == (6, 7, 4)
 
 
 class Prompted(nn.Module):
-    """Two learnt tokens before each example's own, which PEFT repeats and others broadcast."""
+    """Two learned tokens before each example's own, which PEFT repeats and others broadcast."""
 
     def __init__(self, repeat: Callable[[Tensor, int], Tensor]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Prompted(nn.Module):
 
 
 def test_what_is_repeated_for_each_example_is_refused_by_name_and_taken_by_vmap():
-    examples = labelled(torch.randn(6, 3, 4, dtype=torch.float64))
+    examples = labeled(torch.randn(6, 3, 4, dtype=torch.float64))
     repeated, broadcast = (
         Prompted(repeat).double()
         for repeat in (lambda x, size: x.repeat(size, 1, 1), lambda x, size: x.expand(size, -1, -1))
@@ -222,23 +222,23 @@ def test_an_error_of_the_backward_pass_is_not_taken_for_that():
 
     model = Prompted(lambda x, size: cast(Tensor, Broken.apply(x)).expand(size, -1, -1))
     with pytest.raises(RuntimeError, match="no derivative here"):
-        Hooks(model, loss_fn)(labelled(torch.randn(6, 3, 4)))
+        Hooks(model, loss_fn)(labeled(torch.randn(6, 3, 4)))
 
 
 @pytest.mark.parametrize("time", [2, 3, 6])
 def test_time_first_data_is_caught_even_where_time_equals_batch(time: int):
     with pytest.raises(pg.UnsupportedModuleError, match="examples"):
-        Hooks(TimeFirst(), loss_fn)(labelled(torch.randn(6, time, 4)))
+        Hooks(TimeFirst(), loss_fn)(labeled(torch.randn(6, time, 4)))
 
 
 def test_subtracting_the_batch_mean_is_caught():
-    examples = labelled(torch.randn(6, 5))
+    examples = labeled(torch.randn(6, 5))
     with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
         Hooks(SubtractsTheMean(), loss_fn)(examples)
-    oracle = pg.PrivateGradient(SubtractsTheMean(), loss_fn, make_plan(sample_rate=1.0, expected_batch_size=32))
+    private_grad = pg.PrivateGradient(SubtractsTheMean(), loss_fn, make_plan(sample_rate=1.0, expected_batch_size=32))
     with pytest.raises(pg.PrivacyError, match="other examples"):
-        oracle(first_batch(oracle.plan, make_data()))
-    assert oracle.ledger.releases == 0
+        private_grad(first_batch(private_grad.plan, make_data()))
+    assert private_grad.ledger.releases == 0
 
 
 def test_a_wrong_rule_is_caught_by_the_first_batch():
@@ -344,7 +344,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"": 1.0, "table": 2.0})])
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([1.0, 30.0]))
-def test_neighbouring_batches_differ_by_at_most_c(
+def test_neighboring_batches_differ_by_at_most_c(
     clip: Clipping, engine: Any, preconditioned: bool, seed: int, spread: float
 ):
     torch.manual_seed(seed)
@@ -363,18 +363,18 @@ def test_neighbouring_batches_differ_by_at_most_c(
 
 
 def test_a_non_finite_example_contributes_zero_and_is_counted():
-    for engine in ("hooks", "vmap"):
+    for engine in ("factored", "vmap"):
         inputs, labels = make_data().tensors
         bad = copy.deepcopy(inputs)
         bad[3] = torch.inf
         results = []
         for data, rows in ((bad, range(32)), (inputs, [i for i in range(32) if i != 3])):
             plan = make_plan(noise_multiplier=0.0, seed=0, sample_rate=1.0, expected_batch_size=32)
-            oracle = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine)
+            private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine)
             sampling = first_batch(plan, TensorDataset(inputs, labels)).sampling
             chosen = list(rows)
-            results.append(oracle(pg.Batch((data[chosen], labels[chosen]), len(chosen), sampling)).values)
-            assert oracle.raw_nonfinite_examples == (1 if len(chosen) == 32 else 0)
+            results.append(private_grad(pg.Batch((data[chosen], labels[chosen]), len(chosen), sampling)).values)
+            assert private_grad.raw_nonfinite_examples == (1 if len(chosen) == 32 else 0)
         for name, value in results[0].items():
             torch.testing.assert_close(value, results[1][name])
 
@@ -435,16 +435,16 @@ def test_what_is_not_a_rule_is_refused():
 
 
 def test_scales_are_taken_as_numbers_and_refused_with_a_reason():
-    def oracle(precondition: Any) -> pg.PrivateGradient:
+    def private_grad(precondition: Any) -> pg.PrivateGradient:
         return pg.PrivateGradient(make_model(), loss_fn, make_plan(), precondition=precondition)
 
-    oracle(pg.precondition.fixed({"0.bias": cast(Any, 2.0)}))
+    private_grad(pg.precondition.fixed({"0.bias": cast(Any, 2.0)}))
     with pytest.raises(pg.PrivacyError, match=r"precondition\.fixed"):
-        oracle({"0.bias": torch.tensor(2.0)})
+        private_grad({"0.bias": torch.tensor(2.0)})
     with pytest.raises(pg.PrivacyError, match="mapping by parameter name"):
         pg.precondition.fixed(cast(Any, [2.0]))
     with pytest.raises(pg.PrivacyError, match="values from -1 to -1"):
-        oracle(pg.precondition.fixed({"0.bias": torch.tensor(-1.0)}))
+        private_grad(pg.precondition.fixed({"0.bias": torch.tensor(-1.0)}))
 
 
 class NearTie(nn.Module):

@@ -12,7 +12,7 @@ import privgrad as pg
 from conftest import make_plan
 from privgrad.gradient.clipping import Clipping
 
-ENGINES = ("hooks", "vmap")
+ENGINES = ("factored", "vmap")
 CLIPPINGS = [pg.clip.Flat(), pg.clip.PerLayer({"first": 1.0, "second": 2.0}), pg.clip.Automatic()]
 # Of an example's gradient. Squares of the last that are finite are no float32; 1e-40 is no normal one.
 SIZES = [0.0, 1e-40, 1e-30, 1e-12, 1e12, 1e30, math.inf, -math.inf, math.nan]
@@ -44,8 +44,8 @@ def clipped_sum(sizes: list[float], max_grad_norm: float, loss: Any = losses, **
     plan = make_plan(max_grad_norm=max_grad_norm, **numbers)
     torch.manual_seed(0)
     model, x = Two(), torch.randn(count, 5)
-    oracle = pg.PrivateGradient(model, loss, plan, **options)
-    released = oracle(next(plan.batches(TensorDataset(x, torch.tensor(sizes)))))
+    private_grad = pg.PrivateGradient(model, loss, plan, **options)
+    released = private_grad(next(plan.batches(TensorDataset(x, torch.tensor(sizes)))))
     assert all(value.dtype == torch.float32 for value in released.values.values())
     return count * torch.cat([value.flatten().double() for value in released.values.values()])
 

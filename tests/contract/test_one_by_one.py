@@ -96,27 +96,27 @@ def test_its_curvature_is_that_of_autograd(exact: bool):
         torch.testing.assert_close(found[name].dense(), rows, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("perturb", [None, pg.perturb.BAM(0.1), pg.perturb.BAM(0.1, "exact")])
 def test_it_trains_by_both_engines(make: Callable[[], nn.Module], engine: Any, perturb: Any):
     data, results = make_data(), []
-    for chosen in ("hooks", engine):
+    for chosen in ("factored", engine):
         torch.manual_seed(0)
         plan = make_plan(noise_multiplier=0.0, seed=0)
-        oracle = pg.PrivateGradient(make(), loss_fn, plan, engine=chosen, perturb=perturb)
-        results.append(oracle(first_batch(plan, data)).values)
+        private_grad = pg.PrivateGradient(make(), loss_fn, plan, engine=chosen, perturb=perturb)
+        results.append(private_grad(first_batch(plan, data)).values)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_reentrant_checkpointing_is_named_with_what_to_do(engine: Any):
     plan = make_plan()
-    oracle = pg.PrivateGradient(Checkpointed(reentrant=True), loss_fn, plan, engine=engine)
+    private_grad = pg.PrivateGradient(Checkpointed(reentrant=True), loss_fn, plan, engine=engine)
     with pytest.raises(pg.UnsupportedModuleError, match=r"gradient checkpointing.*use_reentrant=False"):
-        oracle(first_batch(plan, make_data()))
-    assert oracle.ledger.releases == 0
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 0
     with pytest.raises(pg.UnsupportedModuleError, match=r"gradient checkpointing.*use_reentrant=False"):
         Vmap(Checkpointed(reentrant=True), loss_fn)(make_data().tensors)
 

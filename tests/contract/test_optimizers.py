@@ -57,17 +57,17 @@ def test_without_noise_and_clipping_equals_torchs_own(row: Any):
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=50, noise_multiplier=0.0, max_grad_norm=math.inf)
     data = make_data(dtype=torch.float64)
     private, ordinary = make_model(torch.float64), make_model(torch.float64)
-    oracle = pg.PrivateGradient(private, loss_fn, plan)
+    private_grad = pg.PrivateGradient(private, loss_fn, plan)
     optimizer = ours(private.named_parameters(), **options)
     reference = theirs(ordinary.parameters(), **(options | torch_options))
     for batch in plan.batches(data):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
         reference.zero_grad()
         loss_fn(ordinary, data.tensors).mean().backward()  # pyright: ignore[reportArgumentType]
         reference.step()
         for mine, theirs_p in zip(private.parameters(), ordinary.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs_p, rtol=0, atol=1e-7)
-    assert oracle.ledger.epsilon(delta=1e-5) == math.inf
+    assert private_grad.ledger.epsilon(delta=1e-5) == math.inf
 
 
 def test_refuses_anything_but_a_noisy_gradient(row: Any):

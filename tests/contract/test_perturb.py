@@ -112,9 +112,9 @@ def sums(perturb: pg.perturb.Perturbation | None, examples: Any, **options: Any)
         seed=0,
     )
     model = mlp()
-    oracle = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, **options)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, **options)
     (batch,) = plan.batches(TensorDataset(*examples))
-    return dict(oracle(batch).values)
+    return dict(private_grad(batch).values)
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -122,7 +122,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 EXAMPLES = (VECTORS, torch.arange(6) % 3)
-ENGINES = ("hooks", "vmap")
+ENGINES = ("factored", "vmap")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -158,7 +158,7 @@ def test_on_a_quadratic_loss_sam_is_exact(engine: str):
 
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    kind = {"hooks": Hooks, "vmap": Vmap}[engine](model, losses)
+    kind = {"factored": Hooks, "vmap": Vmap}[engine](model, losses)
     sam, exact = (kind.moved(EXAMPLES, 0.7, exact=exact) for exact in (False, True))
     for name, factor in sam.items():
         torch.testing.assert_close(factor.dense(), exact[name].dense(), rtol=1e-12, atol=1e-12)
@@ -195,8 +195,8 @@ def test_engines_and_microbatches_agree_with_scales_and_every_clipping(mode: Any
 
     whole = made(engine="vmap")
     for options in (
-        {"engine": "hooks"},
-        {"engine": "hooks", "microbatch_size": 2},
+        {"engine": "factored"},
+        {"engine": "factored", "microbatch_size": 2},
         {"engine": "vmap", "microbatch_size": 4},
     ):
         assert largest_difference(made(**options), whole) < 1e-12
@@ -267,16 +267,18 @@ def test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint(engine: Any):
     by_hand = SatByHand(0.4)
 
     def start() -> tuple[pg.PrivateGradient, pg.optim.SGD]:
-        oracle = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.SAT(0.4), engine=engine, microbatch_size=4)
-        return oracle, pg.optim.SGD(model.named_parameters(), lr=0.5)
+        private_grad = pg.PrivateGradient(
+            model, loss_fn, plan, perturb=pg.perturb.SAT(0.4), engine=engine, microbatch_size=4
+        )
+        return private_grad, pg.optim.SGD(model.named_parameters(), lr=0.5)
 
-    oracle, optimizer = start()
+    private_grad, optimizer = start()
     for step, batch in enumerate(plan.batches(TensorDataset(*EXAMPLES))):
         if step == 3:
-            state = copy.deepcopy(oracle.state_dict())
-            oracle, optimizer = start()
-            oracle.load_state_dict(state)
-        optimizer.step(grad=oracle(batch))
+            state = copy.deepcopy(private_grad.state_dict())
+            private_grad, optimizer = start()
+            private_grad.load_state_dict(state)
+        optimizer.step(grad=private_grad(batch))
         for p, g in zip(twin.parameters(), by_hand(twin, EXAMPLES), strict=True):
             p.data -= 0.5 * g
     for p, wanted in zip(model.parameters(), twin.parameters(), strict=True):
@@ -291,13 +293,13 @@ def test_sat_puts_the_weights_back_whatever_happens():
             raise KeyboardInterrupt
         return loss_fn(model, batch)
 
-    oracle = pg.PrivateGradient(model, losses, plan, perturb=pg.perturb.SAT(0.4))
+    private_grad = pg.PrivateGradient(model, losses, plan, perturb=pg.perturb.SAT(0.4))
     batches = plan.batches(TensorDataset(*EXAMPLES))
-    oracle(next(batches))
+    private_grad(next(batches))
     before = [p.detach().clone() for p in model.parameters()]
     fail.append(True)
     with pytest.raises(KeyboardInterrupt):
-        oracle(next(batches))
+        private_grad(next(batches))
     assert all(torch.equal(p, held) for p, held in zip(model.parameters(), before, strict=True))
 
 
@@ -305,36 +307,36 @@ def test_sat_goes_along_what_was_released_whatever_became_of_it():
     ends: list[dict[str, Tensor]] = []
     for spoil in (False, True):
         plan = sat_plan(2)
-        oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+        private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
         first, second = plan.batches(TensorDataset(*EXAMPLES))
-        for value in oracle(first).values.values():
+        for value in private_grad(first).values.values():
             value.zero_() if spoil else value
-        ends.append(dict(oracle(second).values))
+        ends.append(dict(private_grad(second).values))
     assert largest_difference(*ends) == 0
 
 
 def test_sat_keeps_what_was_released_noise_and_all():
     plan = dataclasses.replace(sat_plan(2), noise_multiplier=1.0)
-    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+    private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
     for batch in plan.batches(TensorDataset(*EXAMPLES)):
-        released = oracle(batch).values
-        kept = oracle.state_dict()["perturb"]["direction"]
+        released = private_grad(batch).values
+        kept = private_grad.state_dict()["perturb"]["direction"]
         assert all(torch.equal(kept[name], value) for name, value in released.items())
 
 
 def test_sat_refuses_the_state_of_another_model():
     plan = sat_plan(2)
-    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
+    private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
     (batch, later) = plan.batches(TensorDataset(*EXAMPLES))
-    oracle(batch)
-    state = oracle.state_dict()
+    private_grad(batch)
+    state = private_grad.state_dict()
     state["perturb"]["direction"]["0.weight"] = torch.ones(1, 5)
-    oracle.load_state_dict(state)
+    private_grad.load_state_dict(state)
     with pytest.raises(pg.PrivacyError, match=r"SAT: expected its state to be of this model, got '0.weight'"):
-        oracle(later)
+        private_grad(later)
     state["perturb"]["direction"]["0.weight"] = torch.full((4, 5), math.nan)
     with pytest.raises(pg.PrivacyError, match="SAT: expected its state to hold finite tensors"):
-        oracle.load_state_dict(state)
+        private_grad.load_state_dict(state)
     for one, other in ((None, pg.perturb.SAT(0.4)), (pg.perturb.SAT(0.4), None)):
         saved = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=one).state_dict()
         with pytest.raises(pg.PrivacyError, match="the state of perturb"):
@@ -351,11 +353,11 @@ def test_a_subclass_of_sat_stays_what_it_is():
             return super().at(radius, parameters, raw_mean)
 
     plan = dataclasses.replace(sat_plan(2), noise_multiplier=1.0, delta=1e-5)
-    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=Counts(0.4))
+    private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=Counts(0.4))
     for batch in plan.batches(TensorDataset(*EXAMPLES)):
-        oracle(batch)
+        private_grad(batch)
     assert Counts.asked == 2
-    assert oracle.ledger.epsilon(delta=1e-5) == math.inf
+    assert private_grad.ledger.epsilon(delta=1e-5) == math.inf
 
 
 def test_a_schedule_is_asked_once_a_step_for_that_step():
@@ -367,10 +369,10 @@ def test_a_schedule_is_asked_once_a_step_for_that_step():
 
     plan = sat_plan(8)
     batches = list(plan.batches(TensorDataset(*EXAMPLES)))
-    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.BAM(schedule), microbatch_size=1)
+    private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.BAM(schedule), microbatch_size=1)
     asked.clear()
     for batch in batches[5:]:
-        oracle(batch)
+        private_grad(batch)
     assert asked == [5, 6, 7]
 
 
@@ -486,10 +488,10 @@ def test_another_path_in_the_second_pass_is_refused_by_name():
 
 def test_sam_is_not_private():
     plan = dataclasses.replace(sat_plan(3), noise_multiplier=1.0, delta=1e-5)
-    oracle = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.RawSAM(0.05))
-    oracle(next(plan.batches(TensorDataset(*EXAMPLES))))
-    assert oracle.ledger.epsilon(delta=1e-5) == math.inf
-    assert oracle.epsilon(steps=1) == math.inf
+    private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.RawSAM(0.05))
+    private_grad(next(plan.batches(TensorDataset(*EXAMPLES))))
+    assert private_grad.ledger.epsilon(delta=1e-5) == math.inf
+    assert private_grad.epsilon(steps=1) == math.inf
 
 
 @pytest.mark.parametrize("radius", [-0.1, math.nan, math.inf, "0.1", True, lambda step: -1.0])
@@ -513,7 +515,7 @@ def test_what_is_no_perturbation_is_refused():
         pg.perturb.BAM(0.1, mode="both")  # pyright: ignore[reportArgumentType]
 
 
-def test_standardised_rows_have_their_derivatives():
+def test_standardized_rows_have_their_derivatives():
     x = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(standardized(x, 1e-3), F.layer_norm(x, (7,), eps=1e-3))
     assert torch.autograd.gradcheck(partial(standardized, eps=1e-3), x)

@@ -263,7 +263,7 @@ CASES: dict[str, Case] = {
         "use them in the loss, or freeze them",
         [{"make": lambda: orphaned(freeze=True)}, {"make": lambda: orphaned(use=True)}],
     ),
-    "centred": Case(
+    "centered": Case(
         lambda: nn.Linear(5, 3),
         "no statistics, ranks or means over the batch",
         [{"losses": losses_of}],
@@ -377,9 +377,9 @@ def released(case: Case) -> dict[str, Tensor]:
         model = model.double()
     numbers: dict[str, Any] = {"sample_rate": 1.0, "expected_batch_size": SIZE, "num_examples": SIZE}
     plan = make_plan(**numbers, noise_multiplier=0.0, max_grad_norm=1.0, seed=0)
-    oracle = pg.PrivateGradient(model, lambda m, batch: case.losses(m, batch[0]), plan, **case.options)
+    private_grad = pg.PrivateGradient(model, lambda m, batch: case.losses(m, batch[0]), plan, **case.options)
     (batch,) = [next(iter(plan.batches(TensorDataset(case.x))))]
-    return dict(oracle(batch).values)
+    return dict(private_grad(batch).values)
 
 
 def summed(case: Case) -> dict[str, Tensor]:

@@ -47,12 +47,12 @@ def test_many_expected_contributions_are_summed_and_noised_in_float64_and_releas
     assert sum_dtype(weight.bfloat16(), 1) == torch.float32
     for size, dtype in ((10_000, torch.float32), (10_001, torch.float64)):
         plan = make_plan(sample_rate=1.0, expected_batch_size=size, num_examples=size)
-        oracle, seen = pg.PrivateGradient(nn.Linear(1, 1), lambda m, x: m(x[0])[:, 0], plan), list[torch.dtype]()
-        oracle.raw_observers.append(lambda step, seen=seen: seen.extend(v.dtype for v in step.raw_mean.values()))
-        gradient = oracle(next(iter(plan.batches(TensorDataset(torch.ones(size, 1))))))
+        private_grad, seen = pg.PrivateGradient(nn.Linear(1, 1), lambda m, x: m(x[0])[:, 0], plan), list[torch.dtype]()
+        private_grad.raw_observers.append(lambda step, seen=seen: seen.extend(v.dtype for v in step.raw_mean.values()))
+        gradient = private_grad(next(iter(plan.batches(TensorDataset(torch.ones(size, 1))))))
         assert set(seen) == {dtype}
         assert {value.dtype for value in gradient.values.values()} == {torch.float32}
-        facts = oracle.ledger.plan_facts["noise_generator"]
+        facts = private_grad.ledger.plan_facts["noise_generator"]
         assert facts == noise_generator([torch.zeros(1, dtype=dtype)])
 
 
@@ -93,10 +93,10 @@ def test_places_that_are_all_rounded_the_same_way_keep_the_bound(name: str):
     model, count, sums = MeanOfPlaces(make()), 1000, list[Tensor]()
     for size in (count + 1, count):
         plan = make_plan(sample_rate=1.0, expected_batch_size=count, num_examples=count)
-        oracle = pg.PrivateGradient(model, lambda m, x: 5 * m(x[0]), plan, microbatch_size=size)
+        private_grad = pg.PrivateGradient(model, lambda m, x: 5 * m(x[0]), plan, microbatch_size=size)
         seen: list[Any] = []
-        oracle.raw_observers.append(seen.append)
-        oracle(next(iter(plan.batches(TensorDataset(one.expand(size, *one.shape))))))
+        private_grad.raw_observers.append(seen.append)
+        private_grad(next(iter(plan.batches(TensorDataset(one.expand(size, *one.shape))))))
         sums.append(torch.cat([mean.flatten() for mean in seen[0].raw_mean.values()]) * count)
     assert float((sums[0] - sums[1]).norm()) / plan.max_grad_norm <= 1.005
 
@@ -225,7 +225,7 @@ def test_a_gate_that_opens_after_the_first_step_lets_no_example_add_more_than_c(
     gate = Gate()
     model = nn.utils.parametrize.register_parametrization(nn.Linear(8, 4, bias=False), "weight", gate)
     large = (5e7 * torch.randn(examples, 1, 8)).round()
-    cancelling = torch.cat([large, (torch.randn(examples, 1, 8) > 0) * 2.0 - 1 - large], 1)
+    canceling = torch.cat([large, (torch.randn(examples, 1, 8) > 0) * 2.0 - 1 - large], 1)
 
     def sum_of(count: int) -> Tensor:
         gate.gate = 0.0
@@ -233,7 +233,7 @@ def test_a_gate_that_opens_after_the_first_step_lets_no_example_add_more_than_c(
         private_grad = pg.PrivateGradient(model, lambda m, x: m(x[0]).flatten(1).sum(1), plan)
         seen: list[Any] = []
         private_grad.raw_observers.append(seen.append)
-        for batch in plan.batches(TensorDataset(cancelling[:count])):
+        for batch in plan.batches(TensorDataset(canceling[:count])):
             private_grad(batch)
             gate.gate = 1.0
         return torch.cat([mean.flatten() for mean in seen[-1].raw_mean.values()]) * (examples - 1)

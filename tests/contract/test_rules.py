@@ -19,8 +19,8 @@ Make = Callable[[], nn.Module]
 class WeightStandardization(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         flat = weight.flatten(1)
-        centred = flat - flat.mean(1, keepdim=True)
-        return (centred / (flat.std(1, keepdim=True) + 1e-3)).view_as(weight)
+        centered = flat - flat.mean(1, keepdim=True)
+        return (centered / (flat.std(1, keepdim=True) + 1e-3)).view_as(weight)
 
 
 def standardized(layer: nn.Module) -> nn.Module:
@@ -147,7 +147,7 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
     "Linear, no bias": (lambda: nn.Linear(5, 4, bias=False), floats(5)),
     "Linear, sequence, written out": (lambda: nn.Linear(3, 2), floats(6, 3)),
     "Linear, sequence, inner products": (lambda: nn.Linear(30, 40), floats(3, 30)),
-    "Linear, sequence, cancelling": (lambda: nn.Linear(30, 40), with_repeats(floats(4, 30))),
+    "Linear, sequence, canceling": (lambda: nn.Linear(30, 40), with_repeats(floats(4, 30))),
     "Linear, two dimensions more": (lambda: nn.Linear(3, 4), floats(2, 5, 3)),
     "Linear, frozen weight": (lambda: frozen(nn.Linear(5, 4), "weight"), floats(5)),
     "Linear, frozen bias": (lambda: frozen(nn.Linear(5, 4), "bias"), floats(5)),
@@ -279,11 +279,11 @@ def assert_equal_to_loop(factor: Factor, rows: Tensor, tolerance: float, roundin
     exact = factor.exact_sum(weights)
     assert exact.dtype == torch.float64
     close(exact, (weights @ rows.double().flatten(1)).view(rows.shape[1:]))
-    terms = factor.terms(inverse)
+    terms = factor.term_bound(inverse)
     if terms is not None and size > 0:  # a bound on the norm, and on each term's
         assert bool((terms * (1 + tolerance) + rounding >= (rows * inverse).flatten(1).double().norm(dim=1)).all())
     kept = torch.arange(size) % 2 == 0
-    close(factor.keep(kept).dense(), rows * kept.view(-1, *[1] * (rows.dim() - 1)))
+    close(factor.mask(kept).dense(), rows * kept.view(-1, *[1] * (rows.dim() - 1)))
     if size > 2:
         close(factor[1:3].dense(), rows[1:3])
         close(factor[torch.tensor([2, 0])].dense(), rows[[2, 0]])

@@ -342,16 +342,16 @@ def test_a_refusal_leaves_every_bit_of_the_weights():
         with torch.no_grad():
             next(model.parameters()).flatten()[0] = -0.0
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        oracle = pg.PrivateGradient(
+        private_grad = pg.PrivateGradient(
             model,
             lambda m, batch, loss=loss: loss(m, batch[0]),
             make_plan(sample_rate=1.0, expected_batch_size=16, num_examples=16),
         )
         with pytest.raises(pg.PrivacyError):
-            oracle(next(iter(oracle.plan.batches(TensorDataset(torch.randn(16, 3))))))
+            private_grad(next(iter(private_grad.plan.batches(TensorDataset(torch.randn(16, 3))))))
         for name, value in model.state_dict().items():
             assert torch.equal(value.view(torch.int32), before[name].view(torch.int32)), name
-        assert oracle.ledger.releases == 0
+        assert private_grad.ledger.releases == 0
 
 
 seen: list[torch.dtype] = []
@@ -364,18 +364,18 @@ class Seen(nn.Linear):
         return y
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_an_ambient_autocast_reaches_the_forward_pass_and_not_the_sum(engine: Any):
     model = Seen(3, 2)
     plan = make_plan(sample_rate=1.0, expected_batch_size=16, num_examples=16)
-    oracle = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]).float(), plan, engine=engine)
+    private_grad = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]).float(), plan, engine=engine)
     sums: list[torch.dtype] = []
-    oracle.raw_observers.append(lambda step: sums.extend(value.dtype for value in step.raw_mean.values()))
+    private_grad.raw_observers.append(lambda step: sums.extend(value.dtype for value in step.raw_mean.values()))
     batches = iter(plan.batches(TensorDataset(torch.randn(16, 3))))
     for _ in range(3):  # the third call is not audited
         seen.clear()
         with torch.autocast("cpu", torch.bfloat16):
-            oracle(next(batches))
+            private_grad(next(batches))
         assert set(seen) == {torch.bfloat16}
     assert set(sums) == {torch.float32}
 
@@ -407,7 +407,7 @@ CLIP = [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"scale": 1.0, "la
 @pytest.mark.parametrize("perturb", PERTURB)
 def test_parameters_without_dimensions_train_alike_in_both_engines(perturb: str, scales: Any, clip: Any):
     ends: list[dict[str, Tensor]] = []
-    for engine in ("hooks", "vmap"):
+    for engine in ("factored", "vmap"):
         torch.manual_seed(0)
         model = Temperature().double()
         plan = make_plan(seed=0, sample_rate=1.0, expected_batch_size=8, num_examples=8)
@@ -415,11 +415,11 @@ def test_parameters_without_dimensions_train_alike_in_both_engines(perturb: str,
             None if scales is None else pg.precondition.fixed({n: torch.as_tensor(s) for n, s in scales.items()})
         )
         options: Any = {"engine": engine, "perturb": PERTURB[perturb], "precondition": precondition, "clip": clip}
-        oracle = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]), plan, **options)
+        private_grad = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]), plan, **options)
         optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-2)
         data = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
         for batch, _ in zip(plan.batches(data), range(3), strict=False):
-            optimizer.step(grad=oracle(batch))
+            optimizer.step(grad=private_grad(batch))
         ends.append({name: value.detach() for name, value in model.named_parameters()})
     for name, value in ends[0].items():
         torch.testing.assert_close(value, ends[1][name], rtol=1e-8, atol=1e-10)

@@ -11,13 +11,13 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad import precondition
-from privgrad.oracle import RawStep
+from privgrad.private_gradient import RawStep
 from tests.sensitivity.examples import PROFILES, TOUCHES
 from tests.sensitivity.grammar import DETAILS, PARTS, ROOTS
 from tests.sensitivity.search import LIMIT, Tally, run_case
 
 Examples = tuple[Tensor, ...]
-ENGINES, CONTRIBUTIONS = {"hooks", "vmap"}, {"plain", "BAM sam", "BAM exact", "SAT"}
+ENGINES, CONTRIBUTIONS = {"factored", "vmap"}, {"plain", "BAM sam", "BAM exact", "SAT"}
 OPTIONS = {"Flat", "PerLayer", "Automatic", "none", "fixed", "public_adam"}
 
 
@@ -58,9 +58,9 @@ def clipped_sum_of(
         max_grad_norm=bound,
         num_examples=count,
     )
-    oracle, seen = pg.PrivateGradient(model, loss_fn, plan, **options), list[RawStep]()
-    oracle.raw_observers.append(seen.append)
-    oracle(next(iter(plan.batches(TensorDataset(*examples)))))
+    private_grad, seen = pg.PrivateGradient(model, loss_fn, plan, **options), list[RawStep]()
+    private_grad.raw_observers.append(seen.append)
+    private_grad(next(iter(plan.batches(TensorDataset(*examples)))))
     return torch.cat([value.double().flatten() for value in seen[0].raw_mean.values()]) * plan.divisor
 
 

@@ -67,7 +67,7 @@ name = "fashion-mnist"
 path = "somewhere"
 validation = 1000
 public = 500
-standardise = true
+standardize = true
 elsewhere = { name = "mnist", path = "elsewhere", validation = 0 }
 [model]
 name = "mlp"
@@ -113,7 +113,7 @@ seeds = [0, 1, 2]
 evaluations = 5
 views = 2
 average = 0.99
-engine = "hooks"
+engine = "factored"
 memory_mb = 100.0
 """
 
@@ -134,10 +134,10 @@ def _read_specs(folder: Path) -> None:
 
 def _write_ledger(folder: Path) -> None:
     plan = make_plan(seed=5)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=folder / "ledger.jsonl")
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=folder / "ledger.jsonl")
     for batch in plan.batches(make_data()):
-        oracle(batch)
-    oracle.ledger.close()
+        private_grad(batch)
+    private_grad.ledger.close()
 
 
 def _read_ledger(folder: Path) -> None:

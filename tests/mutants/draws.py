@@ -10,7 +10,7 @@ import torch
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import noise, oracle, rng, sampling
+from privgrad import noise, private_gradient, rng, sampling
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -56,7 +56,7 @@ def by_batch(planted: Callable[[int, int, dict[str, Any]], None]) -> Callable[[P
     """Plants options of add_noise that depend on (examples, microbatches) of the batch."""
 
     def plant(patch: Patch) -> None:
-        clipped_sum, seen = oracle.clipped_sum, [0, 0]
+        clipped_sum, seen = private_gradient.clipped_sum, [0, 0]
 
         def counted(chunks: Any, **options: Any) -> Any:
             parts = list(chunks)
@@ -79,7 +79,7 @@ def for_each_microbatch(_: int, microbatches: int, options: dict[str, Any]) -> N
     options["noise_multiplier"] /= max(microbatches, 1) ** 0.5
 
 
-def realised_divisor(examples: int, _: int, options: dict[str, Any]) -> None:
+def realized_divisor(examples: int, _: int, options: dict[str, Any]) -> None:
     options["divisor"] = max(examples, 1)
 
 
@@ -218,7 +218,7 @@ def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: 
 
 
 def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
-    """Neighbours are drawn together: the rate is right, independence is not."""
+    """Neighbors are drawn together: the rate is right, independence is not."""
     firsts = real(stream, step, sample_rate, count // 2)
     return torch.cat([2 * firsts, 2 * firsts + 1])
 
@@ -240,19 +240,19 @@ NOISE = [
         {"configuration": "microbatches", "optimizer": "AdamBC"},
     ),
     Mutant(
-        "realised batch size as divisor",
-        by_batch(realised_divisor),
-        "test_oracle.test_divides_by_the_public_batch_size_whatever_was_drawn",
+        "realized batch size as divisor",
+        by_batch(realized_divisor),
+        "test_private_gradient.test_divides_by_the_public_batch_size_whatever_was_drawn",
     ),
     Mutant(
         "an empty batch gets no noise",
         by_batch(none_for_no_examples),
-        "test_oracle.test_an_empty_batch_costs_and_hides_as_much_as_any_other",
+        "test_private_gradient.test_an_empty_batch_costs_and_hides_as_much_as_any_other",
     ),
     Mutant(
         "the same noise at each step",
         by_batch(one_step_for_ever),
-        "test_oracle.test_threads_get_noise_of_their_own",
+        "test_private_gradient.test_threads_get_noise_of_their_own",
     ),
     Mutant(
         "the same noise for each tensor",
@@ -282,10 +282,14 @@ NOISE = [
     Mutant(
         "noise from torch's global stream",
         of_torchs_global_stream,
-        "test_oracle.test_without_a_seed_the_noise_cannot_be_repeated",
+        "test_private_gradient.test_without_a_seed_the_noise_cannot_be_repeated",
     ),
-    Mutant("a fixed seed by default", default_seed, "test_oracle.test_without_a_seed_the_noise_cannot_be_repeated"),
-    Mutant("a research seed that does not warn", silent_seed, "test_oracle.test_a_seed_warns_once"),
+    Mutant(
+        "a fixed seed by default",
+        default_seed,
+        "test_private_gradient.test_without_a_seed_the_noise_cannot_be_repeated",
+    ),
+    Mutant("a research seed that does not warn", silent_seed, "test_private_gradient.test_a_seed_warns_once"),
     Mutant(
         "one key for sampling and noise",
         one_key,
@@ -294,23 +298,23 @@ NOISE = [
     Mutant(
         "noise repeated by a state that goes back",
         streams_that_stay,
-        "test_oracle.test_rolling_an_oracle_back_does_not_repeat_its_noise",
+        "test_private_gradient.test_rolling_an_oracle_back_does_not_repeat_its_noise",
     ),
     Mutant(
         "noise of a failed step drawn again",
         streams_that_stay,
-        "test_oracle.test_noise_of_a_release_that_was_not_charged_is_not_drawn_again",
+        "test_private_gradient.test_noise_of_a_release_that_was_not_charged_is_not_drawn_again",
     ),
     Mutant(
         "a grid that is planned and forgotten",
         off_the_grid,
         "test_noise_on_grid.test_every_release_of_the_oracle_is_on_the_grid",
-        {"engine": "hooks", "dtype": torch.float32},
+        {"engine": "factored", "dtype": torch.float32},
     ),
     Mutant(
         "a sensitivity not widened by the rounding to the grid",
         rounding_forgotten,
-        "test_noise_on_grid.test_rounded_neighbouring_sums_stay_within_the_sensitivity_that_is_noised",
+        "test_noise_on_grid.test_rounded_neighboring_sums_stay_within_the_sensitivity_that_is_noised",
         {"count": 1000, "sigma": 0.7},
     ),
     Mutant("a random stream that can be copied", copied_streams, "test_noise.test_a_stream_has_one_holder"),
@@ -334,7 +338,7 @@ SAMPLING = [
         "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
     ),
     Mutant(
-        "neighbours drawn together",
+        "neighbors drawn together",
         poisson(in_runs),
         "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
     ),
@@ -356,7 +360,7 @@ SAMPLING = [
     Mutant(
         "batches of another plan",
         lambda patch: patch.setattr(pg.PrivateGradient, "_require_drawn_as_planned", lambda *_: None),
-        "test_oracle.test_a_batch_of_another_plan_is_refused",
+        "test_private_gradient.test_a_batch_of_another_plan_is_refused",
         {"other": {"sample_rate": 0.26}},
     ),
 ]

@@ -62,7 +62,7 @@ def multiplied_back(real: Any, chunks: Any, **options: Any) -> tuple[ClippedSum,
 
 
 def projected_twice(patch: Patch) -> None:
-    """Norms that are too small: what weight standardisation takes from a gradient is taken from its square twice."""
+    """Norms that are too small: what weight standardization takes from a gradient is taken from its square twice."""
     real = standardization.Projected.__init__
 
     def wrong(self: Any, h: Any, rows: Any, scale: Any, mean: Any, along: Any, square: Any) -> None:
@@ -140,10 +140,10 @@ def rules_believed(patch: Patch) -> None:
 def kept_as_they_are(patch: Patch) -> None:
     """An example that is not finite gets the factor 0, and 0 times NaN is NaN."""
     for kind in (Dense, Outer, Rows):
-        patch.setattr(kind, "keep", lambda self, _: self)
+        patch.setattr(kind, "mask", lambda self, _: self)
 
 
-def cancelling_believed(patch: Patch) -> None:
+def canceling_believed(patch: Patch) -> None:
     real = clipping._terms
 
     def wrong(chunk: Any, norms: Any, *_: Any) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -325,7 +325,7 @@ def two_draws(patch: Patch) -> None:
     patch.setattr(torch.random, "fork_rng", nothing)
 
 
-def neighbours_grouped(patch: Patch) -> None:
+def neighbors_grouped(patch: Patch) -> None:
     def wrong(words: Any, groups: int) -> Tensor:
         return torch.arange(len(words)) * groups // max(len(words), 1)
 
@@ -369,19 +369,19 @@ CLIPPING = [
     Mutant(
         "the sum clipped, not each example",
         another_sum(clipped_as_a_whole),
-        "test_oracle.test_divides_by_the_public_batch_size_whatever_was_drawn",
+        "test_private_gradient.test_divides_by_the_public_batch_size_whatever_was_drawn",
     ),
     Mutant(
         "each parameter clipped to C",
         each_parameter_to_c,
-        "test_clipping.test_neighbouring_data_sets_stay_within_the_sensitivity_through_the_oracle",
+        "test_clipping.test_neighboring_data_sets_stay_within_the_sensitivity_through_the_oracle",
         {"clip": pg.clip.Flat()},
         guard="factors to bound contributions by",
     ),
     Mutant(
         "biases left out of the norm",
         without_the_biases,
-        "test_clipping.test_neighbouring_data_sets_stay_within_the_sensitivity_through_the_oracle",
+        "test_clipping.test_neighboring_data_sets_stay_within_the_sensitivity_through_the_oracle",
         {"clip": pg.clip.Flat()},
         guard="factors to bound contributions by",
     ),
@@ -401,8 +401,8 @@ CLIPPING = [
         "test_groups.test_one_example_can_move_the_sum_by_2c_and_the_noise_knows",
     ),
     Mutant(
-        "groups of neighbours in the batch",
-        neighbours_grouped,
+        "groups of neighbors in the batch",
+        neighbors_grouped,
         "test_groups.test_a_group_is_drawn_for_each_example_by_itself",
     ),
     Mutant(
@@ -414,8 +414,8 @@ CLIPPING = [
     Mutant(
         "the raw sum left in .grad",
         another_sum(left_on_the_parameters),
-        "test_oracle.test_nothing_is_left_in_grad",
-        {"engine": "hooks", "perturb": None},
+        "test_private_gradient.test_nothing_is_left_in_grad",
+        {"engine": "factored", "perturb": None},
     ),
     Mutant(
         "an example kept that is not finite",
@@ -425,7 +425,7 @@ CLIPPING = [
     ),
     Mutant(
         "terms that cancel within an example",
-        cancelling_believed,
+        canceling_believed,
         "test_attacks.test_terms_that_cancel_within_an_example_do_not_pass_the_bound",
         {"kind": "linear", "big": 1e8, "clip": pg.clip.Flat()},
     ),

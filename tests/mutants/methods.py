@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import noise, oracle
+from privgrad import noise, private_gradient
 from privgrad.gradient import module_state, precondition
 from privgrad.gradient.engines import vmap as engines
 from privgrad.gradient.factors.base import Dense, Factor
@@ -171,7 +171,7 @@ def noise_told(planted: Callable[[int, int, dict[str, Any]], float]) -> Callable
     """The noise is right, and what the optimizers are told of it is not."""
 
     def plant(patch: Patch) -> None:
-        clipped_sum, real, seen = oracle.clipped_sum, noise.add_noise, [0, 0]
+        clipped_sum, real, seen = private_gradient.clipped_sum, noise.add_noise, [0, 0]
 
         def counted(chunks: Any, **options: Any) -> Any:
             parts = list(chunks)
@@ -244,7 +244,7 @@ PERTURBING = [
         "SAT up the private batch",
         sat_up_the_private_batch,
         "test_perturb.test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint",
-        {"engine": "hooks"},
+        {"engine": "factored"},
         guard="perturb to be public, got a wish for private data",
     ),
     Mutant(
@@ -256,7 +256,7 @@ PERTURBING = [
         "SAT's weights not put back",
         weights_left_where_they_were_moved,
         "test_perturb.test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint",
-        {"engine": "hooks"},
+        {"engine": "factored"},
     ),
     Mutant(
         "SAT's weights not put back after a failure",
@@ -315,7 +315,7 @@ OPTIMIZERS = [
     ),
     Mutant("moments of the clean gradient", moments_of_the_clean_gradient, FIFTY_STEPS),
     Mutant(
-        "debiased by noise over the realised batch",
+        "debiased by noise over the realized batch",
         noise_told(lambda examples, _, options: options["divisor"] / max(examples, 1)),
         "test_debias_configurations.test_debias_subtracts_the_noise_that_was_added",
         {"configuration": "Poisson, other sizes than expected", "optimizer": "AdamBC"},

@@ -20,14 +20,14 @@ def received(change: Callable[[Tensor, float], Tensor]) -> Callable[[Patch], Non
     """Plants what a process makes of the values that it receives."""
 
     def plant(patch: Patch) -> None:
-        real = Distributed.released
+        real = Distributed.broadcast
 
         def wrong(self: Distributed, gradient: NoisyGradient) -> NoisyGradient:
             got = real(self, gradient)
             std: Any = got.noise_std
             return NoisyGradient({name: change(value, std) for name, value in got.values.items()}, std)
 
-        patch.setattr(Distributed, "released", wrong)
+        patch.setattr(Distributed, "broadcast", wrong)
 
     return plant
 

@@ -284,17 +284,17 @@ LEDGER = [
     Mutant(
         "an empty batch is not charged",
         free_if_empty,
-        "test_oracle.test_an_empty_batch_costs_and_hides_as_much_as_any_other",
+        "test_private_gradient.test_an_empty_batch_costs_and_hides_as_much_as_any_other",
     ),
     Mutant(
         "a draw that serves twice",
         lambda patch: admitted(patch, repeatable=True),
-        "test_oracle.test_a_batch_serves_once",
+        "test_private_gradient.test_a_batch_serves_once",
     ),
     Mutant(
         "steps past the plan",
         lambda patch: admitted(patch, limit=10**9),
-        "test_oracle.test_going_past_the_plans_steps_raises_before_release",
+        "test_private_gradient.test_going_past_the_plans_steps_raises_before_release",
     ),
     Mutant(
         "a charge that is not on disk",

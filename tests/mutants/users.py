@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, realised_divisor
+from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, realized_divisor
 from mutants.gradients import another_sum
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import oracle
+from privgrad import private_gradient
 from privgrad.data import users
 from privgrad.federated import LocalTraining
 from privgrad.gradient.factors.base import Dense, Factor
@@ -31,8 +31,8 @@ def unclipped(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -
 
 def devices_believed(patch: Patch) -> None:
     """The server adds up what devices say they have clipped."""
-    real = oracle.clipped_sum
-    patch.setattr(oracle, "clipped_sum", lambda chunks, **options: unclipped(real, chunks, **options))
+    real = private_gradient.clipped_sum
+    patch.setattr(private_gradient, "clipped_sum", lambda chunks, **options: unclipped(real, chunks, **options))
 
 
 def another_update(planted: Callable[[Updates, Tensor], Updates]) -> Callable[[Patch], None]:
@@ -138,7 +138,7 @@ def weighed_by_reports(patch: Patch) -> None:
     patch.setattr(flower, "_update", wrong)
 
 
-_ALONE = {"name": "linear", "engine": "hooks", "scaled": False}
+_ALONE = {"name": "linear", "engine": "factored", "scaled": False}
 
 USERS = [
     Mutant(
@@ -182,7 +182,7 @@ USERS = [
     ),
     Mutant(
         "the cohort that was drawn as divisor",
-        by_batch(realised_divisor),
+        by_batch(realized_divisor),
         "test_federated.test_the_noise_is_one_draw_of_its_own_whoever_took_part",
     ),
     Mutant(

@@ -37,14 +37,14 @@ def test_fifty_steps_agree_with_the_plain_version():
         expected_batch_size=8,
         lr=0.01,
     )
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.01)
     noise = RandomSource(7).stream("noise")
     inputs = data.tensors[0]
     for step, batch in enumerate(plan.batches(data)):
         members = [int((inputs == row).all(1).nonzero()[0, 0]) for row in batch.examples[0]]
         plain.step(members, noise.normal(step, plain.theta.size).numpy())
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
         states = [optimizer.state[parameter] for parameter in model.parameters()]
         for ours, theirs in (
             (flat(list(model.parameters())), plain.theta),

@@ -70,7 +70,7 @@ def loss_of(name: str) -> Callable[[nn.Module, Any], Tensor]:
     return loss_fn
 
 
-PROFILES = ("plain", "cancelling", "extreme", "padded", "aligned", "crowd")
+PROFILES = ("plain", "canceling", "extreme", "padded", "aligned", "crowd")
 TOUCHES = ("outlier", "repeated", "zero rows", "nonfinite rows")
 
 
@@ -110,7 +110,7 @@ def draw_examples(
         for index in floats:
             _values(drawn, inputs, index).mul_(draw.power(-3, 3))
         y, c = y * draw.power(-3, 3), c * draw.power(-3, 3)
-    elif profile in ("cancelling", "crowd"):
+    elif profile in ("canceling", "crowd"):
         _cancel(draw, drawn, inputs, y, bound)
     elif profile == "extreme":
         _stretch(draw, drawn, inputs, y, c, bound)

@@ -223,7 +223,7 @@ def transposed(draw: Draw, shape: Shape) -> Made:
 
 
 def standardized(draw: Draw, shape: Shape) -> Made:
-    """Make a convolution with standardised weights, with or without a gain; wide, so that closed forms are taken."""
+    """Make a convolution with standardized weights, with or without a gain; wide, so that closed forms are taken."""
     gain, wide = draw.chance(0.5), draw.rng.choice((2, 8))
     draw.used.append("weight standardization with gain" if gain else "weight standardization without gain")
     layer = ws_conv2d(shape[0], wide, 3, padding=1, gain=gain, bias=draw.chance(0.5))
@@ -231,7 +231,7 @@ def standardized(draw: Draw, shape: Shape) -> Made:
 
 
 def standardized_linear(draw: Draw, shape: Shape) -> Made:
-    """Make a convolution of one dimension with standardised weights."""
+    """Make a convolution of one dimension with standardized weights."""
     layer = nn.Conv1d(shape[0], 2, min(2, shape[1]))
     made = parametrize.register_parametrization(layer, "weight", WeightStandardization(None))
     return made, (2, shape[1] - min(2, shape[1]) + 1)

@@ -1,7 +1,7 @@
 """One case: a model, its options, and batches that differ by one example.
 
 A case is determined by its seed and number. Everything goes through PrivateGradient with a sampling rate of 1: in a
-share of cases by the public API alone, otherwise by the part of the oracle that clips, at a step without an audit.
+share of cases by the public API alone, otherwise by the part that clips, at a step without an audit.
 """
 
 import random
@@ -29,15 +29,15 @@ from tests.sensitivity.examples import LOSSES, Examples, doubled, draw_examples,
 from tests.sensitivity.grammar import Draw, Drawn, draw_model
 
 LIMIT = 1.005  # times C; promise.md states this room for rounding
-_PROFILES = {"plain": 22, "cancelling": 30, "extreme": 20, "padded": 10, "aligned": 12, "crowd": 6}
+_PROFILES = {"plain": 22, "canceling": 30, "extreme": 20, "padded": 10, "aligned": 12, "crowd": 6}
 _PRECONDITIONERS = {
     "plain": {"none": 60, "fixed": 30, "public_adam": 10},
     "extreme": {"none": 45, "fixed": 50, "public_adam": 5},
     "crowd": {"none": 80, "fixed": 15, "public_adam": 5},
 }
 # First parts that a profile aims at; others come too.
-_FAVOURED = {
-    "cancelling": ("Linear", "Linear time first", "RNN", "weight_norm", "computed weight", "constant parametrization"),
+_FAVORED = {
+    "canceling": ("Linear", "Linear time first", "RNN", "weight_norm", "computed weight", "constant parametrization"),
     "crowd": ("Linear time first", "Linear time first", "RNN", "GRU", "LSTM", "weight_norm"),
     "padded": ("owner of a table with padding",),
     "aligned": ("weight_norm", "old weight_norm", "orthogonal", "constant parametrization"),
@@ -144,10 +144,10 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     torch.manual_seed(rng.getrandbits(60))
     draw, profile = Draw(rng), _weighted(rng, _PROFILES)
     if profile == "crowd" and asked is not None:
-        profile = "cancelling"
+        profile = "canceling"
     crowd = draw.small = profile == "crowd"
-    favoured, alone = _FAVOURED.get(profile, ()), profile in _FAVOURED and draw.chance(0.9 if crowd else 0.7)
-    first = rng.choice(favoured) if asked is None and favoured and draw.chance(0.6) else asked
+    favored, alone = _FAVORED.get(profile, ()), profile in _FAVORED and draw.chance(0.9 if crowd else 0.7)
+    first = rng.choice(favored) if asked is None and favored and draw.chance(0.6) else asked
     drawn = draw_model(draw, first, alone=alone)
     count = 2 ** rng.choice((10, 11, 12, 12, 12, 13)) if crowd else rng.choice((2, 3, 5, 8, 9, 16, 17, 24, 33, 64))
     microbatch = None if crowd else rng.choice((None, None, None, 1, 2, 4, 8, 16, count, count - 1))
@@ -162,13 +162,13 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     examples, special = draw_examples(draw, drawn, count, profile, microbatch, bound * smallest)
     if profile in ("plain", "padded", "aligned"):
         bound = _bound(draw, examples)
-    losses = {"cancelling": ("linear", "linear", "squared error"), "crowd": (*["linear"] * 4, "squared error")}
+    losses = {"canceling": ("linear", "linear", "squared error"), "crowd": (*["linear"] * 4, "squared error")}
     loss = rng.choice(losses.get(profile, tuple(LOSSES)))
     if profile == "extreme":
         loss = rng.choice((loss, "linear", "linear", "linear times c"))
     contribution = "plain" if crowd else _weighted(rng, {"plain": 60, "BAM sam": 15, "BAM exact": 10, "SAT": 15})
     options = Options(
-        engine="vmap" if not crowd and draw.chance(0.15) else "hooks",
+        engine="vmap" if not crowd and draw.chance(0.15) else "factored",
         contribution=contribution,
         radius=rng.choice((0.001, 0.02, 0.3)),
         clip=_weighted(rng, {"Flat": 60, "PerLayer": 20, "Automatic": 0 if crowd else 20}),
@@ -280,30 +280,30 @@ class Oracle:
         elif options.preconditioner == "public_adam":
             gradient = PublicGradient(self.model, self.loss, case.public_examples, source="drawn")
             transform = precondition.public_adam(gradient, keep=0.9)
-        self.oracle = pg.PrivateGradient(
+        self.private_grad = pg.PrivateGradient(
             self.model,
             self.loss,
             self.plan,
             perturb=case.perturb,
             precondition=transform,
             clip=case.clip,
-            engine="vmap" if options.engine == "vmap" else "hooks",
+            engine="vmap" if options.engine == "vmap" else "factored",
             microbatch_size=options.microbatch,
         )
         self.seen: list[Mapping[str, Tensor]] = []
-        self.oracle.raw_observers.append(lambda step: self.seen.append(step.raw_mean))
-        self.start = self.oracle.state_dict()
+        self.private_grad.raw_observers.append(lambda step: self.seen.append(step.raw_mean))
+        self.start = self.private_grad.state_dict()
         if options.contribution == "SAT":
             self.start["perturb"]["direction"] = case.direction
-        self.oracle.load_state_dict(self.start)
+        self.private_grad.load_state_dict(self.start)
         if not options.public:
             self._audit()
 
     def _audit(self) -> None:
         """Audit on ordinary examples, as a first step may, and leave the steps between two audits to the case."""
-        engine = self.oracle._engine
+        engine = self.private_grad._engine
         if isinstance(engine, Hooks):
-            perturb, first = self.oracle._perturb, self.case.public_examples
+            perturb, first = self.private_grad._perturb, self.case.public_examples
             # In evaluation mode, which is the same without dropout, audits have less to do.
             with evaluating(self.model), perturb.at(self.case.options.radius, trainable(self.model), dict):
                 perturb.gradients(engine, first, self.case.options.radius)
@@ -317,23 +317,23 @@ class Oracle:
         """Return the clipped sum as one vector, in float64."""
         batch = self.batch(examples)
         if self.case.options.public:
-            self.oracle.load_state_dict(self.start)
-            self.oracle(batch)
+            self.private_grad.load_state_dict(self.start)
+            self.private_grad(batch)
             values = {name: value.double() * self.plan.divisor for name, value in self.seen.pop().items()}
         else:
-            self.oracle.load_state_dict(self.start)
-            values = dict(self.oracle._clipped(batch, 0, 0, trainable(self.model))[0].values)
+            self.private_grad.load_state_dict(self.start)
+            values = dict(self.private_grad._clipped(batch, 0, 0, trainable(self.model))[0].values)
         return torch.cat([value.double().flatten() for value in values.values()])
 
     def contributions(self, examples: Examples) -> Tensor:
         """Return each example's contribution, shape (B, parameters), written out one by one and clipped in float64."""
-        oracle, parameters, radius = self.oracle, trainable(self.model), self.case.options.radius
-        oracle.load_state_dict(self.start)
+        private_grad, parameters, radius = self.private_grad, trainable(self.model), self.case.options.radius
+        private_grad.load_state_dict(self.start)
         batch, rows = self.batch(examples), list[Tensor]()
-        transform = oracle._transform(batch, 0, 0, parameters)
+        transform = private_grad._transform(batch, 0, 0, parameters)
         size = sum(p.numel() for p in parameters.values())
-        with seeded(0), oracle._perturb.at(oracle._perturb.radius(0), parameters, dict):
-            for chunk in oracle._chunks(batch, 0, radius if self.case.perturb else 0.0, transform, parameters):
+        with seeded(0), private_grad._perturb.at(private_grad._perturb.radius(0), parameters, dict):
+            for chunk in private_grad._chunks(batch, 0, radius if self.case.perturb else 0.0, transform, parameters):
                 for index in range(next(iter(chunk.values())).examples):
                     own: dict[str, Tensor] = {}
                     for name, factor in chunk.items():
@@ -341,7 +341,7 @@ class Oracle:
                         if name in transform.inverse_scales:
                             own[name] = own[name] * transform.inverse_scales[name].double()
                     norms = {name: value.norm()[None] for name, value in own.items()}
-                    weights = oracle._clip.factors(norms, self.plan.max_grad_norm)
+                    weights = private_grad._clip.factors(norms, self.plan.max_grad_norm)
                     finite = all(bool(norm.isfinite()) for norm in norms.values())
                     rows.append(
                         torch.cat(
@@ -362,8 +362,8 @@ def run_case(seed: int, number: int, first: str | None = None) -> Outcome:
         case = draw_case(seed, number, first)
         pairs = [Pair(place) for place in case.places]
         try:
-            oracle = Oracle(case)
-            whole = oracle.sum(case.examples)
+            private_grad = Oracle(case)
+            whole = private_grad.sum(case.examples)
         except pg.PrivacyError as refusal:
             for pair in pairs:
                 pair.refusal, pair.verdict = reason_of(refusal), "refused"
@@ -372,16 +372,16 @@ def run_case(seed: int, number: int, first: str | None = None) -> Outcome:
             pairs[0].error, pairs[0].verdict = f"{type(error).__name__}: {error}"[:300], "failed"
             return Outcome(case, pairs[:1])
         for pair in pairs:
-            _compare(oracle, whole, pair)
+            _compare(private_grad, whole, pair)
         return Outcome(case, pairs)
 
 
-def _compare(oracle: Oracle, whole: Tensor, pair: Pair) -> None:
+def _compare(private_grad: Oracle, whole: Tensor, pair: Pair) -> None:
     """Fill in what the pair shows."""
-    case, bound = oracle.case, oracle.plan.max_grad_norm
+    case, bound = private_grad.case, private_grad.plan.max_grad_norm
     fewer = without(case.examples, pair.place)
     try:
-        change = whole - oracle.sum(fewer)
+        change = whole - private_grad.sum(fewer)
         pair.change = float(change.norm()) / bound
     except pg.PrivacyError as refusal:
         pair.refusal, pair.verdict = reason_of(refusal), "refused"
@@ -392,8 +392,8 @@ def _compare(oracle: Oracle, whole: Tensor, pair: Pair) -> None:
     if pair.change <= LIMIT:
         return
     pair.verdict = "failed"
-    others = without((oracle.contributions(case.examples),), pair.place)[0]
-    moved = (others - oracle.contributions(fewer)).sum(0)
+    others = without((private_grad.contributions(case.examples),), pair.place)[0]
+    moved = (others - private_grad.contributions(fewer)).sum(0)
     left = float((change - moved).norm()) / bound
     pair.note = f"others moved by {float(moved.norm()) / bound:.4g} C, which leaves {left:.4g} C"
     if left > LIMIT or case.options.dtype == torch.float64:

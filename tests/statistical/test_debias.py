@@ -32,17 +32,17 @@ def second_moment(kind: type[pg.optim.PrivateOptimizer], noise_std: float, signa
     return (state["exp_avg_sq"] - state.get("exp_avg_noise_var", 0.0)) / correction
 
 
-def is_centred_on(values: torch.Tensor, expected: float) -> bool:
+def is_centered_on(values: torch.Tensor, expected: float) -> bool:
     standard_error = values.std() / len(values) ** 0.5
     return bool((values.mean() - expected).abs() < 4 * standard_error)
 
 
 @pytest.mark.parametrize("signal", [0.0, 0.05, 0.5])
 def test_debiased_second_moment_is_the_signals_and_adams_is_not(signal: float):
-    assert is_centred_on(second_moment(pg.optim.AdamBC, 0.3, signal), signal**2)
+    assert is_centered_on(second_moment(pg.optim.AdamBC, 0.3, signal), signal**2)
     biased = second_moment(pg.optim.Adam, 0.3, signal)
-    assert not is_centred_on(biased, signal**2)
-    assert is_centred_on(biased, signal**2 + 0.3**2)
+    assert not is_centered_on(biased, signal**2)
+    assert is_centered_on(biased, signal**2 + 0.3**2)
 
 
 def test_quantiles_of_pure_noise_match_the_papers_table():

@@ -14,23 +14,23 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import seed_of
-from privgrad.oracle import RawStep
+from privgrad.private_gradient import RawStep
 from privgrad.types import NoisyGradient
 
 SIGMA, C, B = 0.7, 1.0, 16
 Wrong = Callable[[str, RawStep], float]
 
 
-def realised(_: str, raw: RawStep) -> float:
+def realized(_: str, raw: RawStep) -> float:
     return B / max(len(raw.clipping.raw_norms), 1)
 
 
 # options of the plan, of PrivateGradient, of the optimizer; wrong noise over right noise, by parameter
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], Wrong]] = {
-    "Poisson, other sizes than expected": ({}, {}, {}, realised),
+    "Poisson, other sizes than expected": ({}, {}, {}, realized),
     "fixed size": ({"sampling": "fixed"}, {}, {}, lambda *_: B / 64),
     "full batch": ({"sample_rate": 1.0, "expected_batch_size": 64}, {}, {}, lambda *_: 64 / 63),
-    "empty batches": ({"sample_rate": 1 / 64, "expected_batch_size": 1}, {}, {}, lambda _, raw: realised(_, raw) / B),
+    "empty batches": ({"sample_rate": 1 / 64, "expected_batch_size": 1}, {}, {}, lambda _, raw: realized(_, raw) / B),
     "microbatches": (
         {},
         {"microbatch_size": 3},
@@ -75,7 +75,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def is_centred(values: Tensor) -> bool:
+def is_centered(values: Tensor) -> bool:
     return bool(values.mean().abs() <= 4 * values.std() / len(values) ** 0.5)
 
 
@@ -98,7 +98,7 @@ def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer
     }
     numbers |= {"steps": 40, "num_examples": 64, "seed": seed_of(0)} | plan_options
     plan = pg.PrivacyPlan(**numbers)
-    oracle = pg.PrivateGradient(model, loss_fn, plan, **oracle_options)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, **oracle_options)
     clean, twin = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2))
 
     def observe(raw: RawStep) -> None:
@@ -106,10 +106,10 @@ def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer
             clean[name].mul_(keep).addcmul_(mean, mean, value=add)
             twin[name].mul_(keep).add_(add * (wrong(name, raw) * raw.released.noise_std_of(name)) ** 2)
 
-    oracle.raw_observers.append(observe)
+    private_grad.raw_observers.append(observe)
     debiased = kind(model.named_parameters(), lr=1e-3, **own, **options)
     for batch in plan.batches(data):
-        debiased.step(grad=oracle(batch))
+        debiased.step(grad=private_grad(batch))
     state = {name: debiased.state[parameter] for name, parameter in model.named_parameters()}
 
     def beyond_clean(subtracted: Callable[[str], Any]) -> Tensor:
@@ -119,9 +119,9 @@ def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer
         assert beyond_clean(lambda _: 0.0).abs().max() == 0
         assert all(values[noise] == 0 for values in state.values())
         return
-    assert is_centred(beyond_clean(lambda name: state[name][noise]))
-    assert not is_centred(beyond_clean(lambda name: twin[name]))
-    assert not is_centred(beyond_clean(lambda _: 0.0))
+    assert is_centered(beyond_clean(lambda name: state[name][noise]))
+    assert not is_centered(beyond_clean(lambda name: twin[name]))
+    assert not is_centered(beyond_clean(lambda _: 0.0))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -140,10 +140,10 @@ def test_noise_by_time_layer_and_coordinate_is_subtracted_where_it_was_added(opt
         debiased.step(grad=NoisyGradient(values, stds))
     for parameter in parameters.values():
         state = debiased.state[parameter]
-        assert is_centred(state[square] - state[noise] - clean)
-        assert not is_centred(state[square] - 1.1 * state[noise] - clean)
+        assert is_centered(state[square] - state[noise] - clean)
+        assert not is_centered(state[square] - 1.1 * state[noise] - clean)
     # Right on average is not enough: low and high noise each by themselves.
     state = debiased.state[parameters["body"]]
     for half in (slice(0, 10_000), slice(10_000, None)):
-        assert is_centred((state[square] - state[noise] - clean)[half])
-        assert not is_centred((state[square] - state[noise].mean() - clean)[half])
+        assert is_centered((state[square] - state[noise] - clean)[half])
+        assert not is_centered((state[square] - state[noise].mean() - clean)[half])

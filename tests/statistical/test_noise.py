@@ -150,15 +150,15 @@ def test_steps_streams_and_sources_are_independent():
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_stream_has_one_holder():
     """A copy, a pickle or a fork would draw the same noise for another sum."""
-    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        for holder in (oracle, oracle._noise_stream):
+        for holder in (private_grad, private_grad._noise_stream):
             with pytest.raises(pg.PrivacyError, match="same noise"):
                 duplicate(holder)
     child = os.fork()
     if child == 0:
         try:
-            oracle._noise_stream.normal(0, 2)
+            private_grad._noise_stream.normal(0, 2)
         except pg.PrivacyError:
             os._exit(0)
         os._exit(1)
@@ -212,19 +212,19 @@ def wide_model() -> nn.Sequential:
 
 def test_an_empty_batch_is_noised_charged_and_stepped_as_any_other():
     plan = make_plan(sample_rate=1e-9, expected_batch_size=1, steps=100, noise_multiplier=2.0, num_examples=32)
-    oracle = pg.PrivateGradient(wide_model(), loss_fn, plan)
-    optimizer = pg.optim.AdamBC(oracle._model.named_parameters())
+    private_grad = pg.PrivateGradient(wide_model(), loss_fn, plan)
+    optimizer = pg.optim.AdamBC(private_grad._model.named_parameters())
     noise: list[torch.Tensor] = []
     noise_std: object = None
     for batch in plan.batches(make_data()):
         assert batch.size == 0
-        gradient = oracle(batch)
+        gradient = private_grad(batch)
         optimizer.step(grad=gradient)
         noise_std = gradient.noise_std
         noise.append(torch.cat([value.flatten() for value in gradient.values.values()]))
     assert noise_std == 2.0
     assert has_std(torch.cat(noise).double(), 2.0)
-    assert oracle.ledger.releases == 100
+    assert private_grad.ledger.releases == 100
     assert all(state["step"] == 100 for state in optimizer.state.values())
 
 
@@ -234,8 +234,10 @@ def test_noise_through_the_oracle_is_drawn_once(clip: pg.clip.Clipping, microbat
     """Same sums, other noise: half the variance of the difference of two releases is (sigma C / B)**2."""
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=100, max_grad_norm=0.4, noise_multiplier=1.5)
     model, data = wide_model(), make_data()
-    oracle = pg.PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size)
-    rows = [torch.cat([value.flatten() for value in oracle(batch).values.values()]) for batch in plan.batches(data)]
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size)
+    rows = [
+        torch.cat([value.flatten() for value in private_grad(batch).values.values()]) for batch in plan.batches(data)
+    ]
     differences = (torch.stack(rows[::2]) - torch.stack(rows[1::2])).flatten().double() / 2**0.5
     assert has_std(differences, 1.5 * 0.4 / 32)
     assert not has_std(differences, 1.5 * 0.4 / 32 * 1.05)

@@ -59,17 +59,17 @@ def grid_points(released: torch.Tensor, divisor: int, grid: float) -> torch.Tens
     return points
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_release_of_the_oracle_is_on_the_grid(engine: Any, dtype: torch.dtype):
     plan = make_plan(noise_on_grid=True, max_grad_norm=0.3, noise_multiplier=0.8)
     model, data = make_model(dtype), make_data(dtype=dtype)
-    oracle = pg.PrivateGradient(model, loss_fn, plan, engine=engine)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine)
     like = {name: torch.empty_like(parameter) for name, parameter in model.named_parameters()}
     grid, sensitivity = grid_of(ClippedSum(like, 0.3), 0.8)
     assert plan.divisor == 8
     for batch in plan.batches(data):
-        gradient = oracle(batch)
+        gradient = private_grad(batch)
         assert gradient.noise_std == 0.8 * sensitivity / 8
         for value in gradient.values.values():
             times = value.double() * 8 / grid
@@ -111,7 +111,7 @@ def low_bits(released: torch.Tensor, unit: float) -> float:
     return float((released / unit != (released / unit).round()).double().mean())
 
 
-def test_plain_noise_tells_neighbouring_sums_apart_and_noise_on_the_grid_does_not():
+def test_plain_noise_tells_neighboring_sums_apart_and_noise_on_the_grid_does_not():
     """In float32, 1 + noise is always a multiple of 2^-24; 0 + noise often is not, which proves that no 1 was there."""
     unit = 2.0**-24
     assert low_bits(release(1.0, on_grid=False)[0], unit) == 0
@@ -145,7 +145,7 @@ def has_std(sample: np.ndarray, std: float) -> bool:
 
 @pytest.mark.parametrize("count", [1, 2, 1000, 10**6])
 @pytest.mark.parametrize("sigma", [1e-3, 0.7, 50.0])
-def test_rounded_neighbouring_sums_stay_within_the_sensitivity_that_is_noised(count: int, sigma: float):
+def test_rounded_neighboring_sums_stay_within_the_sensitivity_that_is_noised(count: int, sigma: float):
     """At worst each coordinate is rounded away from the other's: C alone would be exceeded."""
     bound, like = 0.37, ClippedSum({"p": torch.empty(count)}, 0.37)
     grid, sensitivity = grid_of(like, sigma)

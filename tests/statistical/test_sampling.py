@@ -24,7 +24,7 @@ def inclusion(plan: pg.PrivacyPlan) -> np.ndarray:
 
 
 def is_poisson(table: np.ndarray, rate: float) -> bool:
-    """Mean, spread of batch sizes and of examples' counts, and correlation of neighbours, each at about 1e-5."""
+    """Mean, spread of batch sizes and of examples' counts, and correlation of neighbors, each at about 1e-5."""
     steps, examples = table.shape
     total = stats.binomtest(int(table.sum()), table.size, rate).pvalue > 1e-5
 

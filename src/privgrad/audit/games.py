@@ -119,7 +119,7 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
 
     In every run each canary is in by a fair coin of its own; with one canary this is D against D and one more. Its
     score is the projection of what was released on its direction. The first sixth of the runs gives each canary's
-    score its centre and chooses thresholds; the error rates are counted on the rest, and bounded by
+    score its center and chooses thresholds; the error rates are counted on the rest, and bounded by
     Clopper-Pearson.
 
     Args:
@@ -147,7 +147,7 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
     included = np.random.default_rng().random((runs, canaries)) < 0.5
     scores = _scores(game, included, tick)
     choosing = runs // _CHOOSING
-    scores = scores - _centres(scores[:choosing], included[:choosing])
+    scores = scores - _centers(scores[:choosing], included[:choosing])
     chosen_on = _Scores.of(scores[:choosing], included[:choosing])
     counted = _Scores.of(scores[choosing:], included[choosing:])
     kinds = ["any"] if game.steps is None else ["any", "gaussian" if _is_one_step(game.steps) else "accountant"]
@@ -210,7 +210,7 @@ def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
     return torch.stack(rows).numpy()
 
 
-def _centres(scores: np.ndarray, included: np.ndarray) -> np.ndarray:
+def _centers(scores: np.ndarray, included: np.ndarray) -> np.ndarray:
     """Half way between each canary's mean scores out and in: noise that returns in every run is no protection."""
     means = [np.where(side, scores, 0).sum(0) / np.maximum(side.sum(0), 1) for side in (included, ~included)]
     return (means[0] + means[1]) / 2
@@ -257,7 +257,7 @@ class _Scores:
     def threshold(self, kind: str, delta: float, confidence: float) -> float:
         """The threshold whose bound on these trials is best; of a Gaussian the middle, where rates are surest."""
         if kind == "gaussian":
-            return 0.0  # scores are centred
+            return 0.0  # scores are centered
         together = np.concatenate([self.out, self.in_])
         levels = 1 / (1 + np.exp(-np.linspace(-9, 9, _THRESHOLDS)))
         candidates = np.quantile(together, levels)

@@ -18,16 +18,16 @@ from privgrad.errors import did_you_mean, expected, require_integer, require_pos
 from privgrad.gradient import clipping, perturb, precondition
 from privgrad.gradient.local_training import LocalTraining
 from privgrad.gradient.public_gradient import PublicGradient
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 
 Mechanism = Literal["step", "training"]
 
 _CANARIES = 256
 _RATE, _STEPS = 0.5, 4  # of a training
-_ONE_RUN = ("hooks", "AdamBC")  # whose trainings are also audited by one run each
+_ONE_RUN = ("factored", "AdamBC")  # whose trainings are also audited by one run each
 _ONE_RUN_CANARIES = 1000
-_PAID_STEPS = 10**9  # the oracle serves many trainings, each of which is claimed to cost what it costs alone
+_PAID_STEPS = 10**9  # the private_grad serves many trainings, each of which is claimed to cost what it costs alone
 _LR = 1e-3  # weights stay near 0, so that nobody's gradient turns around
 
 
@@ -38,7 +38,7 @@ class Method:
     Attributes:
         optimizer: its name in privgrad.optim; with "SGD" the released gradients are looked at, with others what they
             make of the parameters.
-        oracle: model -> arguments of PrivateGradient.
+        private_grad: model -> arguments of PrivateGradient.
         layers: linear layers side by side, that share each example's gradient.
         group_size, noise_on_grid: of the plan.
         canaries: in one run.
@@ -46,7 +46,7 @@ class Method:
     """
 
     optimizer: str = "SGD"
-    oracle: Callable[[nn.Module], dict[str, Any]] = field(default=lambda model: {})
+    private_grad: Callable[[nn.Module], dict[str, Any]] = field(default=lambda model: {})
     layers: int = 1
     group_size: int = 1
     noise_on_grid: bool = False
@@ -93,25 +93,25 @@ def _with(**arguments: Any) -> Callable[[nn.Module], dict[str, Any]]:
 
 
 METHODS: Mapping[str, Method] = {
-    "hooks": Method(),
-    "vmap": Method(oracle=_with(engine="vmap")),
-    "microbatches of 50": Method(oracle=_with(microbatch_size=50)),
-    "Automatic": Method(oracle=_with(clip=clipping.Automatic())),
-    "PerLayer": Method(oracle=_with(clip=clipping.PerLayer({"0": 1.0, "1": 2.0})), layers=2),
-    "BAM sam": Method(oracle=_with(perturb=perturb.BAM(0.05))),
-    "BAM exact": Method(oracle=_with(perturb=perturb.BAM(0.05, "exact"))),
-    "BAM sam, vmap": Method(oracle=_with(perturb=perturb.BAM(0.05), engine="vmap")),
-    "BAM exact, vmap": Method(oracle=_with(perturb=perturb.BAM(0.05, "exact"), engine="vmap")),
-    "SAT": Method(oracle=_with(perturb=perturb.SAT(0.05))),
-    "fixed scales": Method(oracle=_scaled),
-    "public_rmsprop": Method(oracle=_by(precondition.public_rmsprop)),
-    "public_adam": Method(oracle=_by(precondition.public_adam, keep=0.9)),
-    "public_adagrad": Method(oracle=_by(precondition.public_adagrad)),
+    "factored": Method(),
+    "vmap": Method(private_grad=_with(engine="vmap")),
+    "microbatches of 50": Method(private_grad=_with(microbatch_size=50)),
+    "Automatic": Method(private_grad=_with(clip=clipping.Automatic())),
+    "PerLayer": Method(private_grad=_with(clip=clipping.PerLayer({"0": 1.0, "1": 2.0})), layers=2),
+    "BAM sam": Method(private_grad=_with(perturb=perturb.BAM(0.05))),
+    "BAM exact": Method(private_grad=_with(perturb=perturb.BAM(0.05, "exact"))),
+    "BAM sam, vmap": Method(private_grad=_with(perturb=perturb.BAM(0.05), engine="vmap")),
+    "BAM exact, vmap": Method(private_grad=_with(perturb=perturb.BAM(0.05, "exact"), engine="vmap")),
+    "SAT": Method(private_grad=_with(perturb=perturb.SAT(0.05))),
+    "fixed scales": Method(private_grad=_scaled),
+    "public_rmsprop": Method(private_grad=_by(precondition.public_rmsprop)),
+    "public_adam": Method(private_grad=_by(precondition.public_adam, keep=0.9)),
+    "public_adagrad": Method(private_grad=_by(precondition.public_adagrad)),
     "noise on a grid": Method(noise_on_grid=True),
-    "users": Method(oracle=_with(perturb=LocalTraining(0.5, batch_size=1)), users=True),
+    "users": Method(private_grad=_with(perturb=LocalTraining(0.5, batch_size=1)), users=True),
     "groups of 2": Method(group_size=2, canaries=1),
     "AdaDPS, BAM, PerLayer, microbatches": Method(
-        oracle=lambda model: {
+        private_grad=lambda model: {
             "precondition": precondition.public_adam(_public(model)),
             "perturb": perturb.BAM(0.05),
             "clip": clipping.PerLayer({"0": 1.0, "1": 2.0}),
@@ -217,24 +217,24 @@ def rows(
     return (2 * len(chosen) + len(single)) * len(epsilons), audits()
 
 
-def one_step(oracle: PrivateGradient) -> Callable[[Any], Tensor]:
+def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
     """What a PrivateGradient releases of a data set in its first step, as one vector, with new noise at every call.
 
     Args:
-        oracle: without a research seed; its plan has to pay for as many steps as there will be calls, and what is
+        private_grad: without a research seed; its plan has to pay for as many steps as there will be calls, and what is
             claimed of one step is audited. The model is left where it is.
     Raises:
         PrivacyError: a research seed, whose noise would return.
     Privacy:
-        Each release is charged to the oracle's ledger.
+        Each release is charged to the private_grad's ledger.
     """
-    if oracle.plan.seed is not None:
-        raise expected("one_step", "plan.seed", "to be None", oracle.plan.seed, "audit with the system's entropy")
-    beginning = oracle.state_dict()
+    if private_grad.plan.seed is not None:
+        raise expected("one_step", "plan.seed", "to be None", private_grad.plan.seed, "audit with the system's entropy")
+    beginning = private_grad.state_dict()
 
     def release(data: Any) -> Tensor:
-        oracle.load_state_dict(beginning)
-        return flat(oracle(next(oracle.plan.batches(data))).values)
+        private_grad.load_state_dict(beginning)
+        return flat(private_grad(next(private_grad.plan.batches(data))).values)
 
     return release
 
@@ -294,18 +294,18 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
         noise_on_grid=method.noise_on_grid,
         privacy_unit="user" if method.users else "example",
     )
-    oracle = PrivateGradient(model, _losses, plan, **method.oracle(model))
-    beginning = oracle.state_dict()
+    private_grad = PrivateGradient(model, _losses, plan, **method.private_grad(model))
+    beginning = private_grad.state_dict()
     if "perturb" in beginning and "direction" in beginning["perturb"]:
         # One step of SAT is only then another than one of SGD when something has been released before.
         beginning["perturb"]["direction"] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
 
     def release(data: TensorDataset) -> Tensor:
         model.begin()
-        oracle.load_state_dict(beginning)
+        private_grad.load_state_dict(beginning)
         optimizer, released = _optimizer(method.optimizer, model, claimed.count), list[Tensor]()
         for batch in islice(plan.batches(data), claimed.count):
-            gradient = oracle(batch)
+            gradient = private_grad(batch)
             released.append(flat(gradient.values))
             optimizer.step(grad=gradient)
         if method.optimizer == "SGD":

@@ -49,7 +49,7 @@ class DataSet:
 
     @property
     def measured_on(self) -> Literal["test", "training"]:
-        """Which examples results are of; "training", NOT private, where there is nothing to generalise to."""
+        """Which examples results are of; "training", NOT private, where there is nothing to generalize to."""
         return "training" if self.test is self.train else "test"
 
 
@@ -100,7 +100,7 @@ def split(
 
 
 def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> DataSet:
-    """A DataSet of unequal classes with nothing to generalise to: the training set is the test set."""
+    """A DataSet of unequal classes with nothing to generalize to: the training set is the test set."""
     examples = TensorDataset(inputs, labels)
     nothing = TensorDataset(inputs[:0], labels[:0])
     return DataSet(name, examples, nothing, examples, num_classes, tuple(inputs.shape[1:]), frequency_edges=())

@@ -240,7 +240,7 @@ def debian_synopses(
         most = min(len(parts[0]), 4 * len(parts[1]))
         raise expected("debian_synopses", "limit", f"to be at most {most}", limit, "ask for fewer")
     train, test = (
-        encode.labelled([(_fields(package), " | Synopsis:", f" {package.synopsis}") for package in part[:count]])
+        encode.labeled([(_fields(package), " | Synopsis:", f" {package.synopsis}") for package in part[:count]])
         for part, count in zip(parts, (limit, limit // 4), strict=True)
     )
     return split(
@@ -295,7 +295,7 @@ def sentence_pairs(
         most = min(len(found[0]), 4 * len(found[1])) // 12 * 12
         raise expected("sentence_pairs", "pairs", f"to be at most {most}", pairs, "ask for fewer")
     name = f"Debian package index ({suites}), sentence pairs"
-    train, test = map(encode.labelled, found)
+    train, test = map(encode.labeled, found)
     return split(name, train, test, validation, num_classes=3, vocabulary=encode.vocabulary)
 
 

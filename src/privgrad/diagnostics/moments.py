@@ -8,10 +8,10 @@ from torch import Tensor
 
 from privgrad.errors import expected
 from privgrad.optim.debias import debias, default_floor
-from privgrad.oracle import PrivateGradient, RawStep
+from privgrad.private_gradient import PrivateGradient, RawStep
 
 
-class RawTwins:
+class RawMoments:
     """Moving averages of both gradients along a training. NOT private, and never part of any update.
 
     Computes: with the same betas, m and v of the clipped mean before the noise (clean), and of the released gradient
@@ -34,7 +34,7 @@ class RawTwins:
         self, private_grad: PrivateGradient | None = None, *, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise expected("RawTwins", "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
+            raise expected("RawMoments", "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
         self.betas = betas
         self.steps: dict[str, int] = {}
         self.raw_exp_avg: dict[str, Tensor] = {}
@@ -118,7 +118,7 @@ class RawTwins:
     def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:
         """All coordinates, each divided by 1 - beta**t of its own parameter."""
         if not values:
-            raise expected("RawTwins", "a step", "to have been seen", "none", "release a gradient first")
+            raise expected("RawMoments", "a step", "to have been seen", "none", "release a gradient first")
         return torch.cat([value.flatten() / (1 - beta ** self.steps[name]) for name, value in values.items()])
 
 

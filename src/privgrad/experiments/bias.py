@@ -182,10 +182,10 @@ def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Call
 
 def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], object]) -> Iterator[float]:
     """Of one step after the other."""
-    _, oracle, optimizer = begin(spec, method, spec.run.seeds[0], data)
-    for batch in oracle.plan.batches(data.train):
+    _, private_grad, optimizer = begin(spec, method, spec.run.seeds[0], data)
+    for batch in private_grad.plan.batches(data.train):
         start = perf_counter()
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
         elapsed = perf_counter() - start
         tick()
         yield elapsed

@@ -34,7 +34,7 @@ from privgrad.experiments.records import (
     tuned_names,
 )
 
-# Okabe-Ito without its yellow, too pale on white. Seven colours and eight markers: 56 distinct pairs.
+# Okabe-Ito without its yellow, too pale on white. Seven colors and eight markers: 56 distinct pairs.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MOST_LAYERS = 7
@@ -54,7 +54,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def _looks(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and label of every method: the same in all plots."""
+    """Color, marker and label of every method: the same in all plots."""
     styles = zip(cycle(_COLORS), cycle(_MARKERS), by_method(records), strict=False)
     return {name: {"color": color, "marker": marker, "label": _label(name)} for color, marker, name in styles}
 

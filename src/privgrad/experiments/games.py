@@ -15,8 +15,8 @@ from privgrad.data import DataSet
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.spec import MethodTable, Spec, make_data
 from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient, require_images
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 
 
 def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float] | None) -> list[Game]:
@@ -79,7 +79,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             group_size=method.group_size,
             noise_on_grid=spec.privacy.noise_on_grid and noise_multiplier > 0,
         )
-        oracle = PrivateGradient(
+        private_grad = PrivateGradient(
             model,
             losses_for(data, views=spec.run.views),
             plan,
@@ -89,10 +89,10 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             microbatch_size=spec.run.microbatch_size,
             memory_mb=spec.run.memory_mb,
         )
-        if noise_multiplier > 0 and math.isinf(oracle.epsilon(steps=1)):
+        if noise_multiplier > 0 and math.isinf(private_grad.epsilon(steps=1)):
             remedy = "leave the method out, by --method"
             raise expected("privgrad audit", method.name, "to be private", "a method that is not", remedy)
-        return one_step(oracle)
+        return one_step(private_grad)
 
     inputs, labels = (tensor[:count] for tensor in data.train.tensors)
     # Far out, and of another class: whichever moves the gradient most.

@@ -13,7 +13,7 @@ from rich.progress import Progress, track
 from rich.table import Table
 from torch import Tensor, nn
 
-from privgrad.diagnostics import RawTwins, RawWatch, five_numbers, raw_pairwise_cosines
+from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
 from privgrad.experiments.runs import Record, claim, describe, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
@@ -106,8 +106,8 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
         with Progress(disable=not progress, transient=True) as bar:
             tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
             along = stops(spec, method, spec.run.seeds[0], [0, *at], data, tick)
-            oracle = next(along).oracle
-            twins, watch = RawTwins(oracle), RawWatch(oracle)
+            private_grad = next(along).private_grad
+            twins, watch = RawMoments(private_grad), RawGradientStats(private_grad)
             for stop in along:
                 found = {"raw_moments": twins.table(), "raw_watch": watch.summary()}
                 records.append({"t": stop.step, **found, "raw_histograms": _histograms(twins)})
@@ -150,7 +150,7 @@ def _only_method(spec: Spec) -> MethodTable:
     return spec.methods[0]
 
 
-def _histograms(twins: RawTwins) -> dict[str, dict[str, Any]]:
+def _histograms(twins: RawMoments) -> dict[str, dict[str, Any]]:
     """By panel: "edges" of the bins, and how many coordinates of each kind lie in each."""
     clean, noisy = twins.raw_exp_avg_sq, twins.exp_avg_sq
     debiased = {name: v - twins.noise_var[name] for name, v in noisy.items()}

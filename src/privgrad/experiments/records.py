@@ -178,7 +178,7 @@ def groups_of(records: Sequence[Record]) -> list[Mapping[str, float]]:
 
 
 def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Final runs by method, of the methods whose gradients were watched on their way (diagnostics.RawDiary)."""
+    """Final runs by method, of the methods whose gradients were watched on their way (diagnostics.RawRecorder)."""
     finals = by_method(in_phase(records, "final"))
     return {
         method: runs
@@ -188,7 +188,7 @@ def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
-    """RawDiary's summary over whole trainings: means over their rows; nan where there is no number."""
+    """RawRecorder's summary over whole trainings: means over their rows; nan where there is no number."""
     rows = [row for run in runs for row in run["curve"] if "raw_layers" in row]
     found: dict[str, float] = {}
     for name in ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share"):
@@ -198,7 +198,7 @@ def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
 
 
 def histograms(runs: Sequence[Record]) -> dict[str, list[float]]:
-    """RawDiary's "edges" after the last step, and by kind the share of coordinates in each bin, over all seeds."""
+    """RawRecorder's "edges" after the last step, and by kind the share of coordinates in each bin, over all seeds."""
     last = [run["curve"][-1]["raw_moments"] for run in runs if "raw_moments" in run["curve"][-1]]
     if not last:
         return {}

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from privgrad import optim
-from privgrad.diagnostics.watch import SecondMoment, verdict
+from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
 from privgrad.errors import expected
 from privgrad.experiments import figures
 from privgrad.experiments.records import (

@@ -16,7 +16,7 @@ from torch import nn
 
 from privgrad import optim
 from privgrad.data import DataSet
-from privgrad.diagnostics import RawDiary
+from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
 from privgrad.experiments.spec import (
     Candidate,
@@ -143,7 +143,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 
 
 def restart(out: Path) -> Path | None:
-    """Move an existing folder aside, so that no ledger is lost; return where it went.
+    """Displacement an existing folder aside, so that no ledger is lost; return where it went.
 
     Raises:
         PrivacyError: a training runs there.
@@ -172,7 +172,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
     # By training loss, a final run may be one that was done in tuning.
-    diary = RawDiary(optimizer) if spec.run.diagnose and not validated else None
+    diary = RawRecorder(optimizer) if spec.run.diagnose and not validated else None
     board = _tensorboard(folder, data) if spec.run.tensorboard else None
 
     def evaluate(model: nn.Module) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate |
 
 
 def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, float]:
-    """What tuning minimises, by candidate: mean over seeds of minus the score, or of the loss."""
+    """What tuning minimizes, by candidate: mean over seeds of minus the score, or of the loss."""
     found: dict[Candidate, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":

@@ -102,7 +102,7 @@ class DataTable(_Table):
     public: int = Field(default=0, ge=0)
     elsewhere: "DataTable | None" = None
     reconstruct: bool = False
-    standardise: bool | None = None
+    standardize: bool | None = None
     seed: int | None = None
     groups: int | None = Field(default=None, ge=1)
     log_size: int | None = Field(default=None, ge=0)
@@ -298,7 +298,7 @@ class RunTable(_Table):
     views: int = Field(default=1, ge=1)
     average: float | None = Field(default=None, ge=0, lt=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
-    engine: Literal["hooks", "vmap"] = "hooks"
+    engine: Literal["factored", "vmap"] = "factored"
     microbatch_size: int | None = Field(default=None, ge=1)
     memory_mb: float | None = Field(default=None, gt=0)
     diagnose: bool = False

@@ -27,7 +27,7 @@ from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
 from privgrad.gradient.validation import evaluating
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient
+from privgrad.private_gradient import PrivateGradient
 from privgrad.types import NoisyGradient
 
 _MOST_LOGITS = 1 << 26  # at once, where results are measured
@@ -146,7 +146,7 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
 def begin(
     spec: Spec, method: MethodTable, seed: int, data: DataSet
 ) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
-    """A training before its first step, without side information: model, oracle, optimizer.
+    """A training before its first step, without side information: model, private_grad, optimizer.
 
     Raises:
         PrivacyError: the method is still to be tuned.
@@ -157,7 +157,7 @@ def begin(
     candidate = spec.grid(method)[0]
     torch.manual_seed(seed)
     model = make_model(spec, data)
-    oracle = PrivateGradient(
+    private_grad = PrivateGradient(
         model,
         losses_for(data),
         spec.plan(seed, method, candidate.max_grad_norm),
@@ -165,7 +165,7 @@ def begin(
         engine=spec.run.engine,
         memory_mb=spec.run.memory_mb,
     )
-    return model, oracle, method.make(model.named_parameters(), candidate.lr)
+    return model, private_grad, method.make(model.named_parameters(), candidate.lr)
 
 
 class Stop(NamedTuple):
@@ -173,7 +173,7 @@ class Stop(NamedTuple):
 
     step: int
     model: nn.Module
-    oracle: PrivateGradient
+    private_grad: PrivateGradient
     released: NoisyGradient | None
 
 
@@ -188,15 +188,15 @@ def stops(
     if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
         condition = f"to be within the {spec.privacy.steps} steps"
         raise expected("reproduce", "probe.at", condition, list(at), "correct the item's file")
-    model, oracle, optimizer = begin(spec, method, seed, data)
+    model, private_grad, optimizer = begin(spec, method, seed, data)
     if 0 in at:
-        yield Stop(0, model, oracle, None)
-    for step, batch in enumerate(oracle.plan.batches(data.train), start=1):
-        released = oracle(batch)
+        yield Stop(0, model, private_grad, None)
+    for step, batch in enumerate(private_grad.plan.batches(data.train), start=1):
+        released = private_grad(batch)
         optimizer.step(grad=released)
         tick()
         if step in at:
-            yield Stop(step, model, oracle, released)
+            yield Stop(step, model, private_grad, released)
 
 
 def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
@@ -243,13 +243,13 @@ def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[
         for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
             inputs, labels = _beside(model, batch)
             logits = model(inputs)
-            labelled = ... if tokens is None else labels.flatten() != NO_LABEL
-            losses.append(_losses(logits, labels, data).flatten()[labelled].cpu())
+            labeled = ... if tokens is None else labels.flatten() != NO_LABEL
+            losses.append(_losses(logits, labels, data).flatten()[labeled].cpu())
             if data.score == "recall@5":
                 found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
                 scores.append((found / labels.sum(1)).cpu())
             elif data.score == "accuracy":
-                scores.append((logits.argmax(-1) == labels).flatten()[labelled].cpu())
+                scores.append((logits.argmax(-1) == labels).flatten()[labeled].cpu())
     return torch.cat(losses), torch.cat(scores or [torch.zeros(0)])
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from privgrad import precondition
 from privgrad.experiments.runs import claim
 from privgrad.optim import SGD
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.threads import one_thread
 from privgrad.types import Scales
 
@@ -146,11 +146,11 @@ def _private(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> li
     curves: list[Curve] = []
     for trial in range(item.trials):
         model, plan = _start(item, trial), _plan(item, trial)
-        oracle = PrivateGradient(model, _losses, plan, precondition=made)
+        private_grad = PrivateGradient(model, _losses, plan, precondition=made)
         optimizer = SGD(model.named_parameters(), lr=item.private.lr[method])
         curve = [(0, _loss(model.weight, x, y)[0])]
         for step, batch in enumerate(plan.batches(TensorDataset(x, y)), start=1):
-            optimizer.step(grad=oracle(batch))
+            optimizer.step(grad=private_grad(batch))
             if step % max(1, plan.steps // _POINTS) == 0 or step == plan.steps:
                 curve.append((step, _loss(model.weight, x, y)[0]))
         curves.append(curve)

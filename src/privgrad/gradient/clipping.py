@@ -14,7 +14,7 @@ from torch import Tensor
 
 from privgrad.errors import described, expected, require_positive
 from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.factors.norms import cached
+from privgrad.gradient.factors.norms import examples_per_block
 from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
@@ -269,7 +269,7 @@ class _Sums:
             self._terms[name] = self._terms.get(name, 0.0) + more
             found, factor, known = None, chunk[name], self.values.get(name)
             if self._fits(self._terms[name]):
-                parts = math.ceil(factor.places * more / (_ALIKE * self._bound))
+                parts = math.ceil(factor.positions * more / (_ALIKE * self._bound))
                 parts = max(1, min(parts, factor.examples))
                 found, rounded = factor.sum_and_rounding(factor_B, self._scales.get(name), parts)
                 self._terms[name] += rounded / _UNIT_ROUNDOFF
@@ -298,20 +298,20 @@ def _add_clipped(
     finite_B = torch.isfinite(norm_B)
     if not bool(finite_B.all()):
         # Zero times NaN is NaN: the example itself is replaced, not only its factor.
-        chunk = {name: factor.keep(finite_B) for name, factor in chunk.items()}
+        chunk = {name: factor.mask(finite_B) for name, factor in chunk.items()}
         norms = {name: torch.where(finite_B, each_B, 0.0) for name, each_B in norms.items()}
         norm_B, nonfinite = torch.where(finite_B, norm_B, 0.0), int((~finite_B).sum())
     factors = _factors(clip, norms, max_grad_norm)
-    terms, cancelling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
-    if bool(cancelling_B.any()):
+    terms, canceling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
+    if bool(canceling_B.any()):
         # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
-        few = cached(sum(int(factor.shape.numel()) for factor in chunk.values()))
-        for index in cast("tuple[Tensor, ...]", cancelling_B.nonzero()[:, 0].split(few)):
+        few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()))
+        for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
             alone = {name: Dense(factor[index].dense()) for name, factor in chunk.items()}
             apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales)))
-        chunk = {name: factor.keep(~cancelling_B) for name, factor in chunk.items()}
+        chunk = {name: factor.mask(~canceling_B) for name, factor in chunk.items()}
         norms, terms = (
-            {name: torch.where(cancelling_B, 0.0, each_B) for name, each_B in found.items()} for found in (norms, terms)
+            {name: torch.where(canceling_B, 0.0, each_B) for name, each_B in found.items()} for found in (norms, terms)
         )
         factors = _factors(clip, norms, max_grad_norm)
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
@@ -366,13 +366,13 @@ def _terms(
     Those are examples whose terms are so large that the rounding of their own sum, which grows with the root of how
     many there are, would pass the bound: the norm that was measured is then not that of what enters the sum.
     """
-    terms, cancelling_B = dict(norms), torch.zeros_like(next(iter(norms.values())), dtype=torch.bool)
+    terms, canceling_B = dict(norms), torch.zeros_like(next(iter(norms.values())), dtype=torch.bool)
     for name, factor in chunk.items():
-        terms_B = factor.terms(inverse_scales.get(name))
+        terms_B = factor.term_bound(inverse_scales.get(name))
         if terms_B is not None:
             terms[name] = terms_B
-            cancelling_B |= ~(factors[name] * terms_B * factor.places**0.5 <= _TERMS * max_grad_norm)
-    return terms, cancelling_B
+            canceling_B |= ~(factors[name] * terms_B * factor.positions**0.5 <= _TERMS * max_grad_norm)
+    return terms, canceling_B
 
 
 def _require_bound(

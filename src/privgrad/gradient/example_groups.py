@@ -20,7 +20,7 @@ def group_of(words: np.ndarray, groups: int) -> Tensor:
         groups: how many there are; some may get no example.
     Privacy:
         By itself, so that an example added or removed leaves all others where they are, and one group changes. Groups
-        of neighbours in the batch would move everyone behind it, and all their groups.
+        of neighbors in the batch would move everyone behind it, and all their groups.
     """
     return torch.from_numpy((words % np.uint64(groups)).astype(np.int64))
 

@@ -155,7 +155,7 @@ class Perturbation:
 
 
 class BAM(Perturbation):
-    """Bias-aware minimisation: each example's gradient at a point that is a small step up its own loss.
+    """Bias-aware minimization: each example's gradient at a point that is a small step up its own loss.
 
     Computes, with g_i the gradient of example i and |g_i| its norm over all parameters, in mode "sam":
         h_i = gradient of the loss of i at theta + radius g_i / |g_i|;
@@ -172,8 +172,8 @@ class BAM(Perturbation):
         h_i depends on example i and the released weights alone, so the sensitivity stays C and the cost that of
         DP-SGD.
     Reference:
-        "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private SGD" (BAM), equation 14 and
-        algorithm 1. Deviation: their algorithm 2 differentiates the penalised loss at the moved point, which would
+        "Bias-Aware Minimization: Understanding and Mitigating Estimator Bias in Private SGD" (BAM), equation 14 and
+        algorithm 1. Deviation: their algorithm 2 differentiates the penalized loss at the moved point, which would
         count the penalty twice; and it adds noise to each example, l times the variance that the stated privacy needs.
     """
 
@@ -229,7 +229,7 @@ class SAT(Perturbation):
             if name not in parameters or value.shape != parameters[name].shape:
                 got, remedy = (
                     f"{name!r} of shape {tuple(value.shape)}",
-                    "load the state into the oracle it came from, or freeze parameters before the first step",
+                    "load the state into the private_grad it came from, or freeze parameters before the first step",
                 )
                 raise expected("SAT", "its state", "to be of this model", got, remedy)
         with _moved(parameters, self._direction, radius, self._points):
@@ -257,7 +257,7 @@ class SAT(Perturbation):
 
 
 class RawSAM(Perturbation):
-    """Sharpness-aware minimisation: all gradients a small step up the batch's own mean loss. NOT private.
+    """Sharpness-aware minimization: all gradients a small step up the batch's own mean loss. NOT private.
 
     The reference without privacy: the point is made of private examples, so every release is charged as one without
     noise, and epsilon is infinite.

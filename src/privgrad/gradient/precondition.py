@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
-from privgrad.gradient.factors.norms import wide
+from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.threads import blocks
@@ -237,21 +237,23 @@ class Moments(Preconditioner):
             mean = raw_mean() if self._gradient is None else self._gradient(time)
         for name, value in mean.items():
             if name not in self._exp_avg_sq:
-                self._exp_avg_sq[name] = torch.zeros_like(wide(value))
-            for part, h, square in blocks(self._exp_avg_sq[name], wide(value), squares.get(name)):
+                self._exp_avg_sq[name] = torch.zeros_like(at_least_float32(value))
+            for part, h, square in blocks(self._exp_avg_sq[name], at_least_float32(value), squares.get(name)):
                 part.mul_(keep)
                 part.addcmul_(h, h, value=add) if square is None else part.add_(square, alpha=add)
         if self._rule == "adam":
             for name, value in mean.items():
                 if name not in self._exp_avg:
-                    self._exp_avg[name] = torch.zeros_like(wide(value))
+                    self._exp_avg[name] = torch.zeros_like(at_least_float32(value))
                 self._exp_avg[name].mul_(self._beta1).add_(value, alpha=1 - self._beta1)
 
     @torch.no_grad()
     def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
         # Written over at every step: to find fresh memory would take as long as to fill it.
         kept = self._inverse
-        self._inverse = {n: kept[n] if n in kept else torch.empty_like(wide(p.detach())) for n, p in parameters.items()}
+        self._inverse = {
+            n: kept[n] if n in kept else torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items()
+        }
         for name, scales in self._inverse.items():
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
                 if self._epsilon_inside:
@@ -383,7 +385,7 @@ def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor
     share = 1 / gradient.batches
     for grads in gradient.one_pass(time):
         for name, grad in grads.items():
-            h = wide(grad)
+            h = at_least_float32(grad)
             for sums in (mean, square):
                 if name not in sums:
                     sums[name] = torch.zeros_like(h)

@@ -99,9 +99,9 @@ class PublicGradient:
         examples = self._examples
         if len(chosen) < self._count:
             examples = map_examples(itemgetter(chosen), examples)
-        with self._processes.gathered(self.model):
+        with self._processes.unsharded(self.model):
             grads = self._whole_gradient(examples, len(chosen), step)
-        return dict(self._processes.placed(grads, trainable(self.model)))
+        return dict(self._processes.shard_like(grads, trainable(self.model)))
 
     def _whole_gradient(self, examples: Any, count: int, step: int) -> dict[str, Tensor]:
         parameters = trainable(self.model)

@@ -64,7 +64,7 @@ class Distributed(Processes):
         if not on_gpu:
             _let_gloo_finish()
 
-    def together(self, work: Callable[[], T], *, step: int = 0) -> T:
+    def run_on_all(self, work: Callable[[], T], *, step: int = 0) -> T:
         try:
             result = work()
         except BaseException:
@@ -75,18 +75,18 @@ class Distributed(Processes):
             raise expected("PrivateGradient", "each process", "to take this step", "a failure in another", remedy)
         return result
 
-    def sums(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         local = {name: value.contiguous() for name, value in values.items()}
         _each(lambda value: _any.reduce(value, self._first, group=self._group, async_op=True), local.values())
         return local
 
-    def released(self, gradient: NoisyGradient) -> NoisyGradient:
+    def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
         values = {name: value.contiguous() for name, value in gradient.values.items()}
         std = torch.tensor([cast(float, gradient.noise_std)], dtype=torch.float64, device=self._device)
         self._spread([*values.values(), std])
         return NoisyGradient(values, noise_std=float(std))
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         held = [value]
         with _answered():
             dist.broadcast_object_list(held, self._first, group=self._group, device=self._device)
@@ -102,7 +102,7 @@ class Distributed(Processes):
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
 
     @contextmanager
-    def gathered(self, model: nn.Module) -> Generator[None]:
+    def unsharded(self, model: nn.Module) -> Generator[None]:
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         with _answered():
             for module in sharded:
@@ -123,10 +123,10 @@ class Distributed(Processes):
                     held.move_to_end(key, last=False)
                 module.reshard()
 
-    def placed(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {name: _placed(value, like[name]) if name in like else value for name, value in values.items()}
 
-    def whole(self, state: T) -> T:
+    def gather_state(self, state: T) -> T:
         with _answered():
             return cast(T, tree_map(_whole, state))
 

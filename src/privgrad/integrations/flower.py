@@ -18,11 +18,11 @@ from torch.utils.data import TensorDataset
 from privgrad.errors import BudgetExceededError, expected
 from privgrad.federated import LocalTraining, Reported, local_update
 from privgrad.gradient.precondition import Preconditioner
-from privgrad.integrations.hosted import HostedStep
+from privgrad.integrations.external_loop import ExternalLoopStep
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
@@ -73,7 +73,7 @@ class PrivateStrategy(Strategy):
         raw_metrics: Sequence[str] = (),
     ) -> None:
         self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=Reported(), ledger=ledger)
-        self.private_step = HostedStep("PrivateStrategy", model, self.private_grad, optimizer)
+        self.private_step = ExternalLoopStep("PrivateStrategy", model, self.private_grad, optimizer)
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._nodes = None if nodes is None else _require_nodes(nodes, plan)
         self._raw_metrics = tuple(raw_metrics)
@@ -152,12 +152,12 @@ class PrivateStrategy(Strategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; what was charged since stays spent, see HostedStep.
+        """Go on from a state; what was charged since stays spent, see ExternalLoopStep.
 
         Raises:
             PrivacyError: the state is another run's, or the ledger is not its own.
         """
-        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["oracle"]["step"])
+        self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._draws = self._begin()

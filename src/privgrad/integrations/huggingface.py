@@ -23,11 +23,11 @@ from privgrad.errors import PrivacyError, expected
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
-from privgrad.integrations.hosted import HostedStep
+from privgrad.integrations.external_loop import ExternalLoopStep
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling import Collate
 from privgrad.types import Batch
 
@@ -76,7 +76,7 @@ class PrivateTrainer(Trainer):
         perturb: Perturbation | None = None,
         precondition: Preconditioner | None = None,
         clip: Clipping | None = None,
-        engine: Literal["hooks", "vmap"] = "hooks",
+        engine: Literal["factored", "vmap"] = "factored",
         microbatch_size: int | None = None,
         memory_mb: float | None = None,
         **trainer_options: Any,
@@ -107,7 +107,7 @@ class PrivateTrainer(Trainer):
             memory_mb=memory_mb,
             ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
         )
-        self.private_step = HostedStep("PrivateTrainer", model, self.private_grad, optimizers[0], clip=clip)
+        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, optimizers[0], clip=clip)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The plan's batches, an epoch at a time."""
@@ -214,7 +214,7 @@ class _Epoch(IterableDataset[Any]):
 def _require_options(
     args: TrainingArguments, plan: PrivacyPlan, collator: Any, trainer_options: Mapping[str, Any]
 ) -> None:
-    """Raise PrivacyError that lists every option of the Trainer that the private step cannot honour."""
+    """Raise PrivacyError that lists every option of the Trainer that the private step cannot honor."""
     required: dict[str, Any] = {
         "max_steps": plan.steps,
         "per_device_train_batch_size": plan.expected_batch_size,  # for memory there is microbatch_size

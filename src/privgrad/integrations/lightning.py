@@ -17,10 +17,10 @@ from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner
-from privgrad.integrations.hosted import HostedStep
+from privgrad.integrations.external_loop import ExternalLoopStep
 from privgrad.ledger import Ledger
-from privgrad.oracle import PrivateGradient
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling import Collate
 from privgrad.types import Batch
 
@@ -62,7 +62,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         perturb: Perturbation | None = None,
         precondition: Preconditioner | None = None,
         clip: Clipping | None = None,
-        engine: Literal["hooks", "vmap"] = "hooks",
+        engine: Literal["factored", "vmap"] = "factored",
         microbatch_size: int | None = None,
         memory_mb: float | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             ledger=self._in_memory if self._ledger is None else Ledger(self._ledger),
             **self._options,
         )
-        self.private_step = HostedStep(
+        self.private_step = ExternalLoopStep(
             "PrivateStrategy", module, self.private_grad, self.optimizers[0], clip=self._options["clip"]
         )
         self._resumed = False
@@ -192,7 +192,7 @@ def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
 
 
 def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:
-    """Raise PrivacyError that lists every option that the private step cannot honour."""
+    """Raise PrivacyError that lists every option that the private step cannot honor."""
     # What was asked for stands nowhere else: Trainer.num_devices tells the strategy's one.
     asked: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
     devices = asked if isinstance(asked, int) else len(asked)

@@ -3,7 +3,7 @@
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
 from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop, Yogi
 from privgrad.optim.debias import debias, default_floor
-from privgrad.optim.public import AdamPub, MirrorDescent, RMSpropPub
+from privgrad.optim.public_data import AdamPub, MirrorDescent, RMSpropPub
 
 __all__ = [
     "SGD",

@@ -120,7 +120,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.detach().to(parameter.device, torch.float32, copy=True)
 
     def _update(self, gradient: NoisyGradient) -> None:
-        """Move the parameters by the gradient: torch's own step, unless a subclass has its own."""
+        """Displacement the parameters by the gradient: torch's own step, unless a subclass has its own."""
         for group in self.param_groups:
             for name, parameter in self._active(group):
                 value = gradient.values[name].to(parameter.dtype)

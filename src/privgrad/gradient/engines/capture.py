@@ -23,7 +23,7 @@ from privgrad.gradient.autograd_graph import casts, sources
 from privgrad.gradient.batching import Mended, batched
 from privgrad.gradient.engines.arguments import Watched
 from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.factors.displacement import EachWeight, Moves
+from privgrad.gradient.factors.displacement import Displacements, PerSampleWeight
 from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
 from privgrad.gradient.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
 from privgrad.gradient.layers.adapters import find_adapter
@@ -45,13 +45,15 @@ class Tap:
     edge: GradientEdge
     factors: Callable[..., Mapping[Tensor, Factor]]  # of the gradient, and what bends it, if the tap is `bent`
     inputs: list[tuple[Tensor, int]]  # with their version when they were used
-    delta: Callable[[Moves], Tensor | None] | None = None  # what moving the parameters would add here; for curvature
+    delta: Callable[[Displacements], Tensor | None] | None = (
+        None  # what moving the parameters would add here; for curvature
+    )
     source: Tensor | None = None  # the input, where gradients flow on to it; for curvature
     bent: bool = False  # whether the parameters' curvature is more than that of the gradient
 
 
 @dataclass(frozen=True)
-class Bend:
+class HvpTerms:
     """What curvature adds to a layer's gradients beside that of the output.
 
     Attributes:
@@ -62,7 +64,7 @@ class Bend:
 
     first: Tensor
     source: Tensor | None
-    moves: Moves
+    moves: Displacements
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Call:
     shapes: tuple[torch.Size, ...]
 
 
-class OtherCallsError(Exception):
+class CallSequenceChangedError(Exception):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
@@ -88,7 +90,7 @@ class Capture:
         layouts: list[tuple[str, Layout]] | None,
         size: int,
         whole: set[str],
-        moves: Moves | None = None,
+        moves: Displacements | None = None,
         *,
         curved: bool = False,
         norms: JacobianNorms | None = None,
@@ -149,7 +151,7 @@ class Capture:
             )
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
         if self._layouts is not None and len(self.calls) != len(self._layouts):
-            raise OtherCallsError(self._layouts[len(self.calls)][0])
+            raise CallSequenceChangedError(self._layouts[len(self.calls)][0])
 
     def _enter(self, path: str) -> Layout | None:
         """The layout of the next call; None while layouts are learned."""
@@ -159,7 +161,7 @@ class Capture:
             return next(layout for known, layout in self._layouts if known == path)
         index = len(self.calls)
         if index >= len(self._layouts) or self._layouts[index][0] != path:
-            raise OtherCallsError(path)
+            raise CallSequenceChangedError(path)
         return self._layouts[index][1]
 
     def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
@@ -173,7 +175,7 @@ class Capture:
         factors: Callable[..., Mapping[Tensor, Factor]],
         *,
         inputs: Sequence[Tensor],
-        delta: Callable[[Moves], Tensor | None] | None = None,
+        delta: Callable[[Displacements], Tensor | None] | None = None,
         source: Tensor | None = None,
         bent: bool = False,
     ) -> Tensor:
@@ -221,7 +223,7 @@ class Capture:
         # What is noted may not lead back here: a cycle would keep all that the pass holds until the collector comes.
         curved, norms = self._curved, self._norms
 
-        def factors(grad: Tensor, bend: Bend | None = None) -> dict[Tensor, Factor]:
+        def factors(grad: Tensor, bend: HvpTerms | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
             for name, weight in weights.items():
                 if not weight.requires_grad:
@@ -246,12 +248,12 @@ class Capture:
                     found[parameter] = found[parameter] + part if parameter in found else part
             return found
 
-        def delta(moves: Moves) -> Tensor | None:
+        def delta(moves: Displacements) -> Tensor | None:
             found = moves.of(weights)
             for name, own in standardized.items():
                 if own_moves := moves.of(own.own):
                     if not own.knows(own_moves):  # the layer is called more often than for other examples
-                        raise OtherCallsError(path)
+                        raise CallSequenceChangedError(path)
                     found[name] = own.tangent(own_moves)
             return rule.delta(layer, found, x) if found else None
 
@@ -262,16 +264,16 @@ class Capture:
 
     def _each(
         self, layer: Any, weights: Mapping[str, Tensor], standardized: Mapping[str, StandardizedWeight]
-    ) -> dict[str, EachWeight | MovedStandardizedWeight]:
+    ) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
         """By name, of those weights that a parametrization computes from what moves."""
-        found: dict[str, EachWeight | MovedStandardizedWeight] = {}
+        found: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
         for name, parametrization in _parametrizations(layer).items():
-            moves = cast(Moves, self._moves).of(
+            moves = cast(Displacements, self._moves).of(
                 {n: p for n, p in parametrization.named_parameters() if p.requires_grad}
             )
             if name in weights and moves:
                 known = standardized[name].moved(moves) if name in standardized else None
-                found[name] = known or EachWeight(parametrization, moves, weights[name])
+                found[name] = known or PerSampleWeight(parametrization, moves, weights[name])
         return found
 
     def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +320,7 @@ class Capture:
             self._note(path, [*tensors, *_tensors(output)])
             return output
         if len(layout) < len(tensors):
-            raise OtherCallsError(path)
+            raise CallSequenceChangedError(path)
         places = layout[: len(tensors)]
         mapped = [self._split(path, x, place) for x, place in zip(tensors, places, strict=True)]
         dims = tuple(None if place is None else 0 for place in places)
@@ -364,11 +366,11 @@ class Capture:
                     raise refused(f"'{path}'", "to run on one example", got, REMEDY) from error
                 _require_unchanged(path, watched)
             if len({len(row) for row in rows}) != 1:
-                raise OtherCallsError(path) from None
+                raise CallSequenceChangedError(path) from None
             produced = [torch.stack(row) for row in zip(*rows, strict=True)]
         _require_unchanged(path, watched)
         if len(produced) != len(layout) - len(tensors):
-            raise OtherCallsError(path)
+            raise CallSequenceChangedError(path)
         joined = map(partial(_joined, path), produced, layout[len(tensors) :])
         output = tree_unflatten([next(joined) if isinstance(leaf, Tensor) else leaf for leaf in found[0]], found[1])
         self._note(path, [*tensors, *_tensors(output)])
@@ -384,7 +386,7 @@ class Capture:
             return x.expand(self.size, *x.shape)
         dim, parts = place
         if x.shape[dim] != self.size * parts:
-            raise OtherCallsError(path)
+            raise CallSequenceChangedError(path)
         return x
 
     def _split(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
@@ -440,7 +442,7 @@ def _parametrizations(layer: Any) -> Mapping[str, nn.Module]:
 
 
 def _standardized(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, StandardizedWeight]:
-    """By name, of those weights that weight standardisation computes."""
+    """By name, of those weights that weight standardization computes."""
     known = {name: StandardizedWeight.of(own) for name, own in _parametrizations(layer).items() if name in weights}
     return {name: weight for name, weight in known.items() if weight is not None}
 
@@ -487,7 +489,7 @@ def _pulled(factor: Factor, weight: Tensor, norm_of: Callable[[Jacobian], float]
     return {leaf: Pulled(factor, Jacobian(weight, leaf, norm_of), apart=apart) for leaf in leaves}
 
 
-def _move_of(parameter: Tensor, moves: Moves) -> Tensor | None:
+def _move_of(parameter: Tensor, moves: Displacements) -> Tensor | None:
     move = moves.of({"": parameter}).get("")
     return None if move is None else move.dense()
 

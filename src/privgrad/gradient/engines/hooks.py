@@ -20,10 +20,10 @@ from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.autograd_graph import sources
 from privgrad.gradient.engines.capture import (
     REMEDY,
-    Bend,
+    CallSequenceChangedError,
     Capture,
+    HvpTerms,
     Layout,
-    OtherCallsError,
     Tap,
     find_layout,
     misplaced,
@@ -35,9 +35,9 @@ from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.self_check import norm_of, require_single, restored
 from privgrad.gradient.engines.vmap import shares
 from privgrad.gradient.factors.base import Factor
-from privgrad.gradient.factors.displacement import Moves
+from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled, PulledDense
-from privgrad.gradient.factors.norms import wide
+from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import Projected, StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, seeded, trainable
@@ -142,7 +142,9 @@ class Hooks:
             audit()
         parameters = trainable(self._model)
         share_B = next(iter(parameters.values())).new_full((next(iter(moved.values())).examples,), share)
-        moves = Moves({id(parameters[name]): factor for name, factor in moved.items()}, wide(share_B))
+        moves = Displacements(
+            {id(parameters[name]): factor for name, factor in moved.items()}, at_least_float32(share_B)
+        )
         return self._twice(lambda: (self._factors(examples, moves), moves), audit, examples)[0]
 
     def _begin(self, examples: Any) -> bool:
@@ -205,7 +207,7 @@ class Hooks:
         """Compute gradients at the weights."""
         return self._factors(examples), None
 
-    def _at_moved(self, examples: Any, *, radius: float, exact: bool) -> tuple[dict[str, Factor], Moves]:
+    def _at_moved(self, examples: Any, *, radius: float, exact: bool) -> tuple[dict[str, Factor], Displacements]:
         """Compute gradients at each example's own point, with the same random draws in both passes; and the moves."""
         if exact:
             return self._curved(examples, radius)
@@ -226,8 +228,11 @@ class Hooks:
         return sorted({0, size - 1, int(least), int(between)})
 
     def _twice(
-        self, compute: "Callable[[], tuple[dict[str, Factor], Moves | None]]", audit: Callable[[], None], examples: Any
-    ) -> "tuple[dict[str, Factor], Moves | None]":
+        self,
+        compute: "Callable[[], tuple[dict[str, Factor], Displacements | None]]",
+        audit: Callable[[], None],
+        examples: Any,
+    ) -> "tuple[dict[str, Factor], Displacements | None]":
         """What is computed; if layers were called in another sequence, once more by what is known of examples of
         these shapes, or after an audit.
 
@@ -237,16 +242,16 @@ class Hooks:
             self._recall(examples)
         try:
             factors, moves = compute()
-        except OtherCallsError:
+        except CallSequenceChangedError:
             try:
                 self._other.add(shapes)
                 self._recall(examples)
                 factors, moves = compute()
-            except OtherCallsError:
+            except CallSequenceChangedError:
                 audit()
                 try:
                     factors, moves = compute()
-                except OtherCallsError as error:
+                except CallSequenceChangedError as error:
                     got, condition = error.path, "not to depend on the examples"
                     raise refused("the calls of layers", condition, got, REMEDY) from None
         lost = sorted((self._reached & trainable(self._model).keys()) - set(factors))
@@ -311,7 +316,7 @@ class Hooks:
         few = few_of(examples, salt=self._calls)
         try:
             self._audit(few)
-        except OtherCallsError as error:  # of another sequence in evaluation mode than in training mode, say
+        except CallSequenceChangedError as error:  # of another sequence in evaluation mode than in training mode, say
             self._layouts = None
             raise refused("the calls of layers", "not to depend on the examples", error.path, REMEDY) from None
         except UnsupportedModuleError as refusal:
@@ -379,7 +384,7 @@ class Hooks:
             try:
                 with seeded(self._calls):  # other draws in every audit
                     return self._factors(chosen)
-            except OtherCallsError:
+            except CallSequenceChangedError:
                 self._layouts = self._learn_layouts(chosen)
                 with seeded(self._calls):
                     return self._factors(chosen)
@@ -393,7 +398,7 @@ class Hooks:
                     remedy = f"keep examples apart in training mode too, or {REMEDY}"
                     raise refused(f"the gradient of {name!r}", "not to depend on other examples", "a change", remedy)
 
-    def _moves(self, first: Mapping[str, Factor], radius: float) -> Moves:
+    def _moves(self, first: Mapping[str, Factor], radius: float) -> Displacements:
         """By radius / |g_i| times g_i, the norm over all parameters."""
         parameters = trainable(self._model)
         # What is pulled through a parametrization is needed more than once.
@@ -401,8 +406,8 @@ class Hooks:
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
         share_B = share_B.to(torch.promote_types(next(iter(parameters.values())).dtype, torch.float32))
         if not bool(moving_B.all()):
-            first = {name: factor.keep(moving_B) for name, factor in first.items()}
-        return Moves({id(parameters[name]): factor for name, factor in first.items()}, share_B)
+            first = {name: factor.mask(moving_B) for name, factor in first.items()}
+        return Displacements({id(parameters[name]): factor for name, factor in first.items()}, share_B)
 
     def _audit_moved(self, examples: Any, radius: float, *, exact: bool) -> None:
         """As `audit`, and for the gradients of `moved`."""
@@ -477,7 +482,7 @@ class Hooks:
             return self._learn_layouts(few, whole)
         return [(one.path, find_layout(one, other, sizes)) for one, other in pairs]
 
-    def _factors(self, examples: Any, moves: Moves | None = None) -> dict[str, Factor]:
+    def _factors(self, examples: Any, moves: Displacements | None = None) -> dict[str, Factor]:
         layouts, whole = (self._layouts, self._whole) if moves is None else self._moved[False]
         capture = Capture(self._model, layouts, count_examples(examples), whole, moves, norms=self._norms)
         with self._captured(capture, examples) as losses:
@@ -488,13 +493,13 @@ class Hooks:
             grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
         return self._collected(losses, capture.taps, grads)
 
-    def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Moves]:
+    def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Displacements]:
         """Gradients with their Hessians' products with the moves, and these; in one forward pass."""
         layouts, whole = self._moved[True]
         capture = Capture(self._model, layouts, count_examples(examples), whole, curved=True, norms=self._norms)
         with differentiable(twice=True), self._captured(capture, examples) as losses:
             if not capture.taps or not losses.requires_grad:
-                return {}, Moves({}, torch.zeros(0))
+                return {}, Displacements({}, torch.zeros(0))
             first = backward(losses, capture.taps)
             moves = self._moves(self._collected(losses, capture.taps, first.detached), radius)
             grads, bends = curvature(first, moves)
@@ -515,7 +520,7 @@ class Hooks:
         losses: Tensor,
         taps: Sequence[Tap],
         grads: Sequence[Tensor | None],
-        bends: Sequence[Bend | None] | None = None,
+        bends: Sequence[HvpTerms | None] | None = None,
     ) -> dict[str, Factor]:
         """Factors by name, from gradients at the taps and what curvature adds to them."""
         names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
@@ -546,7 +551,7 @@ class Hooks:
         return factors
 
 
-Compute = Callable[[Hooks, Any], tuple[dict[str, Factor], Moves | None]]
+Compute = Callable[[Hooks, Any], tuple[dict[str, Factor], Displacements | None]]
 
 
 def _size(module: nn.Module) -> int:

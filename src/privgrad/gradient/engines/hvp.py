@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from privgrad.gradient.engines.capture import Bend, Tap
-from privgrad.gradient.factors.displacement import Moves
+from privgrad.gradient.engines.capture import HvpTerms, Tap
+from privgrad.gradient.factors.displacement import Displacements
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
     return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
 
 
-def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[Bend | None]]:
+def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
     """Gradients at the taps, with what curvature adds to them; and what else it adds to those of parameters.
 
     Computes: with b the gradient at a tap's output and x its source, phi = sum <b, delta(x)> is each example's
@@ -57,14 +57,14 @@ def curvature(first: Backward, moves: Moves) -> tuple[list[Tensor | None], list[
                     others.append(other.detach().to(end.dtype))
     if not ends:  # the losses are linear in all outputs: what bends is how weights are computed
         pairs = zip(first.taps, total, strict=True)
-        return total, [Bend(grad, None, moves) if tap.bent and grad is not None else None for tap, grad in pairs]
+        return total, [HvpTerms(grad, None, moves) if tap.bent and grad is not None else None for tap, grad in pairs]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
     second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))
     rest = iter(added[len(first.taps) :])
-    bends: list[Bend | None] = []
+    bends: list[HvpTerms | None] = []
     for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
         curved = next(rest) if back is not None and back.requires_grad else None
-        bends.append(Bend(grad, curved, moves) if tap.bent and grad is not None else None)
+        bends.append(HvpTerms(grad, curved, moves) if tap.bent and grad is not None else None)
     pairs = zip(total, added, strict=False)
     return [grad if grad is None or add is None else grad + add for grad, add in pairs], bends

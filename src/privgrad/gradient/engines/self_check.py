@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.engines.capture import REMEDY, refused, written_to
 from privgrad.gradient.factors.base import Factor
-from privgrad.gradient.factors.displacement import Moves
+from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.validation import gradients
 from privgrad.types import LossFunction, map_examples
@@ -23,7 +23,7 @@ def require_single(
     examples: Any,
     found: Mapping[str, Factor],
     tolerance: float,
-    moves: Moves | None = None,
+    moves: Displacements | None = None,
     *,
     rows: Sequence[int],
     exact: bool = False,

@@ -63,7 +63,7 @@ class Vmap:
         with torch.random.fork_rng():  # the same random draws in both passes
             first = self(examples)
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
-        along = {name: factor.keep(moving_B).dense() for name, factor in first.items()}
+        along = {name: factor.mask(moving_B).dense() for name, factor in first.items()}
         along = {name: rows * share_B.to(rows.dtype).view(-1, *[1] * (rows.dim() - 1)) for name, rows in along.items()}
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along, exact=exact)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}

@@ -1,6 +1,7 @@
 """Per-example gradients kept factored: their norms and weighted sums, without one gradient an example in memory.
 
-Shape suffixes: B examples, T places of an example (time, pixels), I inputs, O outputs, D width, P a parameter's shape.
+Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, O outputs, D width, P the shape of a
+parameter.
 Everything here is computed in float32 or wider, and is NOT private.
 """
 
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from privgrad.gradient.factors.norms import (
-    cached,
-    kept,
-    long_norms,
+    at_least_float32,
+    examples_per_block,
+    float64_norms,
+    masked,
     norms_of,
-    wide,
 )
 
 Examples = slice | Tensor  # a range of examples, or their indices
@@ -86,7 +87,7 @@ class Factor(ABC):
         return self.sum_in_parts(weight_B, parts), 0.0
 
     @abstractmethod
-    def keep(self, kept_B: Tensor) -> "Factor":
+    def mask(self, kept_B: Tensor) -> "Factor":
         """The same with zeros for every example that is not kept; kept_B is bool, shape (B,)."""
 
     @property
@@ -94,7 +95,7 @@ class Factor(ABC):
         """Whether gradients written out for their norms would make the weighted sum much cheaper."""
         return False
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         """Bound on the terms that `weighted_sum` adds up for each g_i, shape (B,), float64; None: g_i itself.
 
         Far above the norm, terms cancel, and what rounding leaves of them is not bounded by the norm.
@@ -102,7 +103,7 @@ class Factor(ABC):
         return None
 
     @property
-    def places(self) -> int:
+    def positions(self) -> int:
         """Number of terms that each g_i is the sum of; their rounding errors grow with its root."""
         return 1
 
@@ -125,7 +126,7 @@ class Factor(ABC):
         return Dense(grads_BP)
 
     def merge(self, parts: int) -> "Factor":
-        """Every `parts` neighbouring rows are one example: the sum of their gradients."""
+        """Every `parts` neighboring rows are one example: the sum of their gradients."""
         return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
 
     def __mul__(self, share: float) -> "Factor":
@@ -174,12 +175,12 @@ class Factor(ABC):
         return rows_BP @ rows_BP.mT
 
     def __add__(self, other: "Factor") -> "Factor":
-        """The gradient of a parameter that is used in two places."""
+        """The gradient of a parameter that is used in two positions."""
         return Sum([self, other])
 
     def _split(self, few: int | None = None) -> "list[Factor]":
         """Parts of that many examples, or as many as the cache holds written out; at least one, perhaps empty."""
-        few = cached(int(self.shape.numel())) if few is None else few
+        few = examples_per_block(int(self.shape.numel())) if few is None else few
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
 
 
@@ -215,16 +216,16 @@ class Scaled(Factor):
     ) -> tuple[Tensor, float]:
         return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales, parts)
 
-    def keep(self, kept_B: Tensor) -> "Scaled":
-        return Scaled(self.inner.keep(kept_B), self.share)
+    def mask(self, kept_B: Tensor) -> "Scaled":
+        return Scaled(self.inner.mask(kept_B), self.share)
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        terms_B = self.inner.terms(inverse_scales)
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        terms_B = self.inner.term_bound(inverse_scales)
         return None if terms_B is None else self.share * terms_B
 
     @property
-    def places(self) -> int:
-        return self.inner.places
+    def positions(self) -> int:
+        return self.inner.positions
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         return self.share * self.inner.norms(inverse_scales)
@@ -242,7 +243,7 @@ class Dense(Factor):
 
     def __init__(self, grads_BP: Tensor) -> None:
         super().__init__(len(grads_BP), grads_BP.shape[1:])
-        self.grads_BP = wide(grads_BP)
+        self.grads_BP = at_least_float32(grads_BP)
 
     def __getitem__(self, examples: Examples) -> "Dense":
         return Dense(self.grads_BP[examples])
@@ -256,8 +257,8 @@ class Dense(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return (weight_B.to(self.grads_BP.dtype) @ flattened(self.grads_BP)).view(self.shape)
 
-    def keep(self, kept_B: Tensor) -> "Dense":
-        return Dense(kept(self.grads_BP, kept_B))
+    def mask(self, kept_B: Tensor) -> "Dense":
+        return Dense(masked(self.grads_BP, kept_B))
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         return norms_of(self.grads_BP, inverse_scales) if inverse_scales is None else super().norms(inverse_scales)
@@ -267,7 +268,7 @@ class Dense(Factor):
 
 
 class Sum(Factor):
-    """A parameter used in several places, whose gradients do not combine in closed form.
+    """A parameter used in several positions, whose gradients do not combine in closed form.
 
     Args:
         parts: factors of the same examples and shape.
@@ -308,15 +309,15 @@ class Sum(Factor):
         sums, rounded = zip(*found, strict=True)
         return added_up(list(sums)), sum(rounded)
 
-    def keep(self, kept_B: Tensor) -> "Sum":
-        return Sum([part.keep(kept_B) for part in self.parts])
+    def mask(self, kept_B: Tensor) -> "Sum":
+        return Sum([part.mask(kept_B) for part in self.parts])
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return added_up([terms_of(part, inverse_scales) for part in self.parts])
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return added_up([term_bound_of(part, inverse_scales) for part in self.parts])
 
     @property
-    def places(self) -> int:
-        return sum(part.places for part in self.parts)
+    def positions(self) -> int:
+        return sum(part.positions for part in self.parts)
 
     def __add__(self, other: Factor) -> Factor:
         for index, part in enumerate(self.parts):
@@ -353,8 +354,8 @@ class Placed(Factor):
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self._placed([part.exact_sum(weight_B) for _, part in self.parts])
 
-    def keep(self, kept_B: Tensor) -> "Placed":
-        return Placed([(row, part.keep(kept_B)) for row, part in self.parts], self.shape)
+    def mask(self, kept_B: Tensor) -> "Placed":
+        return Placed([(row, part.mask(kept_B)) for row, part in self.parts], self.shape)
 
     def inner_products(self, direction: Tensor) -> Tensor:
         return added_up([part.inner_products(direction[row : row + part.shape[0]]) for row, part in self.parts])
@@ -364,14 +365,14 @@ class Placed(Factor):
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         norms = [part.norms(self._scales(inverse_scales, row, part)) for row, part in self.parts]
-        return long_norms(torch.stack(norms, dim=1))
+        return float64_norms(torch.stack(norms, dim=1))
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return added_up([terms_of(part, self._scales(inverse_scales, row, part)) for row, part in self.parts])
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return added_up([term_bound_of(part, self._scales(inverse_scales, row, part)) for row, part in self.parts])
 
     @property
-    def places(self) -> int:
-        return max(part.places for _, part in self.parts)
+    def positions(self) -> int:
+        return max(part.positions for _, part in self.parts)
 
     def _scales(self, inverse_scales: Tensor | None, row: int, part: Factor) -> Tensor | None:
         return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
@@ -408,9 +409,9 @@ def added_up(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def terms_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
+def term_bound_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
     """A factor's terms; its norms where there is one term each."""
-    terms = factor.terms(inverse_scales)
+    terms = factor.term_bound(inverse_scales)
     return factor.norms(inverse_scales) if terms is None else terms
 
 
@@ -419,6 +420,6 @@ def largest_scale(inverse_scales: Tensor | None) -> float:
     return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
 
 
-def cancelled(square_B: Tensor, terms_B: Tensor) -> Tensor:
+def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
     """Which squared norms are so small a share of their terms that rounding hides them."""
     return square_B < CANCELLED * terms_B.square()

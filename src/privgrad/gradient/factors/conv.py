@@ -1,4 +1,4 @@
-"""The factors of a convolution's weight: by patches where there are few places, by torch's own kernels elsewhere.
+"""The factors of a convolution's weight: by patches where there are few positions, by torch's own kernels elsewhere.
 
 Shape suffixes: B examples, I inputs, O outputs.
 """
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.gradient.factors.base import Examples, Factor
-from privgrad.gradient.factors.norms import cached, kept, place_norms, wide
+from privgrad.gradient.factors.norms import at_least_float32, examples_per_block, masked, position_norms
 from privgrad.gradient.factors.outer import Outer, bounding_product
 
-_FEW = 64  # places
+_FEW = 64  # positions
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
-    def places(self, space: Sequence[int]) -> tuple[int, ...]:
+    def positions(self, space: Sequence[int]) -> tuple[int, ...]:
         """Shape of the output in space."""
         sizes = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple((n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in sizes)
 
-    def by_patches(self, places: Sequence[int]) -> bool:
+    def by_patches(self, positions: Sequence[int]) -> bool:
         """Whether patches are worth being written out: where there are few."""
-        return self.groups == 1 and math.prod(places) <= _FEW
+        return self.groups == 1 and math.prod(positions) <= _FEW
 
     def patches(self, x: Tensor) -> Tensor:
-        """What each place sees of x, shape (rows, I, *space): (rows, places, I * kernel)."""
+        """What each place sees of x, shape (rows, I, *space): (rows, positions, I * kernel)."""
         space = x.dim() - 2
         if space <= 2:  # torch's own, which is fast in 2 dimensions
             flat = (1,) * (2 - space)
@@ -59,19 +59,19 @@ def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
         weight: of B examples, shape (O, I / groups, *kernel).
         x: inputs, shape (B parts, I, *space).
     Returns:
-        Shape (B parts, O, *places).
+        Shape (B parts, O, *positions).
     """
-    size, places = weight.examples, geometry.places(x.shape[2:])
-    if geometry.by_patches(places):
+    size, positions = weight.examples, geometry.positions(x.shape[2:])
+    if geometry.by_patches(positions):
         patches = geometry.patches(x)
         found = weight.of_patches().apply(patches.reshape(size, -1, patches.shape[2]))
-        return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *places)
+        return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *positions)
     # Examples are groups of channels; the parts of one are the batch.
     rows = x.reshape(size, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
-    zeros, groups = (0,) * len(places), geometry.groups * size
+    zeros, groups = (0,) * len(positions), geometry.groups * size
     weights, options = weight.dense().flatten(0, 1).to(x.dtype), (geometry.stride, geometry.padding, geometry.dilation)
     found = torch.convolution(rows, weights, None, *options, False, zeros, groups)
-    return found.reshape(len(found), size, -1, *places).transpose(0, 1).flatten(0, 1)
+    return found.reshape(len(found), size, -1, *positions).transpose(0, 1).flatten(0, 1)
 
 
 class Convolution(Factor):
@@ -79,14 +79,14 @@ class Convolution(Factor):
 
     Args:
         x: inputs, shape (B parts, I, *space).
-        b: gradients of the outputs, shape (B parts, O, *places).
+        b: gradients of the outputs, shape (B parts, O, *positions).
         geometry: of the convolution.
-        parts: how many neighbouring rows are one example, whose gradients add up.
+        parts: how many neighboring rows are one example, whose gradients add up.
     """
 
     def __init__(self, x: Tensor, b: Tensor, geometry: Geometry, *, parts: int = 1) -> None:
         super().__init__(len(x) // parts, torch.Size((b.shape[1], x.shape[1] // geometry.groups, *geometry.kernel)))
-        self.x, self.b, self.geometry, self.parts = wide(x), wide(b), geometry, parts
+        self.x, self.b, self.geometry, self.parts = at_least_float32(x), at_least_float32(b), geometry, parts
 
     def __getitem__(self, examples: Examples) -> "Convolution":
         if isinstance(examples, Tensor):
@@ -97,10 +97,10 @@ class Convolution(Factor):
         return self._like(self.x[rows], self.b[rows])
 
     def dense(self) -> Tensor:
-        """For few places a product of patches; else one grouped convolution, an example a group."""
+        """For few positions a product of patches; else one grouped convolution, an example a group."""
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
-        if self._few_places:
+        if self._few_positions:
             return self.of_patches().dense().view(self.examples, *self.shape)
         # Examples are groups of channels; the parts of one are the batch, over which the gradient is a sum.
         split = (z.view(self.examples, self.parts, *z.shape[1:]) for z in (self.x.contiguous(), self.b.contiguous()))
@@ -112,9 +112,9 @@ class Convolution(Factor):
         b = self.b * self._of_rows(weight_B).to(self.b.dtype).view(-1, *[1] * (self.b.dim() - 1))
         return self._weight_gradient(self.x, b, tuple(self.shape), self.geometry.groups)
 
-    def keep(self, kept_B: Tensor) -> "Convolution":
+    def mask(self, kept_B: Tensor) -> "Convolution":
         rows = self._of_rows(kept_B)
-        return self._like(kept(self.x, rows), kept(self.b, rows))
+        return self._like(masked(self.x, rows), masked(self.b, rows))
 
     def merge(self, parts: int) -> "Convolution":
         return Convolution(self.x, self.b, self.geometry, parts=self.parts * parts)
@@ -132,18 +132,18 @@ class Convolution(Factor):
     def _is_alike(self, other: "Convolution") -> bool:
         return self.geometry == other.geometry and self.x.shape[2:] == other.x.shape[2:]
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         x, b = self.x, self.b
         if inverse_scales is not None:
             of_outputs, of_inputs = bounding_product(inverse_scales)
             spread = (-1, *[1] * (x.dim() - 2))
             x, b = x * of_inputs.repeat(self.geometry.groups).view(spread), b * of_outputs.view(spread)
-        x_B, b_B = place_norms(x.flatten(1)), place_norms(b.flatten(1))
+        x_B, b_B = position_norms(x.flatten(1)), position_norms(b.flatten(1))
         return self.shape[2:].numel() ** 0.5 * (x_B * b_B).view(self.examples, self.parts).sum(1)
 
     @property
-    def places(self) -> int:
-        return self._places * self.parts
+    def positions(self) -> int:
+        return self._positions * self.parts
 
     @property
     def worth_keeping(self) -> bool:
@@ -152,7 +152,7 @@ class Convolution(Factor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
-        few = self._split(cached(self._places * self.parts * int(self.shape[1:].numel())))
+        few = self._split(examples_per_block(self._positions * self.parts * int(self.shape[1:].numel())))
         return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in few])
 
     def of_patches(self) -> Outer:
@@ -161,17 +161,17 @@ class Convolution(Factor):
         return found if self.parts == 1 else found.merge(self.parts)
 
     @property
-    def _places(self) -> int:
+    def _positions(self) -> int:
         return int(self.b.shape[2:].numel())
 
     @property
-    def _few_places(self) -> bool:
+    def _few_positions(self) -> bool:
         return self.geometry.by_patches(self.b.shape[2:])
 
     @property
     def by_inner_products(self) -> bool:
         outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
-        return self._few_places and 2 * self._places * self.parts * (fan_in + outputs) < fan_in * outputs
+        return self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
 
     def _of_rows(self, values_B: Tensor) -> Tensor:
         return values_B if self.parts == 1 else values_B.repeat_interleave(self.parts)

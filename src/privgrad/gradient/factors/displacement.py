@@ -1,6 +1,6 @@
 """Where each example's gradient is taken: parameters moved by a share of its own gradient.
 
-Shape suffixes: B examples, T places of an example, I inputs, O outputs, P a parameter's shape.
+Shape suffixes: B examples, T positions of an example, I inputs, O outputs, P a parameter's shape.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from torch.func import functional_call
 from privgrad.gradient.batching import batched
 from privgrad.gradient.factors.base import Dense, Examples, Factor
 from privgrad.gradient.factors.conv import Geometry, convolve
-from privgrad.gradient.factors.norms import cached
+from privgrad.gradient.factors.norms import examples_per_block
 
 
 @dataclass(frozen=True)
-class Move:
+class Displacement:
     """How far a parameter lies from where it is, for each example: share_i g_i.
 
     Args:
@@ -29,8 +29,8 @@ class Move:
     factor: Factor
     share: Tensor
 
-    def __getitem__(self, examples: Examples) -> "Move":
-        return Move(self.factor[examples], self.share[examples])
+    def __getitem__(self, examples: Examples) -> "Displacement":
+        return Displacement(self.factor[examples], self.share[examples])
 
     def dense(self) -> Tensor:
         """Shape (B, *P)."""
@@ -57,13 +57,13 @@ class Move:
         """As Factor.read_bags."""
         return self.factor.read_bags(ids_BJT, weight_BJT) * self._share(2)
 
-    def transposed(self) -> "Move":
+    def transposed(self) -> "Displacement":
         """As Factor.transposed."""
-        return Move(self.factor.transposed(), self.share)
+        return Displacement(self.factor.transposed(), self.share)
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
         """As convolve, with this much of a weight; the share goes into what is smaller, outputs or weights."""
-        if geometry.by_patches(geometry.places(x.shape[2:])):
+        if geometry.by_patches(geometry.positions(x.shape[2:])):
             return convolve(self.factor, x, geometry) * _for_rows(self._share(x.dim() - 1), x)
         return convolve(Dense(self.dense()), x, geometry)
 
@@ -71,7 +71,7 @@ class Move:
         return self.share.view(-1, *[1] * dims)
 
 
-class EachWeight:
+class PerSampleWeight:
     """A layer's weight, computed by a parametrization from each example's own parameters.
 
     Args:
@@ -80,18 +80,18 @@ class EachWeight:
         weight: what it computes from the parameters as they are.
     """
 
-    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Move], weight: Tensor) -> None:
+    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Displacement], weight: Tensor) -> None:
         self._parametrization, self._moves, self._weight = parametrization, moves, weight.detach()
         self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
 
-    def move(self) -> Move:
+    def move(self) -> Displacement:
         """How far each example's weight lies from the one that all share."""
         weight = self._weight
         moved = weight.new_empty(self._examples, *weight.shape)
         with torch.no_grad():
             for part in self._parts(weight.shape):
                 torch.sub(self._weights(self._points(part)), weight, out=moved[part])
-        return Move(Dense(moved), moved.new_ones(len(moved)))
+        return Displacement(Dense(moved), moved.new_ones(len(moved)))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """By parameter, gradients with respect to it from those with respect to the weight."""
@@ -113,7 +113,7 @@ class EachWeight:
         return next(iter(self._moves.values())).factor.examples
 
     def _parts(self, shape: torch.Size) -> list[slice]:
-        few = cached(int(shape.numel()))
+        few = examples_per_block(int(shape.numel()))
         return [slice(start, start + few) for start in range(0, self._examples, few)]
 
     def _points(self, part: slice) -> dict[str, Tensor]:
@@ -135,7 +135,7 @@ class EachWeight:
 
 
 @dataclass(frozen=True)
-class Moves:
+class Displacements:
     """Where each example's gradient is taken: at parameters moved by share_i times a gradient of its own.
 
     Attributes:
@@ -146,10 +146,10 @@ class Moves:
     factors: Mapping[int, Factor]
     share: Tensor
 
-    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Move]:
+    def of(self, weights: Mapping[str, Tensor]) -> dict[str, Displacement]:
         """By the names of these parameters, of those that move."""
         found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
-        return {name: Move(factor, self.share) for name, factor in found.items() if factor is not None}
+        return {name: Displacement(factor, self.share) for name, factor in found.items() if factor is not None}
 
 
 def _for_rows(values_B: Tensor, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The factors of an embedding table, alone or tied to an output layer.
 
-Shape suffixes: B examples, T places of an example, D width.
+Shape suffixes: B examples, T positions of an example, D width.
 """
 
 from typing import cast
@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Examples, Factor, Sum, cancelled, merged
-from privgrad.gradient.factors.norms import kept, long_norms, place_norms, wide
+from privgrad.gradient.factors.base import Examples, Factor, Sum, canceled, merged
+from privgrad.gradient.factors.norms import at_least_float32, float64_norms, masked, position_norms
 from privgrad.gradient.factors.outer import Outer
 
 
@@ -24,7 +24,7 @@ class Rows(Factor):
 
     def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BT), torch.Size((rows, r_BTD.shape[2])))
-        self.ids_BT, self.r_BTD = ids_BT.long(), wide(r_BTD)
+        self.ids_BT, self.r_BTD = ids_BT.long(), at_least_float32(r_BTD)
 
     def __getitem__(self, examples: Examples) -> "Rows":
         return Rows(self.ids_BT[examples], self.r_BTD[examples], self.shape[0])
@@ -40,7 +40,7 @@ class Rows(Factor):
 
     def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
         """Each row has a total of its own: the largest decides, and parts of a whole table would cost more."""
-        terms_BT = place_norms(self.r_BTD) * weight_B[:, None]
+        terms_BT = position_norms(self.r_BTD) * weight_B[:, None]
         total_V = terms_BT.new_zeros(self.shape[0]).index_add_(0, self.ids_BT.flatten(), terms_BT.flatten())
         few = parts == 1 or bool(parts * total_V.amax() <= terms_BT.sum())
         return self.weighted_sum(weight_B) if few else self.exact_sum(weight_B)
@@ -51,7 +51,7 @@ class Rows(Factor):
         return total.index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
     @property
-    def places(self) -> int:
+    def positions(self) -> int:
         return self.ids_BT.shape[1]
 
     def apply(self, x_BTI: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class Rows(Factor):
     def settled(self) -> Factor:
         return self if self.ids_BT.shape[1] < self.shape[0] else self.written_out()
 
-    def keep(self, kept_B: Tensor) -> "Rows":
-        return Rows(self.ids_BT, kept(self.r_BTD, kept_B), self.shape[0])
+    def mask(self, kept_B: Tensor) -> "Rows":
+        return Rows(self.ids_BT, masked(self.r_BTD, kept_B), self.shape[0])
 
     def merge(self, parts: int) -> "Rows":
         ids_BT = self.ids_BT.reshape(self.examples // parts, -1)
@@ -83,9 +83,9 @@ class Rows(Factor):
             return TiedTable(other, self)
         return super().__add__(other)
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         r_BTD = self.r_BTD if inverse_scales is None else self.r_BTD * inverse_scales[self.ids_BT]
-        return place_norms(r_BTD).sum(1)
+        return position_norms(r_BTD).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Repeated ids of an example are added up first; then each touched row counts once."""
@@ -93,7 +93,7 @@ class Rows(Factor):
         rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
             rows *= inverse_scales[keys % self.shape[0]]
-        square = long_norms(rows).square()
+        square = float64_norms(rows).square()
         return square.new_zeros(self.examples).index_add_(0, keys // self.shape[0], square).sqrt()
 
     def _keys(self) -> Tensor:
@@ -119,8 +119,8 @@ class TiedTable(Sum):
     def __getitem__(self, examples: Examples) -> "TiedTable":
         return TiedTable(self.outer[examples], self.rows[examples])
 
-    def keep(self, kept_B: Tensor) -> "TiedTable":
-        return TiedTable(self.outer.keep(kept_B), self.rows.keep(kept_B))
+    def mask(self, kept_B: Tensor) -> "TiedTable":
+        return TiedTable(self.outer.mask(kept_B), self.rows.mask(kept_B))
 
     def __add__(self, other: Factor) -> Factor:
         if isinstance(other, Outer):
@@ -135,7 +135,7 @@ class TiedTable(Sum):
             [cast(TiedTable, part)._inner_products(inverse_scales) for part in self._split(1)]
         )
         norm_B = square_B.clamp(min=0).sqrt()
-        for index in cast("list[int]", cancelled(square_B, parts_B.sum(0)).nonzero()[:, 0].tolist()):
+        for index in cast("list[int]", canceled(square_B, parts_B.sum(0)).nonzero()[:, 0].tolist()):
             norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
         return norm_B
 

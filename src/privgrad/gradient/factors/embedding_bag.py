@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.gradient.factors.base import Examples, Factor, merged
-from privgrad.gradient.factors.norms import hidden, kept, long_norms, norms_of, place_norms, unit, wide
+from privgrad.gradient.factors.norms import (
+    at_least_float32,
+    float64_norms,
+    lost_to_underflow,
+    masked,
+    norms_of,
+    position_norms,
+    scale_rows,
+)
 
 
 class Bags(Factor):
@@ -27,7 +35,7 @@ class Bags(Factor):
 
     def __init__(self, ids_BT: Tensor, weight_BT: Tensor, r_BD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BT), torch.Size((rows, r_BD.shape[1])))
-        self.ids_BT, self.r_BD = ids_BT.long(), wide(r_BD)
+        self.ids_BT, self.r_BD = ids_BT.long(), at_least_float32(r_BD)
         self.weight_BT = weight_BT.to(self.r_BD.dtype)
 
     def __getitem__(self, examples: Examples) -> "Bags":
@@ -49,8 +57,8 @@ class Bags(Factor):
         count_BT = (same_BTS.to(self.weight_BT.dtype) @ self.weight_BT[:, :, None])[:, :, 0]
         return count_BT[:, :, None] * self.r_BD[:, None]
 
-    def keep(self, kept_B: Tensor) -> "Bags":
-        return Bags(self.ids_BT, kept(self.weight_BT, kept_B), kept(self.r_BD, kept_B), self.shape[0])
+    def mask(self, kept_B: Tensor) -> "Bags":
+        return Bags(self.ids_BT, masked(self.weight_BT, kept_B), masked(self.r_BD, kept_B), self.shape[0])
 
     def scaled(self, scales: Tensor) -> Factor:
         return self.merge(1).scaled(scales)
@@ -68,7 +76,7 @@ class Bags(Factor):
         if inverse_scales is None:
             return plain_B
         # The largest entries are 1 here. Squares that underflow all the same are `hidden`.
-        largest, (r_BD, r_B), (_, c_B) = inverse_scales.max(), unit(self.r_BD), unit(self.weight_BT)
+        largest, (r_BD, r_B), (_, c_B) = inverse_scales.max(), scale_rows(self.r_BD), scale_rows(self.weight_BT)
         scales, bags = (inverse_scales / largest).to(self.r_BD.dtype), self._bags
         c = bags.values() / c_B.to(bags.dtype)[bags.indices()[0]]
         square = torch.sparse_coo_tensor(
@@ -76,7 +84,7 @@ class Bags(Factor):
         )
         square_BD = cast(Tensor, torch.sparse.mm(square, scales.square_()))
         norm_B = norms_of(square_BD.sqrt() * r_BD) * r_B * c_B * largest.double()
-        for index in hidden(norm_B, plain_B * largest.double()):
+        for index in lost_to_underflow(norm_B, plain_B * largest.double()):
             norm_B[index] = self._scaled_norm(index, inverse_scales)
         return norm_B
 
@@ -109,7 +117,7 @@ class ManyBags(Factor):
 
     def __init__(self, ids_BJT: Tensor, weight_BJT: Tensor, r_BJD: Tensor, rows: int) -> None:
         super().__init__(len(ids_BJT), torch.Size((rows, r_BJD.shape[2])))
-        self.ids_BJT, self.r_BJD = ids_BJT, wide(r_BJD)
+        self.ids_BJT, self.r_BJD = ids_BJT, at_least_float32(r_BJD)
         self.weight_BJT = weight_BJT.to(self.r_BJD.dtype)
 
     def __getitem__(self, examples: Examples) -> "ManyBags":
@@ -133,7 +141,7 @@ class ManyBags(Factor):
         return cast(Tensor, torch.sparse.mm(bags.t(), r_BJD.flatten(0, 1)))
 
     @property
-    def places(self) -> int:
+    def positions(self) -> int:
         return self.ids_BJT.shape[1]
 
     def read(self, ids_BT: Tensor) -> Tensor:
@@ -157,8 +165,8 @@ class ManyBags(Factor):
     def settled(self) -> "ManyBags":
         return self
 
-    def keep(self, kept_B: Tensor) -> "ManyBags":
-        return ManyBags(self.ids_BJT, kept(self.weight_BJT, kept_B), kept(self.r_BJD, kept_B), self.shape[0])
+    def mask(self, kept_B: Tensor) -> "ManyBags":
+        return ManyBags(self.ids_BJT, masked(self.weight_BJT, kept_B), masked(self.r_BJD, kept_B), self.shape[0])
 
     def merge(self, parts: int) -> "ManyBags":
         ids, weight, r = (merged(z, parts) for z in (self.ids_BJT, self.weight_BJT, self.r_BJD))
@@ -172,11 +180,11 @@ class ManyBags(Factor):
         ids_BJT, weight_BJT = torch.cat([self.ids_BJT, other.ids_BJT], 1), [self.weight_BJT, other.weight_BJT]
         return ManyBags(ids_BJT, torch.cat(weight_BJT, 1), torch.cat([self.r_BJD, other.r_BJD], 1), self.shape[0])
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         weight_BJT = self.weight_BJT.abs()
         if inverse_scales is not None:
             weight_BJT = weight_BJT * inverse_scales.amax(1)[self.ids_BJT]
-        return (weight_BJT.sum(2).double() * place_norms(self.r_BJD)).sum(1)
+        return (weight_BJT.sum(2).double() * position_norms(self.r_BJD)).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """From the rows that an example reads: each is the sum of what its bags add to it."""
@@ -185,7 +193,7 @@ class ManyBags(Factor):
             words_W, rows_WD = self._rows(index)
             if inverse_scales is not None:
                 rows_WD = rows_WD * inverse_scales[words_W]
-            norm_B[index] = long_norms(long_norms(rows_WD))
+            norm_B[index] = float64_norms(float64_norms(rows_WD))
         return norm_B
 
     def _rows(self, index: int) -> tuple[Tensor, Tensor]:

@@ -20,13 +20,13 @@ from privgrad.gradient.factors.base import (
     added_up,
     flattened,
     largest_scale,
-    terms_of,
+    term_bound_of,
 )
 from privgrad.gradient.factors.norms import (
-    long_norms,
+    at_least_float32,
+    float64_norms,
+    native_norms,
     norms_of,
-    short_norms,
-    wide,
 )
 
 _ROUNDS, _MARGIN = 6, 2.0  # of the power method, and what its result is multiplied with
@@ -62,7 +62,7 @@ class Jacobian:
 
     def stretch(self, u: Tensor) -> float:
         """Return |J^T u| for a u of length 1."""
-        return float(long_norms(self.pull(u).flatten()))
+        return float(float64_norms(self.pull(u).flatten()))
 
     def measured_norm(self, start: Tensor) -> float:
         """Estimate the spectral norm of J by the power method, times two; infinite where torch cannot take J u.
@@ -81,9 +81,9 @@ class Jacobian:
         try:
             with torch.enable_grad():
                 for _ in range(_ROUNDS):
-                    u = (u / short_norms(u.flatten())).detach().requires_grad_()
+                    u = (u / native_norms(u.flatten())).detach().requires_grad_()
                     (pulled,) = torch.autograd.grad(self.weight, self.parameter, u, create_graph=True)
-                    stretch = float(long_norms(pulled.detach().flatten()))
+                    stretch = float(float64_norms(pulled.detach().flatten()))
                     largest = max(largest, stretch)
                     if not 0 < stretch < math.inf or not pulled.requires_grad:
                         break
@@ -125,7 +125,7 @@ class _Measured(NamedTuple):
 def _unit_vector(like: Tensor) -> Tensor:
     """Return a vector shaped like the tensor, the same at each call, drawn from the uniform one on the sphere."""
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return (drawn / short_norms(drawn.flatten())).to(like.detach())
+    return (drawn / native_norms(drawn.flatten())).to(like.detach())
 
 
 class Pulled(Factor):
@@ -147,10 +147,10 @@ class Pulled(Factor):
     def dense(self) -> Tensor:
         grads_BP = self.inner.dense()
         if self.examples == 0:
-            return wide(grads_BP.new_zeros(0, *self.shape))
+            return at_least_float32(grads_BP.new_zeros(0, *self.shape))
         if self.examples == 1:
-            return wide(self.jacobian.pull(grads_BP[0])[None])
-        return wide(self.jacobian.pull(grads_BP, batched=True))
+            return at_least_float32(self.jacobian.pull(grads_BP[0])[None])
+        return at_least_float32(self.jacobian.pull(grads_BP, batched=True))
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         if self.examples == 0 or not self.apart:
@@ -176,7 +176,7 @@ class Pulled(Factor):
         moved = self.jacobian.pull(share * summed) / share - pulled
         if self._outgrows(summed, pulled):
             return pulled, math.inf
-        return pulled, float(norms_of(wide(moved)[None], inverse_scales))
+        return pulled, float(norms_of(at_least_float32(moved)[None], inverse_scales))
 
     @property
     def worth_keeping(self) -> bool:
@@ -185,21 +185,21 @@ class Pulled(Factor):
     def written_out(self) -> "PulledDense":
         return PulledDense(super().written_out().grads_BP)
 
-    def keep(self, kept_B: Tensor) -> "Pulled":
-        return self._like(self.inner.keep(kept_B))
+    def mask(self, kept_B: Tensor) -> "Pulled":
+        return self._like(self.inner.mask(kept_B))
 
     def inner_products(self, direction: Tensor) -> Tensor:
         return torch.cat([flattened(part.dense()) @ direction.flatten() for part in self._split()])
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
         """Bound the terms of J^T h_i by |J| and those of h_i; None where each is pulled back by itself."""
         if self.apart:
             return None
-        return largest_scale(inverse_scales) * self.jacobian.norm * terms_of(self.inner, None)
+        return largest_scale(inverse_scales) * self.jacobian.norm * term_bound_of(self.inner, None)
 
     @property
-    def places(self) -> int:
-        return self.inner.places
+    def positions(self) -> int:
+        return self.inner.positions
 
     def _outgrows(self, summed: Tensor, pulled: Tensor) -> bool:
         """Return whether J^T has made a sum longer than the norm of J allows."""

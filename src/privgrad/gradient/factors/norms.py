@@ -14,51 +14,51 @@ TINY = 1e-15  # the square of a norm below this loses digits in float32
 _HIDDEN = 1e-12  # below this share of its bound, a norm from squares in float32 is measured again
 
 
-def cached(floats: int) -> int:
+def examples_per_block(floats: int) -> int:
     """How many examples of that many floats stay in a core's cache together, at least one."""
     return max(1, _CACHED // max(1, floats))
 
 
-def wide(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """In float32, or wider if it was."""
     wide_enough = tensor.dtype in (torch.float32, torch.float64)
     return tensor if wide_enough else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def kept(x: Tensor, kept_B: Tensor) -> Tensor:
+def masked(x: Tensor, kept_B: Tensor) -> Tensor:
     """x with zeros for every example that is not kept."""
     return torch.where(kept_B.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
-def hidden(norm_B: Tensor, bound_B: Tensor) -> list[int]:
+def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
     """Which norms are so small a share of their bound, or not finite, that squares in float32 may have hidden them."""
     lost_B = (norm_B < _HIDDEN * bound_B) | ~torch.isfinite(norm_B)
     return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
 
 
-def unit(x: Tensor) -> tuple[Tensor, Tensor]:
+def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """(x over its largest entry in each row, that entry in float64)."""
     largest = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_ones(len(x), 1)
     largest = torch.where(largest > 0, largest, 1.0)
     return x / largest, largest[:, 0].double()
 
 
-def long_norms(x: Tensor) -> Tensor:
+def float64_norms(x: Tensor) -> Tensor:
     """Norm over the last dimension, summed in float64: nothing overflows, underflows or is lost in the sum."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64))
 
 
-def short_norms(x: Tensor) -> Tensor:
+def native_norms(x: Tensor) -> Tensor:
     """Norm over the last dimension, in its own precision."""
     return cast(Tensor, torch.linalg.vector_norm(x, dim=-1))
 
 
-def place_norms(x: Tensor) -> Tensor:
+def position_norms(x: Tensor) -> Tensor:
     """As short_norms, in float64, and right where squares in float32 under- or overflow."""
-    norms = short_norms(x).double()
+    norms = native_norms(x).double()
     lost = (norms < TINY) | ~torch.isfinite(norms)
     if bool(lost.any()):
-        norms[lost] = long_norms(x[lost])
+        norms[lost] = float64_norms(x[lost])
     return norms
 
 
@@ -84,14 +84,14 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     # Squares of entries below 1e-19 vanish in float32: rows of such once more.
     if len(norm_B) > 0 and float(norm_B.min()) < TINY:
         tiny = (norm_B < TINY).nonzero()[:, 0]
-        norm_B[tiny] = long_norms(grads_BP[tiny])
+        norm_B[tiny] = float64_norms(grads_BP[tiny])
     return norm_B
 
 
 def _blockwise_norms(grads_BP: Tensor) -> Tensor:
     whole = grads_BP.shape[1] // _BLOCK
     if whole == 0:
-        return short_norms(grads_BP).double()
+        return native_norms(grads_BP).double()
     blocks = grads_BP[:, : whole * _BLOCK].reshape(len(grads_BP), whole, _BLOCK)
-    parts = [short_norms(blocks), short_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
-    return long_norms(torch.cat(parts, dim=1))
+    parts = [native_norms(blocks), native_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
+    return float64_norms(torch.cat(parts, dim=1))

@@ -1,6 +1,6 @@
 """The factor of a linear map's weight.
 
-Shape suffixes: B examples, T places of an example, I inputs, O outputs.
+Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from collections.abc import MutableMapping
@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from privgrad.gradient.factors.base import CANCELLED, Dense, Examples, Factor, largest_scale, merged
-from privgrad.gradient.factors.norms import TINY, cached, hidden, kept, norms_of, place_norms, short_norms, unit, wide
+from privgrad.gradient.factors.norms import (
+    TINY,
+    at_least_float32,
+    examples_per_block,
+    lost_to_underflow,
+    masked,
+    native_norms,
+    norms_of,
+    position_norms,
+    scale_rows,
+)
 from privgrad.threads import blocks
 
 
@@ -26,7 +36,7 @@ class Outer(Factor):
 
     def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
         super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
-        self.a_BTI, self.b_BTO = wide(a_BTI), wide(b_BTO)
+        self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
 
     def __getitem__(self, examples: Examples) -> "Outer":
         return Outer(self.a_BTI[examples], self.b_BTO[examples])
@@ -40,7 +50,7 @@ class Outer(Factor):
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
-        few = cached(self.places * sum(self.shape))
+        few = examples_per_block(self.positions * sum(self.shape))
         for start in range(0, self.examples, few):
             part = slice(start, start + few)
             b_BTO = self.b_BTO[part].double() * weight_B[part].double()[:, None, None]
@@ -48,9 +58,9 @@ class Outer(Factor):
         return total
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """By way of inner products of places, unless the parameter is smaller than these."""
-        places, (outputs, inputs) = (self.a_BTI.shape[1], x_BTI.shape[1]), self.shape
-        if places[0] * places[1] * (inputs + outputs) <= sum(places) * inputs * outputs:
+        """By way of inner products of positions, unless the parameter is smaller than these."""
+        positions, (outputs, inputs) = (self.a_BTI.shape[1], x_BTI.shape[1]), self.shape
+        if positions[0] * positions[1] * (inputs + outputs) <= sum(positions) * inputs * outputs:
             return (x_BTI @ self.a_BTI.mT) @ self.b_BTO
         return super().apply(x_BTI)
 
@@ -67,21 +77,21 @@ class Outer(Factor):
         return Outer(self.a_BTI, self.b_BTO * scales.mT) if scales.shape[1] == 1 else super().scaled(scales)
 
     def settled(self) -> Factor:
-        places, (outputs, inputs) = self.a_BTI.shape[1], self.shape
-        return self if places * (inputs + outputs) < inputs * outputs else self.written_out()
+        positions, (outputs, inputs) = self.a_BTI.shape[1], self.shape
+        return self if positions * (inputs + outputs) < inputs * outputs else self.written_out()
 
     def transposed(self) -> "Outer":
         return Outer(self.b_BTO, self.a_BTI)
 
     def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
-        """All places of all examples in one dimension, with the weights in b."""
+        """All positions of all examples in one dimension, with the weights in b."""
         a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
         if not b_BTO.is_contiguous():  # as recurrent layers leave them, time first
             a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
         return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
 
-    def keep(self, kept_B: Tensor) -> "Outer":
-        return Outer(kept(self.a_BTI, kept_B), kept(self.b_BTO, kept_B))
+    def mask(self, kept_B: Tensor) -> "Outer":
+        return Outer(masked(self.a_BTI, kept_B), masked(self.b_BTO, kept_B))
 
     def gram(self) -> Tensor:
         if self.a_BTI.shape[1] > 1:
@@ -97,43 +107,44 @@ class Outer(Factor):
             return Outer(torch.cat([self.a_BTI, other.a_BTI], 1), torch.cat([self.b_BTO, other.b_BTO], 1))
         return super().__add__(other)
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        if self.places == 1:
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        if self.positions == 1:
             return None
         a_BTI, b_BTO = self.a_BTI, self.b_BTO
         if inverse_scales is not None:
             of_outputs, of_inputs = bounding_product(inverse_scales)
             a_BTI, b_BTO = a_BTI * of_inputs, b_BTO * of_outputs
-        return (place_norms(a_BTI) * place_norms(b_BTO)).sum(1)
+        return (position_norms(a_BTI) * position_norms(b_BTO)).sum(1)
 
     @property
-    def places(self) -> int:
+    def positions(self) -> int:
         return self.a_BTI.shape[1]
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """By the cheapest exact formula for the shapes.
 
-        One place (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. Few places against the size of the
-        parameter: inner products, |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise written out in chunks.
+        One position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. Few positions
+        against the size of the parameter: inner products, |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise
+        written out in chunks.
         """
-        places, (outputs, inputs) = self.a_BTI.shape[1], self.shape
-        if places == 1 and inverse_scales is None:
+        positions, (outputs, inputs) = self.a_BTI.shape[1], self.shape
+        if positions == 1 and inverse_scales is None:
             return norms_of(self.a_BTI) * norms_of(self.b_BTO)
-        if places == 1:
-            scales = wide(cast(Tensor, inverse_scales))
+        if positions == 1:
+            scales = at_least_float32(cast(Tensor, inverse_scales))
             largest, square = _unit_squares(scales)
-            parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(cached(inputs))]
+            parts = [cast(Outer, part)._scaled_norms(square) for part in self._split(examples_per_block(inputs))]
             norm_B = torch.cat(parts) * largest
-            for index in hidden(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
+            for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
-        if inverse_scales is None and places * (inputs + outputs) < inputs * outputs:
-            few = self._split(cached(places**2))
+        if inverse_scales is None and positions * (inputs + outputs) < inputs * outputs:
+            few = self._split(examples_per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
         return super().norms(inverse_scales)
 
     def norms_by_inner_products(self) -> Tensor:
-        """From Gram matrices of places; where terms cancel, from the sum itself."""
+        """From Gram matrices of positions; where terms cancel, from the sum itself."""
         a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
         a_BT, b_BT = (gram.diagonal(dim1=1, dim2=2).sqrt() for gram in (a_BTT, b_BTT))
         bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
@@ -148,19 +159,19 @@ class Outer(Factor):
         return norm_B
 
     def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
-        """Which examples have places whose squares underflow on one side and are large on the other, shape (B,).
+        """Which examples have positions whose squares underflow on one side and are large on the other, shape (B,).
 
         Args:
-            a_BT, b_BT: norms of the places, in their own precision, where they are known.
+            a_BT, b_BT: norms of the positions, in their own precision, where they are known.
         """
         a_BT, b_BT = (
-            short_norms(self.a_BTI) if a_BT is None else a_BT,
-            short_norms(self.b_BTO) if b_BT is None else b_BT,
+            native_norms(self.a_BTI) if a_BT is None else a_BT,
+            native_norms(self.b_BTO) if b_BT is None else b_BT,
         )
         found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
         for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
             lost_BT = (small_BT < TINY) & (large_BT > 1)
-            if bool(lost_BT.any()):  # what is zero, as at places that are filled up, hides nothing
+            if bool(lost_BT.any()):  # what is zero, as at positions that are filled up, hides nothing
                 found_B |= (lost_BT & (x_BTD != 0).any(2)).any(1)
         return found_B
 
@@ -169,7 +180,7 @@ class Outer(Factor):
 
         The largest entries of W and of each row of b are 1 here. Squares that underflow all the same are `hidden`.
         """
-        b_BO, b_B = unit(self.b_BTO[:, 0])
+        b_BO, b_B = scale_rows(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
         return norms_of(square_BI.sqrt_().mul_(self.a_BTI[:, 0])) * b_B
 

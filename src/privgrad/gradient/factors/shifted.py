@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, cancelled, terms_of
-from privgrad.gradient.factors.norms import short_norms, wide
+from privgrad.gradient.factors.base import Dense, Examples, Factor, canceled, term_bound_of
+from privgrad.gradient.factors.norms import at_least_float32, native_norms
 
 
 class Shifted(Factor):
@@ -26,7 +26,7 @@ class Shifted(Factor):
 
     def __init__(self, inner: Factor, shift: Tensor, kept_B: Tensor | None = None) -> None:
         super().__init__(inner.examples, inner.shape)
-        self.inner, self.shift = inner, wide(shift)
+        self.inner, self.shift = inner, at_least_float32(shift)
         self.kept_B = torch.ones(inner.examples, dtype=torch.bool, device=shift.device) if kept_B is None else kept_B
 
     def __getitem__(self, examples: Examples) -> "Shifted":
@@ -49,15 +49,15 @@ class Shifted(Factor):
         total = self.inner.exact_sum(weight_B)
         return total.add_(self.shift.double(), alpha=float((weight_B * self.kept_B).sum()))
 
-    def keep(self, kept_B: Tensor) -> "Shifted":
-        return Shifted(self.inner.keep(kept_B), self.shift, self.kept_B & kept_B)
+    def mask(self, kept_B: Tensor) -> "Shifted":
+        return Shifted(self.inner.mask(kept_B), self.shift, self.kept_B & kept_B)
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        return terms_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return term_bound_of(self.inner, inverse_scales) + self._shift_norm(inverse_scales)
 
     @property
-    def places(self) -> int:
-        return self.inner.places
+    def positions(self) -> int:
+        return self.inner.positions
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         inner_B, shift_norm = self.inner.norms(inverse_scales), self._shift_norm(inverse_scales)
@@ -65,14 +65,14 @@ class Shifted(Factor):
         cross_B = self.inner.inner_products(direction).double()
         square_B = inner_B.square() + 2 * cross_B + shift_norm**2
         norm_B = square_B.clamp(min=0).sqrt()
-        again = cancelled(square_B, inner_B + shift_norm) & self.kept_B
+        again = canceled(square_B, inner_B + shift_norm) & self.kept_B
         for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
             norm_B[index] = Factor.norms(self[index : index + 1], inverse_scales)[0]
         return torch.where(self.kept_B, norm_B, 0.0)
 
     def _shift_norm(self, inverse_scales: Tensor | None) -> float:
         shift = self.shift if inverse_scales is None else self.shift * inverse_scales
-        return float(short_norms(shift.double().flatten()))
+        return float(native_norms(shift.double().flatten()))
 
 
 def shifted(

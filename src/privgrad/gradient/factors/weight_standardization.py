@@ -1,6 +1,6 @@
-"""Weight standardisation, and each example's gradient through it without writing one out.
+"""Weight standardization, and each example's gradient through it without writing one out.
 
-Shape suffixes: B examples, T places of an example, O outputs, F fan-in, P a parameter's shape.
+Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, Sum, cancelled, largest_scale, terms_of
+from privgrad.gradient.factors.base import Dense, Examples, Factor, Sum, canceled, largest_scale, term_bound_of
 from privgrad.gradient.factors.conv import Convolution
-from privgrad.gradient.factors.displacement import Move
-from privgrad.gradient.factors.norms import kept, short_norms, wide
+from privgrad.gradient.factors.displacement import Displacement
+from privgrad.gradient.factors.norms import at_least_float32, masked, native_norms
 from privgrad.gradient.factors.outer import Outer
 
 
@@ -44,7 +44,7 @@ def _added(fan_in: int) -> float:
     return 1e-4 / fan_in
 
 
-Rows = Outer | Dense  # of a weight, shape (O, F): of few places, or written out
+Rows = Outer | Dense  # of a weight, shape (O, F): of few positions, or written out
 
 
 class Combined(Factor):
@@ -83,29 +83,29 @@ class Combined(Factor):
         return (self.inner.exact_sum(weight_B) + shared_OF).view(self.shape)
 
     @property
-    def places(self) -> int:
-        return self.inner.places
+    def positions(self) -> int:
+        return self.inner.positions
 
-    def keep(self, kept_B: Tensor) -> "Combined":
-        numbers = (None if x is None else kept(x, kept_B) for x in (self.along_BO, self.level_BO, self.square_BO))
-        return Combined(self.inner.keep(kept_B), self.rows, *cast("Any", numbers))
+    def mask(self, kept_B: Tensor) -> "Combined":
+        numbers = (None if x is None else masked(x, kept_B) for x in (self.along_BO, self.level_BO, self.square_BO))
+        return Combined(self.inner.mask(kept_B), self.rows, *cast("Any", numbers))
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or self.square_BO is None:
             return super().norms(inverse_scales)
         square_B = self.square_BO.sum(1, dtype=torch.float64)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = cancelled(square_B, self.terms()) | ~torch.isfinite(square_B)
+        again = canceled(square_B, self.term_bound()) | ~torch.isfinite(square_B)
         for part in self.inner.parts if isinstance(self.inner, Sum) else [self.inner]:
             again |= part.underflowing() if isinstance(part, Outer) else False
         for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
             norm_B[index] = Factor.norms(self[index : index + 1])[0]
         return norm_B
 
-    def terms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        along_B = short_norms(self.along_BO * short_norms(self.rows.flatten(1)))
-        level_B = short_norms(self.level_BO) * self.rows[0].numel() ** 0.5
-        return largest_scale(inverse_scales) * (terms_of(self.inner, None) + along_B.double() + level_B.double())
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
+        along_B = native_norms(self.along_BO * native_norms(self.rows.flatten(1)))
+        level_B = native_norms(self.level_BO) * self.rows[0].numel() ** 0.5
+        return largest_scale(inverse_scales) * (term_bound_of(self.inner, None) + along_B.double() + level_B.double())
 
     def of_patches(self) -> "Combined":
         """As a linear map of patches, shape (O, F)."""
@@ -140,9 +140,9 @@ class Projected(Combined):
         h, numbers = self.parts
         return Projected(h[examples], self.rows, *(x[examples] for x in numbers))
 
-    def keep(self, kept_B: Tensor) -> "Projected":
+    def mask(self, kept_B: Tensor) -> "Projected":
         h, numbers = self.parts
-        return Projected(h.keep(kept_B), self.rows, *(kept(x, kept_B) for x in numbers))
+        return Projected(h.mask(kept_B), self.rows, *(masked(x, kept_B) for x in numbers))
 
 
 class StandardizedWeight:
@@ -160,11 +160,11 @@ class StandardizedWeight:
 
     def __init__(self, parametrization: nn.Module) -> None:
         self.own = dict(parametrization.named_parameters())
-        v, gain = wide(self.own["original"].detach()), self.own.get("0.gain")
+        v, gain = at_least_float32(self.own["original"].detach()), self.own.get("0.gain")
         self.fan_in = v[0].numel()
         rows_OF, _, inverse_O1 = torch.native_layer_norm(v.flatten(1), (self.fan_in,), None, None, _added(self.fan_in))
         self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
-        k_O = torch.ones_like(inverse_O1) if gain is None else wide(gain.detach())
+        k_O = torch.ones_like(inverse_O1) if gain is None else at_least_float32(gain.detach())
         self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
         # <y>, and 1 - <y y>: up to rounding 0, and what is added times r^2.
         self.level_1O, self.lost_1O = rows_OF.mean(1)[None], 1 - rows_OF.square().mean(1)[None]
@@ -192,12 +192,12 @@ class StandardizedWeight:
         """Whether this is the shorter way for such gradients."""
         return isinstance(grads, Convolution) and grads.by_inner_products
 
-    def moved(self, moves: Mapping[str, Move]) -> "MovedStandardizedWeight | None":
+    def moved(self, moves: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
         """Where its parameters are moved, by name; None if not along gradients that were pulled back here."""
         few = self.knows(moves) and isinstance(self.along(moves)[0].inner, Outer)
         return MovedStandardizedWeight(self, moves) if few else None
 
-    def knows(self, moves: Mapping[str, Move]) -> bool:
+    def knows(self, moves: Mapping[str, Displacement]) -> bool:
         """Whether these are along one gradient that was pulled back here."""
         return "original" in moves and isinstance(moves["original"].factor, Projected)
 
@@ -210,7 +210,7 @@ class StandardizedWeight:
         pulled = Projected(h, self.rows, scale_BO, mean_BO, along_BO, square_BO)
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
-    def tangent(self, moves: Mapping[str, Move]) -> Move:
+    def tangent(self, moves: Mapping[str, Displacement]) -> Displacement:
         """How far the weight moves with its parameters, to first order: k_o D u_o + (move of k_o) y_o.
 
         D u = r (u - y <y u>) is what y does along a u without mean.
@@ -219,9 +219,9 @@ class StandardizedWeight:
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
         moved = Combined(_by_rows(cast(Rows, g.inner), scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
-        return Move(moved, along_BO.new_ones(moved.examples))
+        return Displacement(moved, along_BO.new_ones(moved.examples))
 
-    def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Move]) -> dict[Tensor, Factor]:
+    def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
         """As `pull`, with the derivative of <h, tangent>, h being what g was pulled back from, as if h were constant.
 
         Computes: with u = s g the move of v, m that of k, and G = k h,
@@ -277,7 +277,7 @@ class StandardizedWeight:
         scale_BO, mean_BO, along_BO, _ = g.parts[1]
         return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 
-    def along(self, moves: Mapping[str, Move]) -> tuple[Projected, Tensor, Tensor]:
+    def along(self, moves: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
         """(g, s, m): v moves by s_i g_i, k by m."""
         move, gain = moves["original"], moves.get("0.gain")
         m_BO = (
@@ -287,13 +287,13 @@ class StandardizedWeight:
 
 
 class MovedStandardizedWeight:
-    """The same at each example's own parameters, moved along gradients g of few places that were pulled back.
+    """The same at each example's own parameters, moved along gradients g of few positions that were pulled back.
 
     Computes: v + s g has rows with y' = (r' / r) y + r' s g, of which the variance is known from those of v and g, and
     <v g>.
     """
 
-    def __init__(self, common: StandardizedWeight, moves: Mapping[str, Move]) -> None:
+    def __init__(self, common: StandardizedWeight, moves: Mapping[str, Displacement]) -> None:
         self._common = common
         g, s_B1, m_BO = common.along(moves)
         r_1O, added = common.inverse_1O, _added(common.fan_in)
@@ -309,12 +309,12 @@ class MovedStandardizedWeight:
         self._lost_BO = 1 - moved_BO
         self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
-    def move(self) -> Move:
+    def move(self) -> Displacement:
         """How far each example's weight lies from the one at the parameters."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O
         moved = Combined(_by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
-        return Move(moved, along_BO.new_ones(moved.examples))
+        return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """As that of the common weight."""
@@ -350,12 +350,12 @@ def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:
 
 
 def _both(one: Rows, other: Rows) -> Factor:
-    """The sum; inputs of few places stay where they are."""
+    """The sum; inputs of few positions stay where they are."""
     return one + other if isinstance(one, Dense) else Sum([one, other])
 
 
 def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:
-    """Both times their numbers; of the same inputs, if of few places."""
+    """Both times their numbers; of the same inputs, if of few positions."""
     if isinstance(one, Outer) and isinstance(other, Outer):
         return Outer(one.a_BTI, torch.addcmul(one.b_BTO * one_BO[:, None], other.b_BTO, other_BO[:, None]))
     return Dense(torch.addcmul(one.dense() * one_BO[:, :, None], other.dense(), other_BO[:, :, None]))

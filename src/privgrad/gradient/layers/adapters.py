@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.gradient.factors.base import Dense, Factor, Placed
-from privgrad.gradient.factors.norms import sum_over, wide
+from privgrad.gradient.factors.norms import at_least_float32, sum_over
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers.attention import attention_forward
 from privgrad.gradient.layers.recurrent import recurrent_forward
@@ -47,7 +47,7 @@ def _factors(parameters: Mapping[str, nn.Parameter], contributions: list[Any]) -
     for name, kind, a, b, *rows in contributions:
         if name not in parameters:
             continue
-        factor = Outer(a, b) if kind == "outer" else Dense(sum_over(wide(b), 1) if kind == "bias" else b)
+        factor = Outer(a, b) if kind == "outer" else Dense(sum_over(at_least_float32(b), 1) if kind == "bias" else b)
         if rows:
             factor = Placed([(rows[0].start, factor)], parameters[name].shape)
         parameter = parameters[name]

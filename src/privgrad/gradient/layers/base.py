@@ -1,6 +1,6 @@
 """The rule of a layer: its forward pass, and the per-example gradient of each parameter.
 
-Shape suffixes: B examples, T places of an example, I inputs, O outputs.
+Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from privgrad.errors import expected
 from privgrad.gradient.factors.base import Factor
-from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.displacement import Displacement
 
 
 class Rule(ABC):
@@ -48,7 +48,7 @@ class Rule(ABC):
             grad: gradient of each example's loss with respect to the output, shape (B, ...).
         """
 
-    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
         """What moving the parameters adds to the output of a layer that is affine in them.
 
         Args:
@@ -60,7 +60,9 @@ class Rule(ABC):
         """
         raise NotImplementedError
 
-    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def moved(
+        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+    ) -> Tensor:
         """What the layer returns at moved parameters; arguments as in forward and delta."""
         output = self.forward(layer, parameters, x)
         return output + self.delta(layer, moves, x).to(output.dtype)
@@ -121,13 +123,13 @@ def find_rule(layer: nn.Module) -> Rule | None:
     return rule if own <= set(rule.parameters) else None
 
 
-def of_channels(move: Move, x: Tensor) -> Tensor:
-    """A moved bias, to be broadcast over places: (rows of x, C, 1, ...)."""
+def of_channels(move: Displacement, x: Tensor) -> Tensor:
+    """A moved bias, to be broadcast over positions: (rows of x, C, 1, ...)."""
     rows = move.for_rows(x)
     return rows.view(*rows.shape, *[1] * (x.dim() - 2))
 
 
-def in_places(x: Tensor) -> Tensor:
+def in_positions(x: Tensor) -> Tensor:
     """(B, ..., width) -> (B, T, width)."""
     if x.dim() == 2:
         return x[:, None]
@@ -139,7 +141,7 @@ def by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
     return values_BTD.reshape(*shape, values_BTD.shape[-1])
 
 
-def of_bags(move: Move, ids: Tensor, weights: Tensor) -> Tensor:
+def of_bags(move: Displacement, ids: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of a moved table's rows, (rows, T) -> (rows, D)."""
     shape = (len(move.share), -1, ids.shape[1])
     return by_rows(move.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.conv import Convolution, Geometry, convolve
-from privgrad.gradient.factors.displacement import Move
-from privgrad.gradient.factors.norms import sum_over, wide
+from privgrad.gradient.factors.displacement import Displacement
+from privgrad.gradient.factors.norms import at_least_float32, sum_over
 from privgrad.gradient.layers.base import Rule, of_channels, register_rule
 
 
@@ -25,19 +25,21 @@ class _Convolution(Rule):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(sum_over(wide(grad).flatten(2), 2))
+            return Dense(sum_over(at_least_float32(grad).flatten(2), 2))
         x, geometry = self._padded(layer, x)
         return Convolution(x, grad, geometry)
 
-    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
-        moved = moves["weight"].convolve(*self._padded(layer, wide(x))) if "weight" in moves else 0.0
+    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        moved = moves["weight"].convolve(*self._padded(layer, at_least_float32(x))) if "weight" in moves else 0.0
         if "bias" in moves:
             moved = moved + of_channels(moves["bias"], x)
         return cast(Tensor, moved)
 
-    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def moved(
+        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+    ) -> Tensor:
         padded, geometry = self._padded(layer, x)
-        if "weight" not in moves or geometry.by_patches(geometry.places(padded.shape[2:])):
+        if "weight" not in moves or geometry.by_patches(geometry.positions(padded.shape[2:])):
             return super().moved(layer, parameters, moves, x)
         # Where patches are too many, one convolution with the moved weights beats two.
         output = convolve(Dense(moves["weight"].added_to(parameters["weight"])), padded, geometry)
@@ -73,7 +75,7 @@ class _TransposedConvolution(Rule):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(sum_over(wide(grad).flatten(2), 2))
+            return Dense(sum_over(at_least_float32(grad).flatten(2), 2))
         # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
         return Convolution(grad, x, _geometry(layer, layer.padding))
 

@@ -1,6 +1,6 @@
 """Rules of embedding tables and bags.
 
-Shape suffixes: B examples, T places of an example, D width.
+Shape suffixes: B examples, T positions of an example, D width.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.gradient.factors.base import Factor
-from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.displacement import Displacement
 from privgrad.gradient.factors.embedding import Rows
 from privgrad.gradient.factors.embedding_bag import Bags
-from privgrad.gradient.factors.norms import wide
+from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.layers.base import Rule, by_rows, of_bags, register_rule
 
 
@@ -22,7 +22,7 @@ class _Embedding(Rule):
     parameters = ("weight",)
     has_delta = is_bilinear = True
 
-    def delta(self, layer: nn.Embedding, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def delta(self, layer: nn.Embedding, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
         return by_rows(moves["weight"].read(x.reshape(len(moves["weight"].share), -1)), x.shape)
 
     def supports(self, layer: nn.Embedding) -> bool:
@@ -54,9 +54,9 @@ class _EmbeddingBag(Rule):
     def factor(
         self, layer: nn.EmbeddingBag, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor
     ) -> Factor:
-        return Bags(x, self._weights(layer, x, wide(grad).dtype), grad, layer.num_embeddings)
+        return Bags(x, self._weights(layer, x, at_least_float32(grad).dtype), grad, layer.num_embeddings)
 
-    def delta(self, layer: nn.EmbeddingBag, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def delta(self, layer: nn.EmbeddingBag, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
         return of_bags(moves["weight"], x, self._weights(layer, x, moves["weight"].share.dtype))
 
     def _weights(self, layer: nn.EmbeddingBag, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.factors.displacement import Move
+from privgrad.gradient.factors.displacement import Displacement
 from privgrad.gradient.factors.embedding_bag import Bags
-from privgrad.gradient.factors.norms import sum_over, wide
+from privgrad.gradient.factors.norms import at_least_float32, sum_over
 from privgrad.gradient.factors.outer import Outer
-from privgrad.gradient.layers.base import Rule, by_rows, in_places, of_bags, register_rule
+from privgrad.gradient.layers.base import Rule, by_rows, in_positions, of_bags, register_rule
 
 
 @register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -23,19 +23,19 @@ class Linear(Rule):
 
     def factor(self, layer: nn.Linear, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(grad if grad.dim() == 2 else sum_over(wide(in_places(grad)), 1))
-        return Outer(in_places(x), in_places(grad))
+            return Dense(grad if grad.dim() == 2 else sum_over(at_least_float32(in_positions(grad)), 1))
+        return Outer(in_positions(x), in_positions(grad))
 
-    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
         size = len(next(iter(moves.values())).share)
         moved = 0.0
         if "weight" in moves:
-            moved = self.oriented(moves["weight"]).apply(wide(x).reshape(size, -1, x.shape[-1]))
+            moved = self.oriented(moves["weight"]).apply(at_least_float32(x).reshape(size, -1, x.shape[-1]))
         if "bias" in moves:
             moved = moved + moves["bias"].dense()[:, None].expand(-1, x.shape[:-1].numel() // size, -1)
         return by_rows(cast(Tensor, moved), x.shape[:-1])
 
-    def oriented(self, move: Move) -> Move:
+    def oriented(self, move: Displacement) -> Displacement:
         """Of a weight of shape (O, I)."""
         return move
 
@@ -49,10 +49,12 @@ class _TransposedLinear(Linear):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         return (
-            super().factor(layer, name, parameters, x, grad) if name == "bias" else Outer(in_places(grad), in_places(x))
+            super().factor(layer, name, parameters, x, grad)
+            if name == "bias"
+            else Outer(in_positions(grad), in_positions(x))
         )
 
-    def oriented(self, move: Move) -> Move:
+    def oriented(self, move: Displacement) -> Displacement:
         return move.transposed()
 
 
@@ -69,7 +71,7 @@ class _SparseLinear(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         return Dense(grad) if name == "bias" else Bags(x[:, 0].long(), x[:, 1], grad, len(parameters["weight"]))
 
-    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
         moved = of_bags(moves["weight"], x[:, 0].long(), x[:, 1]) if "weight" in moves else 0.0
         if "bias" in moves:
             moved = moved + moves["bias"].for_rows(x)

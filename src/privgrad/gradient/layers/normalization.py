@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.factors.displacement import Move
-from privgrad.gradient.factors.norms import cached, sum_over, wide
+from privgrad.gradient.factors.displacement import Displacement
+from privgrad.gradient.factors.norms import at_least_float32, examples_per_block, sum_over
 from privgrad.gradient.layers.base import Rule, register_rule
 from privgrad.gradient.layers.standardization import standardized
 
@@ -22,25 +22,27 @@ class _Normalization(Rule):
     def bilinear(self, layer: Any, x: Tensor) -> tuple[Rule, Tensor]:
         return _ScaleAndShift(self), self.twice_differentiable(layer, x)
 
-    def delta(self, layer: Any, moves: Mapping[str, Move], x: Tensor) -> Tensor:
-        def at_places(name: str) -> Tensor:
-            return self.at_places(layer, moves[name].for_rows(x), x)
+    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        def at_positions(name: str) -> Tensor:
+            return self.at_positions(layer, moves[name].for_rows(x), x)
 
-        moved = self.normalized(layer, wide(x)) * at_places("weight") if "weight" in moves else 0.0
-        return cast(Tensor, moved + at_places("bias") if "bias" in moves else moved)
+        moved = self.normalized(layer, at_least_float32(x)) * at_positions("weight") if "weight" in moves else 0.0
+        return cast(Tensor, moved + at_positions("bias") if "bias" in moves else moved)
 
-    def moved(self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Move], x: Tensor) -> Tensor:
+    def moved(
+        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+    ) -> Tensor:
         """With one normalization, where forward and delta would have two."""
         output = self.normalized(layer, x)
         for name, combine in (("weight", torch.mul), ("bias", torch.add)):
             if name in parameters:
                 own = parameters[name][None]
                 rows = own + moves[name].for_rows(x).to(own.dtype) if name in moves else own
-                output = combine(output, self.at_places(layer, rows, x).to(output.dtype))
+                output = combine(output, self.at_positions(layer, rows, x).to(output.dtype))
         return output
 
-    def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
-        """Values of channels, shape (rows, C), to be broadcast over places."""
+    def at_positions(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
+        """Values of channels, shape (rows, C), to be broadcast over positions."""
         return values.view(*values.shape, *[1] * (x.dim() - 2))
 
     def normalized(self, layer: Any, x: Tensor) -> Tensor:
@@ -52,16 +54,16 @@ class _Normalization(Rule):
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
-            return Dense(self.over_places(layer, wide(grad)))
-        few = cached(int(x[:1].numel()))
+            return Dense(self.over_positions(layer, at_least_float32(grad)))
+        few = examples_per_block(int(x[:1].numel()))
         parts: list[Tensor] = []
         with torch.no_grad():
             for start in range(0, len(x), few):
-                scaled = self.normalized(layer, wide(x[start : start + few])) * grad[start : start + few]
-                parts.append(self.over_places(layer, scaled))
+                scaled = self.normalized(layer, at_least_float32(x[start : start + few])) * grad[start : start + few]
+                parts.append(self.over_positions(layer, scaled))
         return Dense(torch.cat(parts))
 
-    def over_places(self, layer: Any, grad: Tensor) -> Tensor:
+    def over_positions(self, layer: Any, grad: Tensor) -> Tensor:
         """Sum over everything but examples and channels: shape (B, C)."""
         return sum_over(grad.flatten(2), 2) if grad.dim() > 2 else grad
 
@@ -70,11 +72,11 @@ class _ScaleAndShift(_Normalization):
     """out = weight * x + bias: a normalization without its normalizing step.
 
     Args:
-        whole: knows which places the parameters are for.
+        whole: knows which positions the parameters are for.
     """
 
     def __init__(self, whole: _Normalization) -> None:
-        self.at_places, self.over_places = whole.at_places, whole.over_places
+        self.at_positions, self.over_positions = whole.at_positions, whole.over_positions
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return self.moved(layer, parameters, {}, x)
@@ -92,13 +94,13 @@ class _LayerNorm(_Normalization):
     def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
         return standardized(x.reshape(-1, *layer.normalized_shape), layer.eps).view_as(x)
 
-    def over_places(self, layer: Any, grad: Tensor) -> Tensor:
+    def over_positions(self, layer: Any, grad: Tensor) -> Tensor:
         shape = tuple(layer.normalized_shape)
         return sum_over(grad.reshape(len(grad), -1, *shape), 1)
 
-    def at_places(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
-        places = [1] * (x.dim() - values.dim())
-        return values.view(len(values), *places, *values.shape[1:])
+    def at_positions(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
+        positions = [1] * (x.dim() - values.dim())
+        return values.view(len(values), *positions, *values.shape[1:])
 
 
 @register_rule(nn.RMSNorm)

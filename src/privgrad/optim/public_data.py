@@ -61,7 +61,7 @@ class _WithPublic(PrivateOptimizer):
 
     @abstractmethod
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
-        """Move one parameter by its released and its public gradient; group["steps"] counts from 0."""
+        """Displacement one parameter by its released and its public gradient; group["steps"] counts from 0."""
 
     def _triples(
         self, group: Mapping[str, Any], released: Mapping[str, Tensor], public: Mapping[str, Tensor]

@@ -39,7 +39,7 @@ from privgrad.processes import ALONE, Processes, require_told
 from privgrad.rng import RandomSource
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
-_ENGINES = {"hooks": Hooks, "vmap": Vmap}
+_ENGINES = {"factored": Hooks, "vmap": Vmap}
 # An engine changes the model while it works: in two threads at once, each would take the other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 
@@ -81,7 +81,7 @@ class PrivateGradient:
             federated.LocalTraining(...).
         precondition: divides each gradient by public scales before it is clipped (AdaDPS); None divides by nothing.
         clip: Flat(), PerLayer({...}) or Automatic().
-        engine: "hooks" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
+        engine: "factored" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
             memory). Speed only: both give the same gradients.
         microbatch_size: examples that are taken at once; None lets the engine choose. Speed and memory only.
         memory_mb: about how many MiB the engine may take for what each example needs of its own, beyond what an
@@ -93,7 +93,7 @@ class PrivateGradient:
         UnsupportedModuleError: a module mixes examples; named by path, with the remedy.
         PrivacyError: a bad argument, or a ledger kept under other numbers.
     Privacy:
-        T calls cost what T Poisson-subsampled Gaussian mechanisms of the plan's sigma and q cost, neighbours by
+        T calls cost what T Poisson-subsampled Gaussian mechanisms of the plan's sigma and q cost, neighbors by
         adding or removing one example. Whatever is computed from what it returns is post-processing.
     Attributes:
         raw_observers: functions that are given each step before its noise, once it is charged (see RawStep and
@@ -112,7 +112,7 @@ class PrivateGradient:
         perturb: Perturbation | None = None,
         precondition: Preconditioner | None = None,
         clip: Clipping | None = None,
-        engine: Literal["hooks", "vmap"] = "hooks",
+        engine: Literal["factored", "vmap"] = "factored",
         microbatch_size: int | None = None,
         memory_mb: float | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
@@ -144,7 +144,7 @@ class PrivateGradient:
         require_told("PrivateGradient", processes)
         processes.begin(model)
         self._turn = _TURNS.setdefault(model, threading.RLock())
-        with self._turn, processes.gathered(model):
+        with self._turn, processes.unsharded(model):
             require_supported(model)
             self._precondition = precondition = None if precondition is None else precondition.begun(model)
         self._perturb = Perturbation(0.0) if perturb is None else perturb.begun()
@@ -175,7 +175,7 @@ class PrivateGradient:
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
         if processes.count > 1:
             self._require_shared(facts)
-        processes.together(lambda: self._ledger.bind(facts))
+        processes.run_on_all(lambda: self._ledger.bind(facts))
         self._make_streams()
         self._step = 0
         self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
@@ -216,9 +216,9 @@ class PrivateGradient:
             One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
             Where it raises, nothing is released and nothing charged.
         """
-        with self._turn, self._processes.gathered(self._model):
+        with self._turn, self._processes.unsharded(self._model):
             parameters = trainable(self._model)
-            self._processes.together(lambda: self._admit(batch, parameters))
+            self._processes.run_on_all(lambda: self._admit(batch, parameters))
             try:
                 gradient, raw = self._released(batch, parameters)
             except BaseException:
@@ -229,7 +229,7 @@ class PrivateGradient:
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
             for observe in self.raw_observers:
                 observe(raw)
-        return replace(gradient, values=self._processes.placed(gradient.values, trainable(self._model)))
+        return replace(gradient, values=self._processes.shard_like(gradient.values, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise what speaks against this step, before the work is done."""
@@ -250,9 +250,9 @@ class PrivateGradient:
         processes, divisor = self._processes, self._plan.divisor
         # A seeded draw has its own place in the streams, however often it is computed and by whom.
         index = self._step if self._plan.seed is None else batch.sampling.step
-        word = processes.same(int(self._dropout_stream.uint64(index, 1)[0] >> 1))
-        clipped, clipping = processes.together(lambda: self._clipped(batch, index, word, parameters), step=index)
-        clipped = replace(clipped, values=processes.sums(clipped.values))
+        word = processes.broadcast_object(int(self._dropout_stream.uint64(index, 1)[0] >> 1))
+        clipped, clipping = processes.run_on_all(lambda: self._clipped(batch, index, word, parameters), step=index)
+        clipped = replace(clipped, values=processes.reduce(clipped.values))
         raw_clipped = dict[str, Tensor]()
         if self.raw_observers:  # a copy: the noise is added in place
             raw_clipped = {name: value / divisor for name, value in clipped.values.items()}
@@ -273,7 +273,7 @@ class PrivateGradient:
             self._charge(batch, gradient)
             return gradient
 
-        gradient = processes.released(processes.together(noisy))
+        gradient = processes.broadcast(processes.run_on_all(noisy))
         if processes.rank > 0:
             self._charge(batch, gradient)
         return gradient, RawStep(index, raw_clipped, clipping, gradient)
@@ -309,7 +309,7 @@ class PrivateGradient:
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
         """Raise PrivacyError unless the processes can do this together, and mean the same."""
-        plan, first = self._plan, self._processes.same([dict(facts), self._plan.steps, self._plan.seed])
+        plan, first = self._plan, self._processes.broadcast_object([dict(facts), self._plan.steps, self._plan.seed])
 
         def require() -> None:
             if first != [dict(facts), plan.steps, plan.seed]:
@@ -318,7 +318,7 @@ class PrivateGradient:
                 remedy, what = "train in one process", "group_size > 1, or what is NOT private"
                 raise expected("PrivateGradient", "several processes", "to train privately", what, remedy)
 
-        self._processes.together(require)
+        self._processes.run_on_all(require)
 
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
         """Mean gradient of the batch, for research only. NOT private."""

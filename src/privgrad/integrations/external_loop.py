@@ -13,7 +13,7 @@ from privgrad.checkpoint import damage_refused, require_resumable
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.gradient.clipping import Clipping
 from privgrad.optim import PrivateOptimizer
-from privgrad.oracle import PrivateGradient
+from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling import Collate
 from privgrad.types import Batch, NoisyGradient
 
@@ -21,7 +21,7 @@ _VERSION = 3
 _PATIENCE = 10  # updates within which every parameter has to move: a warm-up may begin with a learning rate of zero
 
 
-class HostedStep:
+class ExternalLoopStep:
     """Batches, the gradient between its release and its one use, the checkpoint, and the proof that all was trained.
 
     Args:
@@ -96,7 +96,7 @@ class HostedStep:
 
     def state_dict(self) -> dict[str, Any]:
         """What the host's checkpoint needs beside model and optimizer. Post-processing; no key."""
-        return {**self._facts, "oracle": self.private_grad.state_dict(), "ledger": self.private_grad.ledger.head}
+        return {**self._facts, "private_grad": self.private_grad.state_dict(), "ledger": self.private_grad.ledger.head}
 
     def load_state_dict(self, state: Mapping[str, Any], *, updates: int) -> None:
         """Go on from a checkpoint. What was released since is spent; under a research seed it is computed again.
@@ -111,9 +111,9 @@ class HostedStep:
         self._gradient = None  # of an update that was interrupted
         with damage_refused(self._function, "the checkpoint"):
             require_resumable(state, **self._facts, ledger=ledger)
-            self.private_grad.load_state_dict(state["oracle"])
+            self.private_grad.load_state_dict(state["private_grad"])
         if plan.seed is None:
-            lost = ledger.releases - state["oracle"]["step"]
+            lost = ledger.releases - state["private_grad"]["step"]
             if lost:
                 left = updates + max(0, plan.steps - ledger.releases)
                 warnings.warn(

@@ -19,10 +19,10 @@ from privgrad.types import NoisyGradient
 
 
 def test_a_bare_tuple_is_refused():
-    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
     with pytest.raises(pg.SamplingError, match=r"plan\.batches"):
-        oracle(make_data().tensors)  # pyright: ignore[reportArgumentType]
-    assert oracle.ledger.releases == 0
+        private_grad(make_data().tensors)  # pyright: ignore[reportArgumentType]
+    assert private_grad.ledger.releases == 0
 
 
 @pytest.mark.parametrize(
@@ -30,24 +30,24 @@ def test_a_bare_tuple_is_refused():
     [{"sample_rate": 0.26}, {"expected_batch_size": 9}, {"sampling": "fixed"}, {"seed": 7}],
 )
 def test_a_batch_of_another_plan_is_refused(other: dict[str, Any]):
-    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
     with pytest.raises(pg.SamplingError, match="as the plan says"):
-        oracle(first_batch(make_plan(**other), make_data()))
+        private_grad(first_batch(make_plan(**other), make_data()))
 
 
 def test_a_batch_serves_once():
     plan = make_plan()
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     batch = first_batch(plan, make_data())
-    oracle(batch)
+    private_grad(batch)
     with pytest.raises(pg.SamplingError, match="again"):
-        oracle(batch)
-    oracle(first_batch(plan, make_data()))  # a new draw of the same step
+        private_grad(batch)
+    private_grad(first_batch(plan, make_data()))  # a new draw of the same step
     seeded = make_plan(seed=1)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, seeded)
-    oracle(first_batch(seeded, make_data()))
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, seeded)
+    private_grad(first_batch(seeded, make_data()))
     with pytest.raises(pg.SamplingError, match="again"):
-        oracle(first_batch(seeded, make_data()))  # the same draw, iterated anew
+        private_grad(first_batch(seeded, make_data()))  # the same draw, iterated anew
 
 
 def test_one_draw_serves_one_release_of_all_oracles_on_a_ledger():
@@ -61,24 +61,24 @@ def test_one_draw_serves_one_release_of_all_oracles_on_a_ledger():
 
 def test_rolling_an_oracle_back_does_not_repeat_its_noise():
     plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
-    state = oracle.state_dict()
-    one = oracle(first_batch(plan, make_data()))
-    oracle.load_state_dict(state)
-    two = oracle(first_batch(plan, make_data()))
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    state = private_grad.state_dict()
+    one = private_grad(first_batch(plan, make_data()))
+    private_grad.load_state_dict(state)
+    two = private_grad(first_batch(plan, make_data()))
     assert not torch.equal(one.values["0.weight"], two.values["0.weight"])
 
 
 def test_threads_get_noise_of_their_own():
     plan, model = make_plan(sample_rate=1.0, expected_batch_size=32, steps=40), make_model()
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     with ThreadPoolExecutor(4) as pool:
-        gradients = list(pool.map(oracle, plan.batches(make_data())))
+        gradients = list(pool.map(private_grad, plan.batches(make_data())))
     assert len({tuple(gradient.values["2.bias"].tolist()) for gradient in gradients}) == 40
-    assert oracle.ledger.releases == 40
+    assert private_grad.ledger.releases == 40
 
 
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_oracles_of_one_model_take_turns(engine: Any):
     """Amid a step the model is not itself: another thread would take the gradient of something else."""
     plan, model = make_plan(sample_rate=1.0, expected_batch_size=32, noise_multiplier=0.0), make_model()
@@ -95,26 +95,26 @@ def test_oracles_of_one_model_take_turns(engine: Any):
     oracles = [pg.PrivateGradient(model, slow_loss, plan, engine=engine) for _ in range(2)]
     batches = [first_batch(plan, make_data()) for _ in oracles]
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda oracle, batch: oracle(batch), oracles, batches)
+        one, two = pool.map(lambda private_grad, batch: private_grad(batch), oracles, batches)
     assert within == [0, 1]
     assert all(torch.equal(value, two.values[name]) for name, value in one.values.items())
 
 
 def test_processes_that_torch_hears_of_later_are_not_overlooked(monkeypatch: pytest.MonkeyPatch):
-    oracle, batch = pg.PrivateGradient(make_model(), loss_fn, make_plan()), first_batch(make_plan(), make_data())
+    private_grad, batch = pg.PrivateGradient(make_model(), loss_fn, make_plan()), first_batch(make_plan(), make_data())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(pg.PrivacyError, match="to be told of the others"):
-        oracle(batch)
-    assert oracle.ledger.releases == 0
+        private_grad(batch)
+    assert private_grad.ledger.releases == 0
 
 
 @pytest.mark.parametrize("seed", [None, 4])
 def test_a_ledger_goes_on_with_a_seed_or_without_as_it_began(tmp_path: Path, seed: int | None):
     path, plan = tmp_path / "ledger.jsonl", make_plan(seed=seed)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
-    oracle(first_batch(plan, make_data()))
-    oracle.ledger.close()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    private_grad(first_batch(plan, make_data()))
+    private_grad.ledger.close()
     assert pg.Ledger(path, read_only=True).seeded_releases == (0 if seed is None else 1)
     with pytest.raises(pg.PrivacyError, match="research_seed"):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(seed=4 if seed is None else None), ledger=path)
@@ -122,7 +122,7 @@ def test_a_ledger_goes_on_with_a_seed_or_without_as_it_began(tmp_path: Path, see
 
 def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch):
     plan, model = make_plan(sample_rate=1.0, expected_batch_size=32), make_model()
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     seen: list[Any] = []
 
     def full(release: Any, **_: Any) -> None:
@@ -132,48 +132,48 @@ def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch:
         raise pg.PrivacyError("full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(oracle.ledger, "charge", full)
+        patched.setattr(private_grad.ledger, "charge", full)
         with pytest.raises(pg.PrivacyError, match="full"):
-            oracle(first_batch(plan, make_data()))
-    later = oracle(first_batch(plan, make_data()))
+            private_grad(first_batch(plan, make_data()))
+    later = private_grad(first_batch(plan, make_data()))
     assert not torch.equal(seen[0].values["0.weight"], later.values["0.weight"])
 
 
 def test_going_past_the_plans_steps_raises_before_release():
     plan, more = make_plan(steps=3), make_plan(steps=5)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in list(more.batches(make_data()))[:3]:
-        oracle(batch)
+        private_grad(batch)
     with pytest.raises(pg.BudgetExceededError, match="3 steps"):
-        oracle(first_batch(more, make_data()))
-    assert oracle.ledger.releases == 3
+        private_grad(first_batch(more, make_data()))
+    assert private_grad.ledger.releases == 3
 
 
 def test_divides_by_the_public_batch_size_whatever_was_drawn():
     plan = make_plan(sample_rate=0.25, noise_multiplier=0.0, steps=30)
     model = nn.Linear(1, 1, bias=False)
-    oracle = pg.PrivateGradient(model, lambda m, x: m(x)[:, 0] * 1e3, plan)
+    private_grad = pg.PrivateGradient(model, lambda m, x: m(x)[:, 0] * 1e3, plan)
     for batch in plan.batches([torch.ones(1)] * 32):
         # Every example's gradient is clipped to 1, so the sum is the number drawn.
-        assert oracle(batch).values["weight"].item() == pytest.approx(batch.size / 8)
+        assert private_grad(batch).values["weight"].item() == pytest.approx(batch.size / 8)
 
 
 def test_an_empty_batch_costs_and_hides_as_much_as_any_other():
     plan = make_plan(sample_rate=1e-9, expected_batch_size=1, steps=3)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in plan.batches(make_data()):
         assert batch.size == 0
-        assert all(value.abs().sum() > 0 for value in oracle(batch).values.values())
-    assert oracle.ledger.releases == 3
+        assert all(value.abs().sum() > 0 for value in private_grad(batch).values.values())
+    assert private_grad.ledger.releases == 3
 
 
 @pytest.mark.parametrize("perturb", [None, pg.perturb.BAM(0.1), pg.perturb.SAT(0.1)], ids=repr)
-@pytest.mark.parametrize("engine", ["hooks", "vmap"])
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_nothing_is_left_in_grad(engine: Any, perturb: pg.perturb.Perturbation | None):
     plan, model = make_plan(steps=3), make_model()
-    oracle = pg.PrivateGradient(model, loss_fn, plan, engine=engine, perturb=perturb)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine, perturb=perturb)
     for batch in plan.batches(make_data()):
-        oracle(batch)
+        private_grad(batch)
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -213,10 +213,10 @@ def test_non_finite_examples_are_counted_and_do_not_spoil_the_model():
     inputs, labels = make_data().tensors
     inputs[3], inputs[7] = math.nan, math.inf
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=2)
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in plan.batches(torch.utils.data.TensorDataset(inputs, labels)):
-        assert all(value.isfinite().all() for value in oracle(batch).values.values())
-    assert oracle.raw_nonfinite_examples == 4
+        assert all(value.isfinite().all() for value in private_grad(batch).values.values())
+    assert private_grad.raw_nonfinite_examples == 4
 
 
 def test_the_global_random_state_is_left_alone_and_does_not_matter():
@@ -252,13 +252,13 @@ def test_a_seed_warns_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_noise_destroys_and_a_tiny_bound_freezes():
-    """Proof that the private path ran: with absurd noise nothing is learnt, with C near 0 nothing moves."""
+    """Proof that the private path ran: with absurd noise nothing is learned, with C near 0 nothing moves."""
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, noise_multiplier=0.0, max_grad_norm=1e-6)
     model = make_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    oracle, optimizer = pg.PrivateGradient(model, loss_fn, plan), pg.optim.SGD(model.named_parameters(), lr=1.0)
+    private_grad, optimizer = pg.PrivateGradient(model, loss_fn, plan), pg.optim.SGD(model.named_parameters(), lr=1.0)
     for batch in plan.batches(make_data()):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
     moved = max((a - b).abs().max().item() for a, b in zip(before, model.parameters(), strict=True))
     assert 0 < moved <= 1.1e-5
     loud = make_plan(noise_multiplier=1000.0)
@@ -268,10 +268,10 @@ def test_noise_destroys_and_a_tiny_bound_freezes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the queue is emptied where there is a device")
 def test_steps_leave_nothing_queued_for_devices_that_are_not_there():
-    oracle = pg.PrivateGradient(make_model(), loss_fn, make_plan())
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
     before = len(torch.cuda._queued_calls)
-    for batch in oracle.plan.batches(make_data()):
-        oracle(batch)
+    for batch in private_grad.plan.batches(make_data()):
+        private_grad(batch)
     assert len(torch.cuda._queued_calls) == before
 
 
@@ -282,9 +282,9 @@ def test_seeded_noise_belongs_to_the_draw_and_not_to_the_process(tmp_path: Path)
     def make() -> pg.PrivateGradient:
         return pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
 
-    oracle = make()
-    released = [oracle(batch) for batch in plan.batches(data)]
-    oracle.ledger.close()
+    private_grad = make()
+    released = [private_grad(batch) for batch in plan.batches(data)]
+    private_grad.ledger.close()
     again = make()
     for one, batch in zip(released[5:], plan.batches(data, start=5), strict=True):
         assert all(torch.equal(value, one.values[name]) for name, value in again(batch).values.items())
@@ -295,7 +295,7 @@ def test_numbers_of_numpy_become_plain(tmp_path: Path):
     """Neither a ledger nor a checkpoint could hold them."""
     plan = make_plan(noise_multiplier=np.float64(1.0), expected_batch_size=np.int64(8), max_grad_norm=np.float32(0.5))
     assert {type(plan.noise_multiplier), type(plan.max_grad_norm), type(plan.expected_batch_size)} == {float, int}
-    oracle = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
-    oracle(first_batch(plan, make_data()))
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
+    private_grad(first_batch(plan, make_data()))
     with pytest.raises(pg.PrivacyError, match="PrivacyPlan"):
         pg.PrivateGradient(make_model(), loss_fn, {"steps": 3})  # pyright: ignore[reportArgumentType]

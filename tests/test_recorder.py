@@ -15,14 +15,14 @@ pytest.importorskip("sklearn")
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad.diagnostics import RawDiary
+from privgrad.diagnostics import RawRecorder
 from privgrad.experiments import figures
 from privgrad.experiments.context import context
 from privgrad.experiments.records import diagnosed, diagnosis, histograms
 from privgrad.experiments.report import write_report
 from privgrad.experiments.runs import compare
 from privgrad.experiments.spec import check_spec
-from privgrad.oracle import RawStep
+from privgrad.private_gradient import RawStep
 
 SPEC: dict[str, Any] = {
     "title": "a test",
@@ -88,14 +88,14 @@ def test_only_who_asks_gets_what_is_not_private_and_records_stay_small(
 def test_rows_are_what_they_say():
     """By hand, over the steps since the row before; moments over all steps."""
     model, plan = make_model(torch.float64), make_plan(seed=3, steps=5, max_grad_norm=0.5)
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    diary = RawDiary(optimizer)
+    diary = RawRecorder(optimizer)
     assert diary.row() == {}
     seen: list[RawStep] = []
-    oracle.raw_observers += [diary.observe, lambda raw: seen.append(copy.deepcopy(raw))]
+    private_grad.raw_observers += [diary.observe, lambda raw: seen.append(copy.deepcopy(raw))]
     for index, batch in enumerate(plan.batches(make_data(dtype=torch.float64))):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
         if index == 2:
             diary.row()
     row = diary.row()
@@ -127,14 +127,14 @@ def test_rows_are_what_they_say():
 
 def test_the_sums_of_coordinates_on_the_floor_are_the_fraction():
     model, plan = make_model(), make_plan(seed=1, steps=4)
-    oracle = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
     for kind in (pg.optim.AdamBC, pg.optim.RMSpropBC, pg.optim.AdagradBC):
         optimizer = kind(model.named_parameters(), lr=0.0)
         assert optimizer.floored() == {}
         assert math.isnan(optimizer.fraction_floored())
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.0)
     for batch in plan.batches(make_data()):
-        optimizer.step(grad=oracle(batch))
+        optimizer.step(grad=private_grad(batch))
     floored = optimizer.floored()
     assert {name: count for name, (_, count) in floored.items()} == {n: p.numel() for n, p in model.named_parameters()}
     total = sum(count for _, count in floored.values())

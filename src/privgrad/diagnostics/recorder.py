@@ -6,17 +6,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from privgrad.diagnostics.moments import RawTwins
-from privgrad.diagnostics.watch import RawWatch, by_module
+from privgrad.diagnostics.gradient_stats import RawGradientStats, by_module
+from privgrad.diagnostics.moments import RawMoments
 from privgrad.optim import PrivateOptimizer
 from privgrad.optim.adaptive import Debiased
-from privgrad.oracle import RawStep
+from privgrad.private_gradient import RawStep
 
 # Eight bins a power of ten, in units of the noise's variance.
 _EDGES = [float(f"{10 ** (k / 8):.4g}") for k in range(-32, 17)]
 
 
-class RawDiary:
+class RawRecorder:
     """Sums up a training, row by row. NOT private, and never part of any update.
 
     Give `observe` to `fit(..., raw_observers=[diary.observe])`, and let `evaluate` return `row()` with its own numbers.
@@ -27,10 +27,10 @@ class RawDiary:
     """
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
-        self._optimizer, self._watch = optimizer, RawWatch()
+        self._optimizer, self._watch = optimizer, RawGradientStats()
         options = optimizer.param_groups[0]
         decays = options.get("betas", (0.9, options["alpha"]) if "alpha" in options else None)
-        self._twins = None if decays is None else RawTwins(betas=decays)
+        self._twins = None if decays is None else RawMoments(betas=decays)
 
     def observe(self, raw: RawStep) -> None:
         """Take in one step."""
@@ -42,13 +42,13 @@ class RawDiary:
         """What has happened since the last row; nothing if there was no step.
 
         Returns:
-            As `RawWatch.summary`; "raw_layers": by module "raw_signal_to_noise", "noise_share" and, of a debiased
-            optimizer, "fraction_floored"; of an optimizer that keeps an average of squares, "raw_moments": counts of
-            coordinates between "edges", in units of the noise's variance (what lies beyond is in the outermost bins),
-            for "raw_clean", "noisy" and "debiased", see `RawTwins.over_noise`. None for what is not finite. NOT
-            private.
+            As `RawGradientStats.summary`; "raw_layers": by module "raw_signal_to_noise", "noise_share" and, of a
+            debiased optimizer, "fraction_floored"; of an optimizer that keeps an average of squares, "raw_moments":
+            counts of coordinates between "edges", in units of the noise's variance (the outermost bins hold what lies
+            beyond), for "raw_clean", "noisy" and "debiased", see `RawMoments.over_noise`. None for what is not
+            finite. NOT private.
         """
-        watch, self._watch = self._watch, RawWatch()
+        watch, self._watch = self._watch, RawGradientStats()
         if watch.steps == 0:
             return {}
         floored = self._optimizer.floored() if isinstance(self._optimizer, Debiased) else {}

@@ -8,10 +8,10 @@ import torch
 from rich.table import Table
 
 from privgrad.diagnostics.moments import watch_from
-from privgrad.oracle import PrivateGradient, RawStep
+from privgrad.private_gradient import PrivateGradient, RawStep
 
 
-class RawWatch:
+class RawGradientStats:
     """Sums up along a training what clipping and noise do to the gradient. NOT private.
 
     Args:
@@ -102,7 +102,7 @@ _OF_NOISE: dict[SecondMoment, str] = {
 
 
 def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown") -> str:
-    """What the numbers of `RawWatch.summary` say, in plain language. As private as these: NOT private.
+    """What the numbers of `RawGradientStats.summary` say, in plain language. As private as these: NOT private.
 
     Args:
         found: the numbers.
