@@ -276,16 +276,15 @@ def fitted(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
     ends: dict[str, dict[str, Tensor]] = {}
     for kind in ("whole", "sharded"):
         model = sharded(small_model()) if kind == "sharded" and processes.count > 1 else small_model()
-        options: dict[str, Any] = {"folder": folder / kind, "checkpoint_seconds": 0.0, "processes": processes}
+        private_grad = pg.PrivateGradient(model, loss_fn, make_plan(seed=4, steps=steps), processes=processes)
         pg.fit(
-            model,
-            loss_fn,
+            private_grad,
             pg.optim.AdamBC(model.named_parameters(), lr=0.05),
-            make_plan(seed=4, steps=steps),
             DATA,
             evaluate=lambda model: {"loss": float(loss_fn(model, everything()).mean())},
+            output_dir=folder / kind,
+            save_seconds=0.0,
             progress=False,
-            **options,
         )
         ends[kind] = processes.gather_state(
             {name: value.detach().clone() for name, value in model.state_dict().items()}

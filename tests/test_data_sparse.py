@@ -107,7 +107,7 @@ def test_a_sparse_layer_trains_under_both_engines_to_the_same():
         torch.manual_seed(0)
         model = models.SparseLinear(50, 3)
         optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
-        pg.fit(model, loss_fn, optimizer, plan, examples, engine=engine, progress=False)
+        pg.fit(pg.PrivateGradient(model, loss_fn, plan, engine=engine), optimizer, examples, progress=False)
         found.append([parameter.detach() for parameter in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -47,7 +47,7 @@ def test_twins_are_the_moments_with_and_without_noise():
     clean = make_model(torch.float64)
     private_grad = pg.PrivateGradient(clean, loss_fn, plan)
     raw: list[Any] = []
-    private_grad.raw_observers.append(raw.append)
+    private_grad.register_raw_observer(raw.append)
     batch = next(iter(plan.batches(make_data(dtype=torch.float64))))
     released = private_grad(batch)
     silent = pg.PrivateGradient(clean, loss_fn, make_plan(seed=3, steps=6, max_grad_norm=0.5, noise_multiplier=0.0))
@@ -132,7 +132,7 @@ def test_an_observer_sees_only_what_was_charged():
     plan = make_plan(steps=1)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     seen: list[Any] = []
-    private_grad.raw_observers.append(seen.append)
+    private_grad.register_raw_observer(seen.append)
     data = make_data()
     private_grad(first_batch(plan, data))
     with pytest.raises(pg.BudgetExceededError):

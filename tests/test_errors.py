@@ -160,7 +160,7 @@ def test_data_of_another_kind_are_named_with_a_remedy_that_works(kind: str, tmp_
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
     for call in (
         make_plan().batches,
-        lambda data: pg.fit(model, loss_fn, optimizer, make_plan(), data, folder=tmp_path),
+        lambda data: pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, data, output_dir=tmp_path),
     ):
         with pytest.raises(pg.SamplingError, match=rf"expected dataset .*, got {re.escape(got)}.*; ") as caught:
             call(data)
@@ -210,19 +210,19 @@ def test_paths_where_nothing_is_are_told_apart(tmp_path: Path):
     model = make_model()
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
     with pytest.raises(pg.PrivacyError, match=r"checkpoint\.pt to be a complete checkpoint .* is empty; "):
-        pg.fit(model, loss_fn, optimizer, make_plan(), make_data(), folder=tmp_path)
+        pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, make_data(), output_dir=tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_told_from_a_damaged_one(tmp_path: Path):
     for width in (4, 5):
         model = nn.Sequential(nn.Linear(make_data()[0][0].numel(), width), nn.Linear(width, 3))
         optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
-        arguments = model, loss_fn, optimizer, make_plan(), make_data()
+        arguments = pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, make_data()
         if width == 4:
-            pg.fit(*arguments, folder=tmp_path)
+            pg.fit(*arguments, output_dir=tmp_path)
             continue
         with pytest.raises(pg.PrivacyError, match=r"got one of model with 0\.bias of shape \(4,\), now \(5,\); go on"):
-            pg.fit(*arguments, folder=tmp_path)
+            pg.fit(*arguments, output_dir=tmp_path)
 
 
 # Objects
@@ -348,15 +348,17 @@ def test_a_name_given_in_python_is_corrected(meant: str, call: Callable[[], obje
 def trained(**given: Any) -> object:
     model = make_model()
     usual: dict[str, Any] = {
-        "model": model,
-        "loss_fn": loss_fn,
+        "private_grad": pg.PrivateGradient(model, loss_fn, make_plan(steps=2)),
         "optimizer": pg.optim.SGD(model.named_parameters(), lr=0.1),
-        "plan": make_plan(steps=2),
         "train_set": make_data(),
         "evaluate": lambda _: {"a": 1.0},
         "progress": False,
     }
     return pg.fit(**(usual | given))
+
+
+def private_gradient() -> pg.PrivateGradient:
+    return pg.PrivateGradient(make_model(), loss_fn, make_plan())
 
 
 def one_step(**given: Any) -> object:
@@ -368,9 +370,9 @@ def one_step(**given: Any) -> object:
 WRONG: list[tuple[Callable[..., object], str]] = [
     *((one_step, name) for name in ("model", "loss_fn", "plan", "perturb", "precondition", "clip", "engine", "ledger")),
     *((one_step, name) for name in ("microbatch_size", "memory_mb", "processes")),
-    *((trained, name) for name in ("model", "loss_fn", "optimizer", "plan", "train_set", "collate", "average")),
-    *((trained, name) for name in ("evaluate", "evaluations", "on_evaluation", "raw_observers", "folder", "clip")),
-    *((trained, name) for name in ("checkpoint_seconds", "processes", "perturb", "engine")),
+    *((trained, name) for name in ("private_grad", "optimizer", "train_set", "scheduler", "collate", "ema_decay")),
+    *((trained, name) for name in ("evaluate", "num_evaluations", "on_evaluate", "output_dir", "save_seconds")),
+    (lambda observer: private_gradient().register_raw_observer(observer), "observer"),
     *(
         (lambda **given: list(make_plan(steps=2).batches(make_data(), **given)), n)
         for n in ("start", "collate", "processes")

@@ -486,9 +486,8 @@ def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path, monke
             return {}
 
         local = LocalTraining(0.3, batch_size=3)
-        result = pg.fit(
-            model, cross_entropy, optimizer, plan, users, perturb=local, evaluate=evaluate, evaluations=6, folder=folder
-        )
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local)
+        result = pg.fit(private_grad, optimizer, users, evaluate=evaluate, num_evaluations=6, output_dir=folder)
         return {name: p.detach().clone() for name, p in model.named_parameters()}, result
 
     whole, _ = trained(tmp_path / "whole", None)

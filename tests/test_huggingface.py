@@ -148,7 +148,7 @@ def test_every_private_gradient_equals_the_oracles(
     data, model, alone = make_texts(), make(), make()
     trainer = make_trainer(tmp_path, model, data, planned={"steps": steps}, arguments={"lr_scheduler_type": "constant"})
     seen: list[pg.NoisyGradient] = []
-    trainer.private_grad.raw_observers.append(lambda step: seen.append(step.released))
+    trainer.private_grad.register_raw_observer(lambda step: seen.append(step.released))
     trainer.train()
     private_grad = pg.PrivateGradient(alone, loss_fn, trainer.private_grad.plan)
     optimizer = pg.optim.AdamBC(alone.named_parameters(), lr=0.01)

@@ -72,7 +72,7 @@ class Watch(L.Callback):
         self.released: list[pg.NoisyGradient] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.private_grad.raw_observers.append(lambda step: self.released.append(step.released))
+        trainer.strategy.private_grad.register_raw_observer(lambda step: self.released.append(step.released))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.kill_at:

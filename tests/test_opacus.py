@@ -53,7 +53,7 @@ def test_a_script_equals_our_own_run_on_the_same_batches_and_noise(monkeypatch: 
     def note(step: Any) -> None:
         noise.extend((step.released.values[name] - step.raw_mean[name]) * BATCH for name in step.raw_mean)
 
-    private_grad.raw_observers.append(note)
+    private_grad.register_raw_observer(note)
     own = pg.optim.AdamBC(ours.named_parameters(), lr=0.02)
     monkeypatch.setattr(opacus_optimizer, "_generate_noise", lambda **_: noise.pop(0))
     updates = 0

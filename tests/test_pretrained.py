@@ -158,7 +158,7 @@ def assert_trains(
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = PrivateTrainer(model, args, plan=plan, train_dataset=rows, optimizers=(optimizer(model), None))
     seen: list[pg.NoisyGradient] = []
-    trainer.private_grad.raw_observers.append(lambda step: seen.append(step.released))
+    trainer.private_grad.register_raw_observer(lambda step: seen.append(step.released))
     trainer.train()
     for name, parameter in model.named_parameters():
         assert torch.equal(before[name], parameter) != parameter.requires_grad, name

@@ -93,7 +93,8 @@ def test_rows_are_what_they_say():
     diary = RawRecorder(optimizer)
     assert diary.row() == {}
     seen: list[RawStep] = []
-    private_grad.raw_observers += [diary.observe, lambda raw: seen.append(copy.deepcopy(raw))]
+    private_grad.register_raw_observer(diary.observe)
+    private_grad.register_raw_observer(lambda raw: seen.append(copy.deepcopy(raw)))
     for index, batch in enumerate(plan.batches(make_data(dtype=torch.float64))):
         optimizer.step(grad=private_grad(batch))
         if index == 2:

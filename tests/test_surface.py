@@ -63,8 +63,8 @@ SIGNATURES = {
     pg.audit.one_step: "private_grad",
     pg.audit.method_game: "name mechanism epsilon delta canaries",
     pg.audit.rows: "methods epsilons delta trials confidence",
-    pg.fit: "model loss_fn optimizer plan train_set perturb precondition clip engine microbatch_size memory_mb collate "
-    "average evaluate evaluations on_evaluation raw_observers folder checkpoint_seconds progress processes",
+    pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
+    "output_dir save_seconds progress",
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",

@@ -32,16 +32,15 @@ def test_each_evaluation_is_a_point_and_what_is_not_private_says_so(tmp_path: Pa
     def evaluate(_: Any) -> dict[str, Any]:
         return {"accuracy": 0.5, "loss": float("nan"), **diary.row()}
 
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad.register_raw_observer(diary.observe)
     result = pg.fit(
-        model,
-        loss_fn,
+        private_grad,
         optimizer,
-        plan,
         make_data(),
         evaluate=evaluate,
-        evaluations=3,
-        on_evaluation=board,
-        raw_observers=[diary.observe],
+        num_evaluations=3,
+        on_evaluate=board,
         progress=False,
     )
     found = scalars(tmp_path)  # while the file is still open: as it is made

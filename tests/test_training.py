@@ -10,6 +10,7 @@ import re
 import signal
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 import privgrad as pg
 from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan, seed_of
@@ -27,6 +29,7 @@ from privgrad import ledger, training
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.diagnostics import RawGradientStats
 from privgrad.integrations.distributed import Distributed
+from privgrad.private_gradient import RawStep
 from privgrad.progress import bars
 from privgrad.training import FitResult
 
@@ -40,15 +43,28 @@ def accuracy(model: nn.Module) -> dict[str, float]:
 
 
 def run(
-    folder: Path | None, *, seed: int | None = 5, steps: int = STEPS, delta: float | None = None, **options: Any
+    folder: Path | None,
+    *,
+    seed: int | None = 5,
+    steps: int = STEPS,
+    delta: float | None = None,
+    perturb: pg.perturb.Perturbation | None = None,
+    observers: Sequence[Callable[[RawStep], None]] = (),
+    schedule: Callable[[pg.optim.PrivateOptimizer], LRScheduler] | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, FitResult]:
     """Train; without a delta no evaluation computes an epsilon, which takes longer than the training."""
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
     model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
     plan = make_plan(steps=steps, seed=seed, delta=delta)
-    numbers: dict[str, Any] = {"progress": False, "evaluate": accuracy, "evaluations": 3, "checkpoint_seconds": 0.05}
-    result = pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=folder, **(numbers | options))
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb)
+    for observer in observers:
+        private_grad.register_raw_observer(observer)
+    if schedule is not None:
+        options["scheduler"] = schedule(optimizer)
+    numbers: dict[str, Any] = {"progress": False, "evaluate": accuracy, "num_evaluations": 3, "save_seconds": 0.05}
+    result = pg.fit(private_grad, optimizer, make_data(), output_dir=folder, **(numbers | options))
     return model, result
 
 
@@ -209,7 +225,7 @@ def stop_after(count: int, monkeypatch: pytest.MonkeyPatch, folder: Path, **opti
 
         patched.setattr(pg.PrivateGradient, "__call__", limited)
         with pytest.raises(Stop):
-            run(folder, checkpoint_seconds=1e9, **options)
+            run(folder, save_seconds=1e9, **options)
 
 
 def test_without_a_seed_lost_steps_stay_spent_and_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -233,24 +249,24 @@ def test_lost_steps_leave_a_perturbation_its_state(tmp_path: Path, monkeypatch: 
 def test_averaged_weights_are_evaluated_and_go_on_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model, whole = run(None, average=0.9)
+    model, whole = run(None, ema_decay=0.9)
     plain, _ = run(None)
     assert equal(model, plain)
     assert whole.averaged is not None
     assert not equal(whole.averaged, model)
     assert whole.curve[-1]["accuracy"] == accuracy(whole.averaged.eval())["accuracy"]
-    stop_after(20, monkeypatch, tmp_path, average=0.9)
-    _, resumed = run(tmp_path, average=0.9)
+    stop_after(20, monkeypatch, tmp_path, ema_decay=0.9)
+    _, resumed = run(tmp_path, ema_decay=0.9)
     assert resumed.averaged is not None
     assert equal(resumed.averaged, whole.averaged)
-    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of average 0.9"):
-        run(tmp_path, average=0.99)
-    with pytest.raises(pg.PrivacyError, match=r"average to be in \[0, 1\)"):
-        run(None, average=1.0)
+    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of ema_decay 0.9"):
+        run(tmp_path, ema_decay=0.99)
+    with pytest.raises(pg.PrivacyError, match=r"ema_decay to be in \[0, 1\)"):
+        run(None, ema_decay=1.0)
 
 
 def test_an_average_without_memory_is_the_model():
-    model, result = run(None, average=0.0)
+    model, result = run(None, ema_decay=0.0)
     assert result.averaged is not None
     for own, averaged in zip(model.parameters(), result.averaged.parameters(), strict=True):
         torch.testing.assert_close(averaged, own)
@@ -269,8 +285,8 @@ def test_an_exception_loses_nothing(tmp_path: Path):
         return {"accuracy": 0.0}
 
     with pytest.raises(ZeroDivisionError):
-        run(tmp_path, seed=None, evaluate=broken, evaluations=1, checkpoint_seconds=1e9)
-    _, result = run(tmp_path, seed=None, evaluations=1)
+        run(tmp_path, seed=None, evaluate=broken, num_evaluations=1, save_seconds=1e9)
+    _, result = run(tmp_path, seed=None, num_evaluations=1)
     assert result.updates == STEPS
     assert [row["step"] for row in result.curve] == [STEPS]  # the evaluation that failed is made up
 
@@ -280,7 +296,7 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path: Path):
         run(tmp_path / "a", evaluate=lambda model: 0.5)
     model = make_model()
     with pytest.raises(pg.PrivacyError, match=r"optimizer.*grad\.assign"):
-        pg.fit(model, loss_fn, torch.optim.Adam(model.parameters()), make_plan(), make_data())  # pyright: ignore[reportArgumentType]
+        pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), torch.optim.Adam(model.parameters()), make_data())  # pyright: ignore[reportArgumentType]
     assert pg.Ledger(tmp_path / "a/ledger.jsonl", read_only=True).releases == 0
 
 
@@ -301,7 +317,7 @@ def test_another_runs_settings_are_refused(tmp_path: Path, options: dict[str, An
     optimizer = kind(model.named_parameters(), **({"lr": 0.05} | options))
     plan = make_plan(steps=STEPS, seed=5)
     with pytest.raises(pg.PrivacyError, match=message):
-        pg.fit(model, loss_fn, optimizer, plan, make_data(), folder=tmp_path, **ways)
+        pg.fit(pg.PrivateGradient(model, loss_fn, plan, **ways), optimizer, make_data(), output_dir=tmp_path)
 
 
 def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -328,7 +344,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path):
         return {"accuracy": 0.0}
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, evaluate=interrupt, checkpoint_seconds=1e9)
+        run(tmp_path, evaluate=interrupt, save_seconds=1e9)
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"] == {"step": 20}
     resumed, _ = run(tmp_path)
     assert equal(whole, resumed)
@@ -346,12 +362,100 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
     whole, _ = run(None)
     monkeypatch.setattr(pg.optim.AdamBC, "step", half)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, checkpoint_seconds=1e9)
+        run(tmp_path, save_seconds=1e9)
     monkeypatch.undo()
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"] == {"step": 0}
     resumed, result = run(tmp_path)
     assert equal(whole, resumed)
     assert result.ledger.releases == STEPS
+
+
+SCHEDULES: dict[str, Callable[[pg.optim.PrivateOptimizer], LRScheduler]] = {
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_resumes_where_it_was(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, _ = run(None, schedule=SCHEDULES[name])
+    assert not equal(whole, run(None)[0])
+
+    def interrupt(model: nn.Module) -> dict[str, float]:
+        if pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == 20:
+            raise KeyboardInterrupt
+        return {}
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, schedule=SCHEDULES[name], evaluate=interrupt, save_seconds=1e9)
+    resumed, result = run(tmp_path, schedule=SCHEDULES[name])
+    assert result.updates == STEPS
+    assert equal(whole, resumed)
+    kind = type(SCHEDULES[name](adam())).__name__
+    with pytest.raises(pg.PrivacyError, match=rf"got one of scheduler {kind}, now None"):
+        run(tmp_path)
+
+
+def test_lost_steps_count_in_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A schedule is of the plan's steps: one that ended early would end far from its last rate."""
+    stop_after(20, monkeypatch, tmp_path, seed=None, schedule=SCHEDULES["cosine"])
+    made: list[LRScheduler] = []
+
+    def schedule(optimizer: pg.optim.PrivateOptimizer) -> LRScheduler:
+        made.append(SCHEDULES["cosine"](optimizer))
+        return made[0]
+
+    with pytest.warns(UserWarning, match="20 charged steps"):
+        run(tmp_path, seed=None, schedule=schedule)
+    assert made[0].last_epoch == STEPS - 1
+
+
+def adam() -> pg.optim.PrivateOptimizer:
+    return pg.optim.AdamBC(make_model().named_parameters(), lr=0.05)
+
+
+def test_schedulers_that_cannot_be_stepped_here_are_refused():
+    optimizer = adam()
+    with pytest.raises(pg.PrivacyError, match="to need no metric, got ReduceLROnPlateau; step it yourself"):
+        run(None, scheduler=ReduceLROnPlateau(optimizer))
+    with pytest.raises(
+        pg.PrivacyError, match="scheduler to be of the same optimizer, got the scheduler of a different AdamBC"
+    ):
+        run(None, scheduler=CosineAnnealingLR(optimizer, T_max=3))
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3)).eval()
+    modes: list[bool] = []
+
+    def noting(model: nn.Module, batch: Any) -> torch.Tensor:
+        modes.append(model.training)
+        return loss_fn(model, batch)
+
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    pg.fit(pg.PrivateGradient(model, noting, make_plan(steps=3)), optimizer, make_data(), progress=False)
+    assert model.training
+    assert modes[-1]
+
+
+def test_a_private_gradient_that_was_used_is_not_recorded_anew(tmp_path: Path):
+    """Its releases would be missing in the new file."""
+    model, plan = make_model(), make_plan(steps=3)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    private_grad(next(plan.batches(make_data())))
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    with pytest.raises(pg.PrivacyError, match=r"ledger to be unused .*, got 1 releases, recorded in memory; give Priv"):
+        pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path, progress=False)
+    assert pg.fit(private_grad, optimizer, make_data(), progress=False).updates == 2
+
+
+def test_fit_may_be_called_again_with_the_same_private_gradient(tmp_path: Path):
+    model, plan = make_model(), make_plan(steps=3)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    for _ in range(2):
+        result = pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path, progress=False)
+        assert (result.updates, result.ledger.releases) == (3, 3)
 
 
 def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
@@ -365,6 +469,7 @@ def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
             "model",
             "averaged",
             "optimizer",
+            "scheduler",
             "private_grad",
             "ledger",
             "curve",
@@ -386,7 +491,8 @@ def test_state_and_checkpoint_depend_on_the_released_gradients_only(tmp_path: Pa
         data = torch.utils.data.TensorDataset(inputs + shift, labels)
         optimizer = pg.optim.AdamBC(model.named_parameters())
         folder = tmp_path / str(shift)
-        pg.fit(model, lambda m, b: 0.0 * loss_fn(m, b), optimizer, plan, data, folder=folder, progress=False)
+        private_grad = pg.PrivateGradient(model, lambda m, b: 0.0 * loss_fn(m, b), plan)
+        pg.fit(private_grad, optimizer, data, output_dir=folder, progress=False)
         state = torch.load(folder / "checkpoint.pt", weights_only=True)
         del state["seconds"]
         states.append(json.dumps(state, default=lambda t: t.tolist()))
@@ -542,8 +648,9 @@ def test_other_numbers_on_resume_are_refused(tmp_path: Path):
     run(tmp_path)
     model = make_model()
     optimizer = pg.optim.AdamBC(model.named_parameters())
+    private_grad = pg.PrivateGradient(model, loss_fn, make_plan(noise_multiplier=0.5))
     with pytest.raises(pg.PrivacyError, match="noise_multiplier"):
-        pg.fit(model, loss_fn, optimizer, make_plan(noise_multiplier=0.5), make_data(), folder=tmp_path)
+        pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path)
     run(tmp_path)  # the refusal left no lock behind
 
 
@@ -560,7 +667,7 @@ def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
     model = make_model()
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
     with pytest.raises(pg.SamplingError, match="only 31"):
-        pg.fit(model, loss_fn, optimizer, make_plan(), make_data(31), folder=tmp_path)
+        pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, make_data(31), output_dir=tmp_path)
     pg.Ledger(tmp_path / "ledger.jsonl").close()
 
 
@@ -589,7 +696,7 @@ def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns():
         lines.extend(console.export_text().splitlines())
         return accuracy(model)
 
-    run(None, progress=bar, delta=1e-5, evaluate=look, evaluations=2)
+    run(None, progress=bar, delta=1e-5, evaluate=look, num_evaluations=2)
     runs, steps = lines[-2:]
     assert re.search(r"runs .*12/48 -:--:-- final  DP-AdamBC  lr 0.002  seed 100", runs)
     assert re.search(r"steps .*59/60 0:00:0\d ε ≤ \d+\.\d\d  [\d,]+ examples/s  accuracy 0\.\d+ *$", steps)
@@ -600,7 +707,7 @@ def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns():
 def test_each_evaluation_is_told_as_it_is_made_and_steps_are_watched():
     told: list[Any] = []
     watch, plain = RawGradientStats(), run(None)
-    watched, result = run(None, on_evaluation=told.append, raw_observers=[watch.observe])
+    watched, result = run(None, on_evaluate=told.append, observers=[watch.observe])
     assert told == result.curve
     assert watch.steps == STEPS
     assert equal(watched, plain[0])
@@ -608,8 +715,9 @@ def test_each_evaluation_is_told_as_it_is_made_and_steps_are_watched():
 
 def test_an_optimizer_of_another_model_is_refused_before_anything_is_spent(tmp_path: Path):
     optimizer = pg.optim.SGD(make_model().named_parameters(), lr=0.1)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
     with pytest.raises(pg.PrivacyError, match="optimizer to update the model that is trained"):
-        pg.fit(make_model(), loss_fn, optimizer, make_plan(), make_data(), folder=tmp_path / "run", progress=False)
+        pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
 
 

@@ -201,6 +201,11 @@ class Ledger:
             self._append(line)
             self._count(release, line)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this ledger holds its file, to write to it."""
+        return self._descriptor is not None
+
     def close(self) -> None:
         """Release the file and its lock. The ledger still answers, but takes no more charges."""
         if self._descriptor is not None:

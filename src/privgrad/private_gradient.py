@@ -4,14 +4,17 @@ import hashlib
 import math
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from privgrad.errors import (
     SamplingError,
@@ -96,8 +99,6 @@ class PrivateGradient:
         T calls cost what T Poisson-subsampled Gaussian mechanisms of the plan's sigma and q cost, neighbors by
         adding or removing one example. Whatever is computed from what it returns is post-processing.
     Attributes:
-        raw_observers: functions that are given each step before its noise, once it is charged (see RawStep and
-            privgrad.diagnostics). Empty unless asked for; what they see is NOT private.
         raw_nonfinite_examples: how many gradients were not finite. NOT private.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1, with the public expected batch size as divisor.
@@ -175,13 +176,14 @@ class PrivateGradient:
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
         if processes.count > 1:
             self._require_shared(facts)
+        self._facts = facts
         processes.run_on_all(lambda: self._ledger.bind(facts))
         self._make_streams()
         self._step = 0
         self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
         self._known: Transform | None = None
         self.raw_nonfinite_examples = 0
-        self.raw_observers: list[Callable[[RawStep], None]] = []
+        self._observers = OrderedDict[int, Callable[[RawStep], None]]()
 
     @property
     def ledger(self) -> Ledger:
@@ -192,6 +194,55 @@ class PrivateGradient:
     def plan(self) -> PrivacyPlan:
         """The public numbers."""
         return self._plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose gradients are released."""
+        return self._model
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train together."""
+        return self._processes
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What decides the released gradient besides the plan, in words: a resumed run must have the same."""
+        perturb, precondition = self._parts().get("perturb"), self._precondition
+        return {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
+
+    def register_raw_observer(self, observer: Callable[[RawStep], None]) -> RemovableHandle:
+        """Call `observer` with each step as it was before the noise, once it is charged.
+
+        Args:
+            observer: see RawStep and privgrad.diagnostics.
+        Returns:
+            A handle, as torch's hooks have: `handle.remove()` removes the observer.
+        Privacy:
+            What an observer sees is NOT private.
+        """
+        require_callable("PrivateGradient.register_raw_observer", "observer", observer, "give a function of a RawStep")
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
+
+    def record_in(self, path: str | os.PathLike[str]) -> None:
+        """Record all releases in the ledger file at `path`, in place of the memory.
+
+        Args:
+            path: of a new ledger, or of one that this run's earlier attempts have written.
+        Raises:
+            PrivacyError: something was released already and is recorded elsewhere; or the file is another run's.
+        Privacy:
+            A file that holds releases counts them against the plan's steps.
+        """
+        if self._ledger.releases > 0 and self._ledger.path != Path(path):
+            got = f"{self._ledger.releases} releases, recorded in {self._ledger.path or 'memory'}"
+            remedy = f"give PrivateGradient(..., ledger={str(path)!r}) from the start"
+            raise expected("PrivateGradient", "the ledger", "to be unused before it moves to a file", got, remedy)
+        self._ledger.close()
+        self._ledger = Ledger(path)
+        self._ledger.bind(self._facts)
 
     def epsilon(self, *, steps: int) -> float:
         """Epsilon that `steps` steps cost: the plan's, or infinite if perturb or precondition say they are not private.
@@ -227,7 +278,7 @@ class PrivateGradient:
                 raise
             self._perturb.released(gradient)
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
-            for observe in self.raw_observers:
+            for observe in self._observers.values():
                 observe(raw)
         return replace(gradient, values=self._processes.shard_like(gradient.values, trainable(self._model)))
 
@@ -254,7 +305,7 @@ class PrivateGradient:
         clipped, clipping = processes.run_on_all(lambda: self._clipped(batch, index, word, parameters), step=index)
         clipped = replace(clipped, values=processes.reduce(clipped.values))
         raw_clipped = dict[str, Tensor]()
-        if self.raw_observers:  # a copy: the noise is added in place
+        if self._observers:  # a copy: the noise is added in place
             raw_clipped = {name: value / divisor for name, value in clipped.values.items()}
 
         def noisy() -> NoisyGradient:

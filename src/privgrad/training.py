@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import Progress
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
@@ -31,20 +32,16 @@ from privgrad.errors import (
     require_nonnegative,
     require_path,
 )
-from privgrad.gradient.clipping import Clipping
-from privgrad.gradient.perturb import Perturbation
-from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.validation import evaluating
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
-from privgrad.plan import PrivacyPlan
-from privgrad.private_gradient import PrivateGradient, RawStep, require_model
-from privgrad.processes import ALONE, Processes, require_told
+from privgrad.private_gradient import PrivateGradient
+from privgrad.processes import Processes
 from privgrad.progress import bars
 from privgrad.sampling import Collate
-from privgrad.types import Batch, LossFunction
+from privgrad.types import Batch
 
-_CHECKPOINT_VERSION = 3
+_CHECKPOINT_VERSION = 4
 _EPSILON_SECONDS = 5.0  # for so long a shown epsilon is good
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
@@ -75,137 +72,98 @@ class FitResult:
 
 
 def fit(
-    model: nn.Module,
-    loss_fn: LossFunction,
+    private_grad: PrivateGradient,
     optimizer: PrivateOptimizer,
-    plan: PrivacyPlan,
     train_set: Dataset[Any] | Sequence[Any],
     *,
-    perturb: Perturbation | None = None,
-    precondition: Preconditioner | None = None,
-    clip: Clipping | None = None,
-    engine: Literal["factored", "vmap"] = "factored",
-    microbatch_size: int | None = None,
-    memory_mb: float | None = None,
+    scheduler: LRScheduler | None = None,
     collate: Collate | None = None,
-    average: float | None = None,
+    ema_decay: float | None = None,
     evaluate: Evaluate | None = None,
-    evaluations: int = 10,
-    on_evaluation: Callable[[Mapping[str, Any]], object] | None = None,
-    raw_observers: Sequence[Callable[[RawStep], None]] = (),
-    folder: str | os.PathLike[str] | None = None,
-    checkpoint_seconds: float = 60.0,
+    num_evaluations: int = 10,
+    on_evaluate: Callable[[Mapping[str, Any]], object] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    save_seconds: float = 60.0,
     progress: bool | Progress = True,
-    processes: Processes | None = None,
 ) -> FitResult:
-    """Train for the plan's steps; with a folder, durably: run it again after any interruption, and it goes on.
+    """Train for the plan's steps; with `output_dir`, run it again after any interruption, and it resumes.
 
     Args:
-        model: trained in place, in the mode it is in.
-        loss_fn: (model, examples) -> losses, shape (B,).
-        optimizer: from privgrad.optim, over model.named_parameters().
-        plan: the public numbers.
+        private_grad: holds the model, which is trained in place, the loss, the plan and the ledger. With several
+            processes (see integrations.distributed) each calls `fit` alike, with the same arguments.
+        optimizer: from privgrad.optim, over the model's named_parameters().
         train_set: the private examples; see plan.batches.
-        perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
+        scheduler: any torch scheduler of `optimizer` that is stepped without a metric: OneCycleLR(optimizer,
+            max_lr=..., total_steps=plan.steps), say. It is stepped once per step.
         collate: as in plan.batches.
-        average: decay, in [0, 1), of an exponential moving average of the weights after each update, which is then
-            evaluated in their place and returned beside the model; 0.999 averages about the last thousand. After t
-            updates at most (1 + t) / (10 + t), so that the first weights are soon forgotten. None: no average.
+        ema_decay: decay, in [0, 1), of an exponential moving average of the weights after each update. The average is
+            evaluated in their place and returned with the model; 0.999 averages about the last thousand. After t
+            updates the decay is at most (1 + t) / (10 + t), so that the first weights are soon forgotten. None: no
+            average.
         evaluate: model -> numbers by name, called in evaluation mode; tried once before anything is spent. Give it
-            public or held-out data: what it returns is published as it is.
-        evaluations: how many times to evaluate, evenly spread, the last after the last step.
-        on_evaluation: called with each new row of the curve, in the first process: integrations.tensorboard, say.
-        raw_observers: functions that are given each step before its noise; see diagnostics. NOT private.
-        folder: where ledger.jsonl and checkpoint.pt live; None keeps nothing.
-        checkpoint_seconds: at most this much training is lost by a killed process (an exception loses none, unless in
-            several processes). What was released and lost stays charged; the run then ends with fewer updates, and
-            says so. Under a research seed lost steps are computed again, identically, and cost nothing again.
-        progress: show a progress bar on standard error; or the bars (privgrad.progress) to put it under.
-        processes: that train together; see integrations.distributed. Each calls fit alike, `evaluate` included. The
-            first keeps ledger and checkpoint, with whole tensors: another number of processes may go on from them.
-            Under a research seed, if steps were lost, only the same number: they have to come out the same.
+            public or held-out data: its numbers are published as they are.
+        num_evaluations: how many times to evaluate, evenly spread, the last after the last step.
+        on_evaluate: called with each new row of the curve, in the first process: integrations.tensorboard, say.
+        output_dir: the folder of checkpoint.pt, and of ledger.jsonl unless `private_grad` records in a file already.
+            None saves nothing.
+        save_seconds: a killed process loses at most this much training (an exception loses none in a single process).
+            Steps that were released and lost stay charged. The run then ends with fewer updates, and warns. Under a
+            research seed, lost steps are computed again, identically, and cost nothing again.
+        progress: show a progress bar on standard error; or the bars (privgrad.progress) to add it to.
     Returns:
         FitResult.
     Raises:
         PrivacyError: bad input, or a folder whose files are damaged or belong to another run.
-        BudgetExceededError: every step is spent, and nothing that came of them was saved.
+        BudgetExceededError: every step is spent, and none of the results was saved.
     Privacy:
-        As PrivateGradient; the checkpoint holds the model, the optimizer and the curve: post-processing, no keys.
-        If `evaluate` returns raw_ numbers (RawRecorder), the curve and the checkpoint hold them: do not publish these.
+        As PrivateGradient. The checkpoint holds the model, the optimizer, the scheduler and the curve: post-processing,
+        no keys. If `evaluate` returns raw_ numbers (RawRecorder), the curve and the checkpoint hold them: do not
+        publish these.
+
+    A model that is in evaluation mode as a whole is put into training mode. Layers that are in evaluation mode by
+    themselves, as frozen ones may be, stay so.
+
+    The first process writes ledger and checkpoint, with whole tensors, so another number of processes can resume. Under
+    a research seed, if steps were lost, only the same number can: the lost steps must be computed identically.
     """
-    require_integer("fit", "evaluations", evaluations, 0)
-    require_model("fit", model)
-    for name, value in (("evaluate", evaluate), ("on_evaluation", on_evaluation)):
-        if value is not None:
-            require_callable("fit", name, value, "give a function, or leave it out")
-    observers = raw_observers if isinstance(raw_observers, Sequence) else [raw_observers]  # pyright: ignore[reportUnnecessaryIsInstance]
-    for observer in observers:
-        require_callable("fit", "each of raw_observers", observer, "give a list of functions of a RawStep")
-    if folder is not None:
-        require_path("fit", "folder", folder, "give a folder's path, or leave it out to keep nothing")
-        if Path(folder).exists() and not Path(folder).is_dir():
-            raise expected("fit", "folder", "to be a folder", f"{folder}, which is a file", "give a folder's path")
-    if checkpoint_seconds != math.inf:
-        require_nonnegative("fit", "checkpoint_seconds", checkpoint_seconds, "60 is usual")
-    if average is not None and not (isinstance(average, int | float) and 0 <= average < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise expected(
-            "fit", "average", "to be in [0, 1)", described(average), "0.999 is usual for a thousand steps or more"
-        )
-    if not isinstance(optimizer, PrivateOptimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
-        raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
-    own, updated = set(model.parameters()), {p for group in optimizer.param_groups for p in group["params"]}
-    if not updated <= own:
-        remedy = "make it from the same model's named_parameters()"
-        raise expected("fit", "optimizer", "to update the model that is trained", "parameters of another", remedy)
-    processes = ALONE if processes is None else processes
-    require_told("fit", processes)
-    checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"
-    ledger = _ledger_beside(checkpoint) if checkpoint is not None and processes.rank == 0 else Ledger()
+    _require_arguments(private_grad, optimizer, scheduler, evaluate, on_evaluate)
+    require_integer("fit", "num_evaluations", num_evaluations, 0)
+    if output_dir is not None:
+        require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
+        if Path(output_dir).exists() and not Path(output_dir).is_dir():
+            raise expected("fit", "output_dir", "to be a folder", f"the file {output_dir}", "give a folder's path")
+    if save_seconds != math.inf:
+        require_nonnegative("fit", "save_seconds", save_seconds, "60 is usual")
+    model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
+    averaged = None if ema_decay is None else _average_of(model, ema_decay)
+    checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
+    opened = False
+    if checkpoint is not None and processes.rank == 0:
+        opened = _record_beside(private_grad, checkpoint)
     try:
-        private_grad = PrivateGradient(
-            model,
-            loss_fn,
-            plan,
-            perturb=perturb,
-            precondition=precondition,
-            clip=clip,
-            engine=engine,
-            microbatch_size=microbatch_size,
-            memory_mb=memory_mb,
-            ledger=ledger,
-            processes=processes,
-        )
-        settings = {
-            "perturb": "None" if perturb is None else perturb.described(plan.steps),
-            "precondition": repr(precondition),
-            "clip": repr(clip),
+        result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
+        settings = private_grad.settings | {
             "optimizer": type(optimizer).__name__,
             "options": repr(optimizer.defaults),
-            "average": repr(average),
+            "scheduler": "None" if scheduler is None else type(scheduler).__name__,
+            "ema_decay": repr(ema_decay),
         }
-        averaged = None
-        if average is not None:
-            if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-                remedy = "train without it, or give whole models to Distributed"
-                raise expected("fit", "average", "to be of a whole model", "a sharded one", remedy)
-            averaged = AveragedModel(model, avg_fn=partial(_averaged, average))
-        result = FitResult(ledger=ledger, averaged=None if averaged is None else averaged.module)
-        private_grad.raw_observers += raw_observers
-        run = _Run(model, averaged, optimizer, private_grad, result, checkpoint, settings, processes)
+        if not model.training:
+            model.train()
+        run = _Run(private_grad, averaged, optimizer, scheduler, result, checkpoint, settings)
         evaluated = model if result.averaged is None else result.averaged
         if evaluate is not None:
             _evaluate(evaluated, evaluate, private_grad, 0)
         start = run.resume()
         batches = plan.batches(train_set, start=start, collate=collate, processes=processes)
-        evaluate_at = {round(plan.steps * (k + 1) / evaluations) for k in range(evaluations)}
+        evaluate_at = {round(plan.steps * (k + 1) / num_evaluations) for k in range(num_evaluations)}
 
         def evaluate_if_due(step: int) -> None:
             missing = all(row["step"] != step for row in run.result.curve)
             if evaluate is not None and step in evaluate_at and missing:
                 run.result.curve.append(_evaluate(evaluated, evaluate, private_grad, step))
-                if on_evaluation is not None and processes.rank == 0:
-                    on_evaluation(run.result.curve[-1])
+                if on_evaluate is not None and processes.rank == 0:
+                    on_evaluate(run.result.curve[-1])
 
         try:
             with _progress_bar(private_grad, start, progress if processes.rank == 0 else False) as advance:
@@ -214,41 +172,104 @@ def fit(
                     run.update(batch)
                     evaluate_if_due(batch.sampling.step + 1)
                     advance(run.result)
-                    run.save(at_least_after=checkpoint_seconds)
+                    run.save(at_least_after=save_seconds)
         except BaseException:
-            # What has reached one process may not have reached the others, who would have to gather the state.
+            # An exception in one process may not have reached the others, which would have to gather the state.
             if run.is_consistent and processes.count == 1:
                 run.save()
             raise
         run.save()
         return run.result
     finally:
-        ledger.close()
+        if opened:
+            private_grad.ledger.close()
 
 
-def _ledger_beside(checkpoint: Path) -> Ledger:
-    path = checkpoint.with_name("ledger.jsonl")
+def _require_arguments(
+    private_grad: object,
+    optimizer: object,
+    scheduler: object,
+    evaluate: object,
+    on_evaluate: object,
+) -> None:
+    """Raise PrivacyError unless these fit together."""
+    if not isinstance(private_grad, PrivateGradient):
+        remedy = "make one: fit(PrivateGradient(model, loss_fn, plan), optimizer, train_set)"
+        raise expected("fit", "private_grad", "to be a PrivateGradient", described(private_grad), remedy)
+    for name, value in (("evaluate", evaluate), ("on_evaluate", on_evaluate)):
+        if value is not None:
+            require_callable("fit", name, value, "give a function, or leave it out")
+    if not isinstance(optimizer, PrivateOptimizer):
+        got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
+        raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
+    own = set(private_grad.model.parameters())
+    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        got, remedy = f"{foreign} parameters of other modules", "make it from the same model's named_parameters()"
+        raise expected("fit", "optimizer", "to update the model that is trained", got, remedy)
+    if scheduler is None:
+        return
+    if not isinstance(scheduler, LRScheduler):
+        got, remedy = described(scheduler), "give one of torch.optim.lr_scheduler, or leave it out"
+        raise expected("fit", "scheduler", "to be a torch scheduler", got, remedy)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        remedy = "step it yourself: on_evaluate=lambda row: scheduler.step(row['loss'])"
+        raise expected("fit", "scheduler", "to need no metric", "ReduceLROnPlateau", remedy)
+    if scheduler.optimizer is not optimizer:
+        got = f"the scheduler of a different {type(scheduler.optimizer).__name__}"
+        remedy = "make it from the optimizer that you give to fit"
+        raise expected("fit", "scheduler", "to be of the same optimizer", got, remedy)
+
+
+def _average_of(model: nn.Module, decay: float) -> AveragedModel:
+    """Return a copy of the model that will hold the moving average of its weights.
+
+    Raises:
+        PrivacyError: the decay is not in [0, 1), or the model's weights are sharded.
+    """
+    if not (isinstance(decay, int | float) and 0 <= decay < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "0.999 is usual for a thousand steps or more"
+        raise expected("fit", "ema_decay", "to be in [0, 1)", described(decay), remedy)
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        remedy = "train without it, or give whole models to Distributed"
+        raise expected("fit", "ema_decay", "to be of a whole model", "a sharded model", remedy)
+    return AveragedModel(model, avg_fn=partial(_averaged, decay))
+
+
+def _record_beside(private_grad: PrivateGradient, checkpoint: Path) -> bool:
+    """Record in ledger.jsonl beside the checkpoint, unless in a file already; return whether that opened the file."""
+    path = checkpoint.with_name("ledger.jsonl").absolute()
+    if private_grad.ledger.path not in (None, path) or private_grad.ledger.is_open:
+        return False
     if checkpoint.exists() and not path.exists():
         remedy = "put it back, or train in a new folder and add the two epsilons up"
         raise expected("fit", f"{path}", "beside its checkpoint", "no such file", remedy)
-    return Ledger(path)
+    private_grad.record_in(path)
+    return True
 
 
 @dataclass
 class _Run:
     """The parts of a run that a checkpoint keeps together."""
 
-    model: nn.Module
+    private_grad: PrivateGradient
     averaged: AveragedModel | None
     optimizer: PrivateOptimizer
-    private_grad: PrivateGradient
+    scheduler: LRScheduler | None
     result: FitResult
     checkpoint: Path | None
     settings: dict[str, str]
-    processes: Processes
     saved_at: float = 0.0
     start: int = 0
     made: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.private_grad.model
+
+    @property
+    def processes(self) -> Processes:
+        return self.private_grad.processes
 
     def resume(self) -> int:
         """Load the checkpoint, or make the first one; return the first step to do."""
@@ -277,6 +298,11 @@ class _Run:
                 stacklevel=4,
             )
         self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
+        if self.scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch misses the optimizer's steps, which were lost
+                for _ in range(lost):
+                    self.scheduler.step()
 
     def update(self, batch: Batch) -> None:
         """One private step, whole: a signal in its midst would leave nothing that could be saved."""
@@ -285,6 +311,8 @@ class _Run:
             self.optimizer.step(grad=self.private_grad(batch))
             if self.averaged is not None:
                 self.averaged.update_parameters(self.model)
+            if self.scheduler is not None and self.made + self.start + 1 < self.private_grad.plan.steps:
+                self.scheduler.step()  # for the next update; there is none after the last
             self.made += 1
             result.updates += 1
             result.seconds += time.perf_counter() - began
@@ -314,6 +342,7 @@ class _Run:
             "model": self.model.state_dict(),
             "averaged": None if self.averaged is None else self.averaged.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "private_grad": self.private_grad.state_dict(),
             "ledger": self.result.ledger.head,
             "curve": self.result.curve,
@@ -357,6 +386,8 @@ class _Run:
         held: dict[int, dict[str, Tensor]] = optimizer["state"]
         of_parameters = {i: place(own, dict.fromkeys(own, parameters[i])) for i, own in held.items()}
         self.optimizer.load_state_dict({**optimizer, "state": of_parameters})
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
         self.private_grad.load_state_dict(state["private_grad"])
         self.result.curve = [{"step": row["step"], **row} for row in state["curve"]]
         self.result.updates = int(state["updates"])

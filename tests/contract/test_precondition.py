@@ -197,9 +197,8 @@ def test_interrupted_and_resumed_is_uninterrupted(rule: str, schedule: str, tmp_
 
         made = RULES[rule](gradient, schedule=schedule)
         optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
-        pg.fit(
-            model, stopping, optimizer, make_plan(seed=3), make_data(), precondition=made, folder=folder, progress=False
-        )
+        private_grad = pg.PrivateGradient(model, stopping, make_plan(seed=3), precondition=made)
+        pg.fit(private_grad, optimizer, make_data(), output_dir=folder, progress=False)
         return model
 
     whole = training(tmp_path / "whole", None)
@@ -239,16 +238,8 @@ def test_what_is_made_of_the_private_batch_is_not_private():
     assert private_grad.ledger.epsilon(delta=1e-3) == private_grad.epsilon(steps=3) == math.inf
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
     ideal = pg.precondition.raw_ideal_rmsprop()
-    result = pg.fit(
-        model,
-        loss_fn,
-        optimizer,
-        plan,
-        make_data(),
-        precondition=ideal,
-        evaluate=lambda _: {"one": 1.0},
-        progress=False,
-    )
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=ideal)
+    result = pg.fit(private_grad, optimizer, make_data(), evaluate=lambda _: {"one": 1.0}, progress=False)
     assert result.curve[-1]["epsilon"] == math.inf
 
 

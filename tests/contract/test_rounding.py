@@ -48,7 +48,7 @@ def test_many_expected_contributions_are_summed_and_noised_in_float64_and_releas
     for size, dtype in ((10_000, torch.float32), (10_001, torch.float64)):
         plan = make_plan(sample_rate=1.0, expected_batch_size=size, num_examples=size)
         private_grad, seen = pg.PrivateGradient(nn.Linear(1, 1), lambda m, x: m(x[0])[:, 0], plan), list[torch.dtype]()
-        private_grad.raw_observers.append(lambda step, seen=seen: seen.extend(v.dtype for v in step.raw_mean.values()))
+        private_grad.register_raw_observer(lambda step, seen=seen: seen.extend(v.dtype for v in step.raw_mean.values()))
         gradient = private_grad(next(iter(plan.batches(TensorDataset(torch.ones(size, 1))))))
         assert set(seen) == {dtype}
         assert {value.dtype for value in gradient.values.values()} == {torch.float32}
@@ -95,7 +95,7 @@ def test_places_that_are_all_rounded_the_same_way_keep_the_bound(name: str):
         plan = make_plan(sample_rate=1.0, expected_batch_size=count, num_examples=count)
         private_grad = pg.PrivateGradient(model, lambda m, x: 5 * m(x[0]), plan, microbatch_size=size)
         seen: list[Any] = []
-        private_grad.raw_observers.append(seen.append)
+        private_grad.register_raw_observer(seen.append)
         private_grad(next(iter(plan.batches(TensorDataset(one.expand(size, *one.shape))))))
         sums.append(torch.cat([mean.flatten() for mean in seen[0].raw_mean.values()]) * count)
     assert float((sums[0] - sums[1]).norm()) / plan.max_grad_norm <= 1.005
@@ -138,7 +138,7 @@ def test_positions_are_added_up_in_an_order_that_no_other_example_decides(name: 
     for size in (64, 63):
         plan = make_plan(sample_rate=1.0, expected_batch_size=63, num_examples=63)
         private_grad = pg.PrivateGradient(model, lambda m, batch: (m(batch[0]) * batch[1]).flatten(1).sum(1), plan)
-        private_grad.raw_observers.append(lambda step: norms.append(step.clipping.raw_norms[:63]))
+        private_grad.register_raw_observer(lambda step: norms.append(step.clipping.raw_norms[:63]))
         private_grad(next(iter(plan.batches(TensorDataset(x[:size], y[:size])))))
     assert torch.equal(norms[0], norms[1])
 
@@ -232,7 +232,7 @@ def test_a_gate_that_opens_after_the_first_step_lets_no_example_add_more_than_c(
         plan = make_plan(sample_rate=1.0, steps=2, expected_batch_size=examples - 1, num_examples=examples - 1)
         private_grad = pg.PrivateGradient(model, lambda m, x: m(x[0]).flatten(1).sum(1), plan)
         seen: list[Any] = []
-        private_grad.raw_observers.append(seen.append)
+        private_grad.register_raw_observer(seen.append)
         for batch in plan.batches(TensorDataset(canceling[:count])):
             private_grad(batch)
             gate.gate = 1.0

@@ -370,7 +370,7 @@ def test_an_ambient_autocast_reaches_the_forward_pass_and_not_the_sum(engine: An
     plan = make_plan(sample_rate=1.0, expected_batch_size=16, num_examples=16)
     private_grad = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]).float(), plan, engine=engine)
     sums: list[torch.dtype] = []
-    private_grad.raw_observers.append(lambda step: sums.extend(value.dtype for value in step.raw_mean.values()))
+    private_grad.register_raw_observer(lambda step: sums.extend(value.dtype for value in step.raw_mean.values()))
     batches = iter(plan.batches(TensorDataset(torch.randn(16, 3))))
     for _ in range(3):  # the third call is not audited
         seen.clear()

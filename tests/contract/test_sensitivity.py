@@ -59,7 +59,7 @@ def clipped_sum_of(
         num_examples=count,
     )
     private_grad, seen = pg.PrivateGradient(model, loss_fn, plan, **options), list[RawStep]()
-    private_grad.raw_observers.append(seen.append)
+    private_grad.register_raw_observer(seen.append)
     private_grad(next(iter(plan.batches(TensorDataset(*examples)))))
     return torch.cat([value.double().flatten() for value in seen[0].raw_mean.values()]) * plan.divisor
 

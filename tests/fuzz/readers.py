@@ -167,8 +167,8 @@ def _train(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
     plan = make_plan(steps=3, seed=5, delta=1e-5)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    options: dict[str, Any] = {"folder": folder, "progress": False, "average": 0.9, "perturb": pg.perturb.SAT(0.1)}
-    pg.fit(model, loss_fn, optimizer, plan, make_data(), **options)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.SAT(0.1))
+    pg.fit(private_grad, optimizer, make_data(), output_dir=folder, ema_decay=0.9, progress=False)
 
 
 def _write_hostile_checkpoint(folder: Path) -> None:

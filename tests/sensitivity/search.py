@@ -291,7 +291,7 @@ class Oracle:
             microbatch_size=options.microbatch,
         )
         self.seen: list[Mapping[str, Tensor]] = []
-        self.private_grad.raw_observers.append(lambda step: self.seen.append(step.raw_mean))
+        self.private_grad.register_raw_observer(lambda step: self.seen.append(step.raw_mean))
         self.start = self.private_grad.state_dict()
         if options.contribution == "SAT":
             self.start["perturb"]["direction"] = case.direction

@@ -106,7 +106,7 @@ def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer
             clean[name].mul_(keep).addcmul_(mean, mean, value=add)
             twin[name].mul_(keep).add_(add * (wrong(name, raw) * raw.released.noise_std_of(name)) ** 2)
 
-    private_grad.raw_observers.append(observe)
+    private_grad.register_raw_observer(observe)
     debiased = kind(model.named_parameters(), lr=1e-3, **own, **options)
     for batch in plan.batches(data):
         debiased.step(grad=private_grad(batch))

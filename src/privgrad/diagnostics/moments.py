@@ -129,7 +129,7 @@ def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep]
     if not isinstance(private_grad, PrivateGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
         got, remedy = type(private_grad).__name__, "give the PrivateGradient that the steps are taken with"
         raise expected("diagnostics", "what is watched", "to be a PrivateGradient", got, remedy)
-    private_grad.raw_observers.append(observe)
+    private_grad.register_raw_observer(observe)
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:

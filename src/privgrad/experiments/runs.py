@@ -38,6 +38,7 @@ from privgrad.experiments.tasks import (
 from privgrad.ledger import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars
 from privgrad.training import FitResult, fit
 
@@ -179,23 +180,27 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         measured = measure(model, data.validation if validated else data.test, data)
         return measured if diary is None else measured | diary.row()
 
-    result = fit(
+    private_grad = PrivateGradient(
         model,
         loss_fn,
-        optimizer,
         plan,
-        data.train,
         perturb=method.perturbation(run.candidate),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
+    )
+    if diary is not None:
+        private_grad.register_raw_observer(diary.observe)
+    result = fit(
+        private_grad,
+        optimizer,
+        data.train,
         evaluate=evaluate,
-        evaluations=spec.run.evaluations,
-        on_evaluation=board,
-        raw_observers=[] if diary is None else [diary.observe],
-        average=spec.run.average,
-        folder=folder,
+        num_evaluations=spec.run.evaluations,
+        on_evaluate=board,
+        ema_decay=spec.run.average,
+        output_dir=folder,
         progress=progress,
     )
     if board is not None:
