@@ -1,4 +1,4 @@
-"""Each example's own displacement of the parameters: a multiple of a gradient of that example.
+"""Each example's own displacement of the parameters: a multiple of its gradient, or of its update so far.
 
 BAM, SAT and local training evaluate each example's gradient at such displaced ("moved") parameters.
 

@@ -1,7 +1,7 @@
 """The factor of a parameter from which a layer computes its weight, by the Jacobian of that computation.
 
-torch's parametrizations (weight_norm, for instance) compute a weight so. The engine gets gradients with respect to the
-weight from a rule, and `Pulled` multiplies them with the transposed Jacobian.
+A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
+to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.capture` makes these factors.
 
 Shape suffixes: B examples, P a parameter's shape.
 """
