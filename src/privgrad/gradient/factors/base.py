@@ -1,6 +1,6 @@
 """The interface of factored per-example gradients, and the factors that fit any parameter.
 
-A factor gives the norms and weighted sums of gradients, without storing one gradient per example where it can. The
+A factor gives the norms and weighted sums of gradients, if possible without storing one gradient per example. The
 rules in `privgrad.gradient.layers` build factors, and `privgrad.gradient.clipping` uses them.
 
 Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, O outputs, D width, P the shape of a
@@ -32,8 +32,8 @@ CANCELLED = 1e-3  # a squared norm from inner products below this share of its t
 class Factor(ABC):
     """The gradients g_i of B examples with respect to one parameter.
 
-    A subclass implements `dense`, which writes the gradients out in full, and replaces the methods for which its
-    structure allows a cheaper way.
+    A subclass implements the abstract methods. It overrides the other methods where its structure allows a cheaper way
+    than to write the gradients out in full (`dense`).
 
     Attributes:
         examples: B.
@@ -60,18 +60,22 @@ class Factor(ABC):
         """
 
     def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
-        """Return the weighted sum, computed for `parts` parts of the examples that are then added up in float64.
+        """Return the weighted sum, computed in parts of the examples that are then added up in float64.
 
         A kernel may add one term after the other. It then rounds each term to the float32 resolution of the total so
         far, and rounds all equal terms of an example in the same direction. A part has a smaller total, hence smaller
-        errors. Clipping chooses the number of parts.
+        errors.
+
+        Args:
+            weight_B: shape (B,).
+            parts: number of parts, which clipping chooses.
         """
         if parts == 1:
             return self.weighted_sum(weight_B)
         total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
-        few = math.ceil(self.examples / parts)
-        for start in range(0, self.examples, few):
-            part = slice(start, start + few)
+        size = math.ceil(self.examples / parts)
+        for start in range(0, self.examples, size):
+            part = slice(start, start + size)
             total += self[part].weighted_sum(weight_B[part])
         return total
 

@@ -166,8 +166,8 @@ class Convolution(Factor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
-        few = self._split(examples_per_block(self._positions * self.parts * int(self.shape[1:].numel())))
-        return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in few])
+        chunks = self._split(examples_per_block(self._positions * self.parts * int(self.shape[1:].numel())))
+        return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in chunks])
 
     def of_patches(self) -> Outer:
         """Return the gradients as gradients of a linear map of patches, shape (O, I * kernel); for one group."""

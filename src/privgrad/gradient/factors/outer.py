@@ -50,9 +50,9 @@ class Outer(Factor):
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
-        few = examples_per_block(self.positions * sum(self.shape))
-        for start in range(0, self.examples, few):
-            part = slice(start, start + few)
+        size = examples_per_block(self.positions * sum(self.shape))
+        for start in range(0, self.examples, size):
+            part = slice(start, start + size)
             b_BTO = self.b_BTO[part].double() * weight_B[part].double()[:, None, None]
             total.addmm_(b_BTO.flatten(0, 1).mT, self.a_BTI[part].double().flatten(0, 1))
         return total
@@ -139,8 +139,8 @@ class Outer(Factor):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
         if inverse_scales is None and positions * (inputs + outputs) < inputs * outputs:
-            few = self._split(examples_per_block(positions**2))
-            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
+            chunks = self._split(examples_per_block(positions**2))
+            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         return super().norms(inverse_scales)
 
     def norms_by_inner_products(self) -> Tensor:

@@ -73,9 +73,8 @@ def attention_forward(
     heads = cast(int, module.num_heads)
     head_dim = width // heads
     mask = _merged(attn_mask, key_padding_mask, (size, heads, length, k_BSE.shape[1]), query.dtype)
-    hint = (
-        is_causal and key_padding_mask is None and not need_weights
-    )  # torch, too, then uses is_causal and not the mask
+    # In this case torch, too, uses is_causal and not the mask.
+    hint = is_causal and key_padding_mask is None and not need_weights
     if module.bias_k is not None and module.bias_v is not None:
         k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, "bias_k", size)], 1)
         v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, "bias_v", size)], 1)

@@ -154,10 +154,8 @@ class _LSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, c: Tensor, *projection: Any) -> Any:
         weight_hr, nothing = cast("tuple[Tensor | None, Tensor]", projection)
-        hidden, cells = (
-            h.repeat(len(pre) + 1, 1, 1),
-            c.repeat(len(pre) + 1, 1, 1),
-        )  # row 0 is the initial state; the other rows are overwritten
+        # Row 0 is the initial state; the loop overwrites the other rows.
+        hidden, cells = h.repeat(len(pre) + 1, 1, 1), c.repeat(len(pre) + 1, 1, 1)
         news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.new_empty(pre.shape)
         unprojected = torch.empty_like(news) if weight_hr is not None else hidden[1:]
         for t in range(len(pre)):
