@@ -100,12 +100,12 @@ RuleType = TypeVar("RuleType", bound=Rule)
 def register_rule(*layers: type[nn.Module] | str) -> Callable[[type[RuleType]], type[RuleType]]:
     """Register a Rule for layers of exactly these types, as a class decorator.
 
+    A type is a module class, or a qualified name ("package.module.Class") for a class that is not to be imported.
+
     Example:
         @register_rule(MyLinear)
         class MyLinearRule(Rule): ...
 
-    Args:
-        *layers: module classes, or qualified names of classes ("package.module.Class") that are not to be imported.
     Raises:
         PrivacyError: the decorated class is not a Rule, or a layer is neither a module class nor a qualified name.
     Privacy:
