@@ -1,8 +1,13 @@
-"""Per-example gradients kept factored: what clipping needs of them are norms and weighted sums.
+"""Per-example gradients in factored form: their norms and their weighted sums.
 
-A `Factor` stands for the gradients of B examples with respect to one parameter. The gradient of a linear map's weight,
-for one, is an outer product: its norm follows from two vectors, and the sum over examples is one matrix product.
+Clipping needs two things of a batch's gradients: the norm of each, and one weighted sum. A `Factor` computes both for
+one parameter, usually without storing a gradient per example. For instance, the gradient of a linear layer's weight
+is an outer product: its norm follows from two vectors, and the sum over examples is one matrix product.
 
-The privacy guarantee rests on this room. A norm that is too small lets an example add more than the bound. Each factor
-is compared with gradients written out, in `tests/contract`.
+`base` defines the interface, and `norms` the norms. `displacement` describes moved parameters. Most other files hold
+the factors of one kind of parameter. The rules in `privgrad.gradient.layers` build factors;
+`privgrad.gradient.clipping` uses them.
+
+The privacy guarantee rests on this package: a norm that is too small lets an example add more than the bound.
+`tests/contract` compares each factor with gradients that are written out in full.
 """

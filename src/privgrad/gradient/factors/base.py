@@ -1,4 +1,7 @@
-"""Per-example gradients kept factored: their norms and weighted sums, without one gradient an example in memory.
+"""The interface of factored per-example gradients, and the factors that fit any parameter.
+
+A factor gives the norms and weighted sums of gradients, if possible without storing one gradient per example. The
+rules in `privgrad.gradient.layers` build factors, and `privgrad.gradient.clipping` uses them.
 
 Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, O outputs, D width, P the shape of a
 parameter.
@@ -23,13 +26,18 @@ from privgrad.gradient.factors.norms import (
 Examples = slice | Tensor  # a range of examples, or their indices
 
 
-CANCELLED = 1e-3  # below this share of its terms, a squared norm from inner products is taken from the sum itself
+CANCELLED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 
 
 class Factor(ABC):
     """The gradients g_i of B examples with respect to one parameter.
 
-    A subclass says how one chunk of examples is written out (`dense`), and what it can do without.
+    A subclass implements the abstract methods. It overrides the other methods where its structure allows a cheaper way
+    than to write the gradients out in full (`dense`).
+
+    Attributes:
+        examples: B.
+        shape: P.
     """
 
     def __init__(self, examples: int, shape: torch.Size) -> None:
@@ -38,36 +46,44 @@ class Factor(ABC):
 
     @abstractmethod
     def __getitem__(self, examples: Examples) -> "Factor":
-        """Return the same for some of the examples."""
+        """Return the gradients of some of the examples."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """grads_BP, shape (B, *P)."""
+        """Return the gradients written out in full: grads_BP, shape (B, *P)."""
 
     @abstractmethod
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        """Sum over i of weight_i * g_i, shape P. Every example's gradient must be finite."""
+        """Return the sum over i of weight_i * g_i, shape P.
+
+        Every example's gradient must be finite.
+        """
 
     def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
-        """Return that sum, of so many parts of the examples apart; these are added up in float64.
+        """Return the weighted sum, computed in parts of the examples that are then added up in float64.
 
-        A kernel may add one term after the other. Then each is rounded to what float32 holds of the total so far, and
-        the terms of an example that are all alike are rounded the same way. A part has a smaller total.
+        A kernel may add one term after the other. It then rounds each term to the float32 resolution of the total so
+        far, and rounds all equal terms of an example in the same direction. A part has a smaller total, hence smaller
+        errors.
+
+        Args:
+            weight_B: shape (B,).
+            parts: number of parts, which clipping chooses.
         """
         if parts == 1:
             return self.weighted_sum(weight_B)
         total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
-        few = math.ceil(self.examples / parts)
-        for start in range(0, self.examples, few):
-            part = slice(start, start + few)
+        size = math.ceil(self.examples / parts)
+        for start in range(0, self.examples, size):
+            part = slice(start, start + size)
             total += self[part].weighted_sum(weight_B[part])
         return total
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
-        """Return that sum in float64, free of the rounding that terms of several examples share.
+        """Return the weighted sum in float64, without rounding errors that several examples share.
 
-        Computes: each gradient written out by itself, and these added up in float64. A subclass whose terms are cheap
-        in float64 adds up the terms themselves.
+        Each gradient is written out by itself, and these are added up in float64. A subclass whose terms are cheap in
+        float64 adds up the terms instead.
         """
         parts = self._split()
         ends = accumulate(part.examples for part in parts)
@@ -79,45 +95,59 @@ class Factor(ABC):
     def sum_and_rounding(
         self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
     ) -> tuple[Tensor, float]:
-        """Return the sum in parts, and an estimate of what it rounded beyond what `terms` and parts account for.
+        """Return the sum in parts, and an estimate of its further rounding errors.
 
-        The estimate is the norm of an error that changes with the batch, times the inverse scales if there are any.
+        The estimate covers errors that change with the batch and that neither `term_bound` nor the parts account for.
+        It is the norm of such an error, times the inverse scales if there are any. Clipping switches to `exact_sum`
+        where it is too large.
         """
         del inverse_scales
         return self.sum_in_parts(weight_B, parts), 0.0
 
     @abstractmethod
     def mask(self, kept_B: Tensor) -> "Factor":
-        """The same with zeros for every example that is not kept; kept_B is bool, shape (B,)."""
+        """Return the same gradients, with zeros for every example that is not kept.
+
+        Args:
+            kept_B: bool, shape (B,).
+        """
 
     @property
     def worth_keeping(self) -> bool:
-        """Whether gradients written out for their norms would make the weighted sum much cheaper."""
+        """Whether to keep the gradients written out for the norms, since this makes the weighted sum much cheaper."""
         return False
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        """Bound on the terms that `weighted_sum` adds up for each g_i, shape (B,), float64; None: g_i itself.
+        """Return a bound on the summed norms of the terms of each g_i, shape (B,), float64.
 
-        Far above the norm, terms cancel, and what rounding leaves of them is not bounded by the norm.
+        The terms are those that `weighted_sum` adds up. None means that g_i itself is the only term. If the bound is
+        far above the norm, the terms cancel, and the norm does not bound their rounding errors. Clipping then writes
+        the gradient out or sums in float64.
         """
         return None
 
     @property
     def positions(self) -> int:
-        """Number of terms that each g_i is the sum of; their rounding errors grow with its root."""
+        """The number of terms in the sum for one g_i; rounding errors grow with its square root."""
         return 1
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """L2 norm of each g_i, or of g_i * inverse_scales (shape P): norms_B, shape (B,), float64."""
+        """Return the L2 norm of each g_i, or of each g_i * inverse_scales: norms_B, shape (B,), float64.
+
+        The privacy guarantee rests on these norms: clipping computes each example's clip factor from them.
+
+        Args:
+            inverse_scales: 1 / A, shape P; None is 1.
+        """
         return torch.cat([norms_of(part.dense(), inverse_scales) for part in self._split()])
 
     def written_out(self) -> "Dense":
-        """The same with all gradients in memory."""
+        """Return the same gradients with all of them in memory."""
         parts = self._split()
         first = parts[0].dense()
         if len(parts) == 1:
             return Dense(first)
-        # Filled in place: joined at the end, all gradients would be in memory twice.
+        # Filled in place: torch.cat would hold all gradients in memory twice.
         grads_BP, start = first.new_empty(self.examples, *self.shape), len(first)
         grads_BP[:start] = first
         for part in parts[1:]:
@@ -126,66 +156,88 @@ class Factor(ABC):
         return Dense(grads_BP)
 
     def merge(self, parts: int) -> "Factor":
-        """Every `parts` neighboring rows are one example: the sum of their gradients."""
+        """Add up the gradients of every `parts` neighboring rows, which belong to one example."""
         return Dense(self.dense().reshape(self.examples // parts, parts, *self.shape).sum(1))
 
     def __mul__(self, share: float) -> "Factor":
-        """Every gradient times a positive number."""
+        """Return every gradient times a positive number."""
         return Scaled(self, share)
 
     def inner_products(self, direction: Tensor) -> Tensor:
-        """<g_i, direction>, shape (B,): what the weighted sum along the direction owes to each weight."""
+        """Return the inner products <g_i, direction>, shape (B,).
+
+        Computes: the derivative of <weighted sum, direction> with respect to each weight.
+        """
         with torch.enable_grad():
             weight_B = direction.new_zeros(self.examples).requires_grad_()
             along = (self.weighted_sum(weight_B) * direction).sum()
         return torch.autograd.grad(along, weight_B)[0]
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """g_i x_it for every place t: what a linear map with weight g_i, shape (O, I), makes of x, shape (B, T, O)."""
+        """Return g_i x_it for every position t, shape (B, T, O).
+
+        This is the output of a linear map with a different weight g_i, shape (O, I), for each example.
+        """
         return x_BTI @ self.dense().mT
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        """Rows ids_it of g_i, shape (V, D): what a table g_i returns, shape (B, T, D)."""
+        """Return rows ids_it of g_i, shape (B, T, D).
+
+        This is the output of an embedding with a different table g_i, shape (V, D), for each example.
+        """
         return self.dense().gather(1, ids_BT[:, :, None].expand(-1, -1, self.shape[1]))
 
     def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
-        """Weighted sums of J times T rows of g_i, shape (V, D): what bags of a table g_i return, shape (B, J, D)."""
+        """Return weighted sums of rows of g_i, shape (B, J, D).
+
+        This is the output of an embedding bag with a different table g_i, shape (V, D), for each example. Each example
+        has J bags of T rows.
+        """
         read_BJTD = self.read(ids_BJT.flatten(1)).reshape(*ids_BJT.shape, -1)
         return (read_BJTD * weight_BJT.to(read_BJTD.dtype)[..., None]).sum(2)
 
     def of_patches(self) -> "Factor":
-        """Of a convolution's weight, shape (O, I, *kernel): as a linear map of patches, shape (O, I kernel)."""
+        """Return the gradients of a convolution's weight as gradients of a linear map of patches.
+
+        Their shape changes from (O, I, *kernel) to (O, I * kernel).
+        """
         return Dense(self.dense().flatten(2))
 
     def scaled(self, scales: Tensor) -> "Factor":
-        """Every gradient times the same scales, whose shape broadcasts to P."""
+        """Return every gradient times the same scales, whose shape broadcasts to P."""
         return Dense(self.dense() * scales)
 
     def settled(self) -> "Factor":
-        """The same in the form that is cheapest to use often and to add to."""
+        """Return the same gradients in the form that is cheapest to use often and to add to.
+
+        Local training keeps each user's update in this form.
+        """
         return self.written_out()
 
     def transposed(self) -> "Factor":
-        """Every gradient transposed, for a weight that is stored so."""
+        """Return every gradient transposed, for a weight that is stored transposed."""
         return Dense(self.dense().mT)
 
     def gram(self) -> Tensor:
-        """Inner products of all pairs of examples' gradients, shape (B, B)."""
+        """Return the inner products of all pairs of examples' gradients, shape (B, B)."""
         rows_BP = flattened(self.dense())
         return rows_BP @ rows_BP.mT
 
     def __add__(self, other: "Factor") -> "Factor":
-        """The gradient of a parameter that is used in two positions."""
+        """Add the gradients of a parameter that is used in two places of the model."""
         return Sum([self, other])
 
     def _split(self, few: int | None = None) -> "list[Factor]":
-        """Parts of that many examples, or as many as the cache holds written out; at least one, perhaps empty."""
+        """Split the factor into parts of `few` examples; at least one part, perhaps empty.
+
+        By default, a part has as many examples as the cache holds gradients written out.
+        """
         few = examples_per_block(int(self.shape.numel())) if few is None else few
         return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
 
 
 class Scaled(Factor):
-    """share * g_i.
+    """The gradients of another factor times a positive number: share * g_i.
 
     Args:
         inner: g_i.
@@ -235,7 +287,7 @@ class Scaled(Factor):
 
 
 class Dense(Factor):
-    """Gradients written out, for small parameters.
+    """A factor that stores every gradient in full, for small parameters.
 
     Args:
         grads_BP: shape (B, *P).
@@ -268,7 +320,9 @@ class Dense(Factor):
 
 
 class Sum(Factor):
-    """A parameter used in several positions, whose gradients do not combine in closed form.
+    """A sum of factors, for a parameter that is used in several places of the model.
+
+    It serves kinds of gradients that do not combine in closed form.
 
     Args:
         parts: factors of the same examples and shape.
@@ -327,11 +381,13 @@ class Sum(Factor):
 
 
 class Placed(Factor):
-    """A factor for some rows of a parameter, zero elsewhere: the q, k and v parts of a packed projection.
+    """Factors for some rows of a parameter; all other rows are zero.
+
+    The q, k and v parts of a packed attention projection have such gradients.
 
     Args:
-        parts: (first row, factor) of row ranges that do not overlap.
-        shape: of the parameter.
+        parts: pairs (first row, factor), for row ranges that do not overlap.
+        shape: shape of the parameter.
     """
 
     def __init__(self, parts: list[tuple[int, Factor]], shape: torch.Size) -> None:
@@ -393,16 +449,17 @@ class Placed(Factor):
 
 
 def merged(x: Tensor, parts: int) -> Tensor:
-    """(B parts, T, D) -> (B, parts T, D)."""
+    """Join the positions of every `parts` neighboring rows: (B parts, T, D) -> (B, parts T, D)."""
     return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
 
 
 def flattened(grads_BP: Tensor) -> Tensor:
-    """Return one row an example, shape (B, numbers of P), also for parameters without dimensions."""
+    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
     return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
 
 
 def added_up(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of the tensors."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor
@@ -410,16 +467,16 @@ def added_up(tensors: list[Tensor]) -> Tensor:
 
 
 def term_bound_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
-    """A factor's terms; its norms where there is one term each."""
+    """Return the factor's term bound, or its norms if each gradient is a single term."""
     terms = factor.term_bound(inverse_scales)
     return factor.norms(inverse_scales) if terms is None else terms
 
 
 def largest_scale(inverse_scales: Tensor | None) -> float:
-    """The largest of the inverse scales; 1 without any."""
+    """Return the largest of the inverse scales, or 1 if there are none."""
     return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
 
 
 def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
-    """Which squared norms are so small a share of their terms that rounding hides them."""
+    """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
     return square_B < CANCELLED * terms_B.square()

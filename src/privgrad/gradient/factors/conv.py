@@ -1,4 +1,7 @@
-"""The factors of a convolution's weight: by patches where there are few positions, by torch's own kernels elsewhere.
+"""The factor of a convolution's weight.
+
+With few output positions, a convolution is treated as a linear map of patches. Otherwise torch's own convolution
+kernels compute the gradients.
 
 Shape suffixes: B examples, I inputs, O outputs.
 """
@@ -16,12 +19,12 @@ from privgrad.gradient.factors.base import Examples, Factor
 from privgrad.gradient.factors.norms import at_least_float32, examples_per_block, masked, position_norms
 from privgrad.gradient.factors.outer import Outer, bounding_product
 
-_FEW = 64  # positions
+_FEW = 64  # most output positions for which patches are written out
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution in 1, 2 or 3 dimensions moves over space."""
+    """The sizes that define a convolution in 1, 2 or 3 dimensions; one number per dimension of space."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,18 +33,22 @@ class Geometry:
     groups: int
 
     def positions(self, space: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the output in space."""
+        """Return the shape of the output in space."""
         sizes = zip(space, self.kernel, self.stride, self.padding, self.dilation, strict=True)
         return tuple((n + 2 * pad - apart * (k - 1) - 1) // step + 1 for n, k, step, pad, apart in sizes)
 
     def by_patches(self, positions: Sequence[int]) -> bool:
-        """Whether patches are worth being written out: where there are few."""
+        """Return whether to write patches out, which pays off for few positions and one group."""
         return self.groups == 1 and math.prod(positions) <= _FEW
 
     def patches(self, x: Tensor) -> Tensor:
-        """What each place sees of x, shape (rows, I, *space): (rows, positions, I * kernel)."""
+        """Return the patch of x at each output position, shape (rows, positions, I * kernel).
+
+        Args:
+            x: inputs, shape (rows, I, *space).
+        """
         space = x.dim() - 2
-        if space <= 2:  # torch's own, which is fast in 2 dimensions
+        if space <= 2:  # F.unfold is fast, but only knows 2 dimensions
             flat = (1,) * (2 - space)
             kernel, stride, dilation = ((*flat, *sizes) for sizes in (self.kernel, self.stride, self.dilation))
             padding = (*(0 for _ in flat), *self.padding)
@@ -53,20 +60,23 @@ class Geometry:
 
 
 def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
-    """A convolution with a weight of each example's own.
+    """Convolve each example with its own weight.
+
+    `Displacement` and the convolution rules use this where each example has moved weights.
 
     Args:
-        weight: of B examples, shape (O, I / groups, *kernel).
+        weight: the weights of B examples as a factor, each of shape (O, I / groups, *kernel).
         x: inputs, shape (B parts, I, *space).
+        geometry: of the convolution.
     Returns:
-        Shape (B parts, O, *positions).
+        A tensor of shape (B parts, O, *positions).
     """
     size, positions = weight.examples, geometry.positions(x.shape[2:])
     if geometry.by_patches(positions):
         patches = geometry.patches(x)
         found = weight.of_patches().apply(patches.reshape(size, -1, patches.shape[2]))
         return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *positions)
-    # Examples are groups of channels; the parts of one are the batch.
+    # One grouped convolution: each example is a group of channels, and its parts are the batch.
     rows = x.reshape(size, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
     zeros, groups = (0,) * len(positions), geometry.groups * size
     weights, options = weight.dense().flatten(0, 1).to(x.dtype), (geometry.stride, geometry.padding, geometry.dilation)
@@ -75,13 +85,13 @@ def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
 
 
 class Convolution(Factor):
-    """The weight of a convolution, shape (O, I / groups, *kernel).
+    """The gradients of a convolution's weight, shape (O, I / groups, *kernel).
 
     Args:
         x: inputs, shape (B parts, I, *space).
         b: gradients of the outputs, shape (B parts, O, *positions).
         geometry: of the convolution.
-        parts: how many neighboring rows are one example, whose gradients add up.
+        parts: number of neighboring rows that belong to one example; their gradients add up.
     """
 
     def __init__(self, x: Tensor, b: Tensor, geometry: Geometry, *, parts: int = 1) -> None:
@@ -97,12 +107,16 @@ class Convolution(Factor):
         return self._like(self.x[rows], self.b[rows])
 
     def dense(self) -> Tensor:
-        """For few positions a product of patches; else one grouped convolution, an example a group."""
+        """Return all gradients, shape (B, *P).
+
+        Computes: for few positions, products of patches and output gradients. Otherwise one grouped convolution with
+        one group per example.
+        """
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
         if self._few_positions:
             return self.of_patches().dense().view(self.examples, *self.shape)
-        # Examples are groups of channels; the parts of one are the batch, over which the gradient is a sum.
+        # Each example is a group of channels. Its parts are the batch, over which torch sums the gradient.
         split = (z.view(self.examples, self.parts, *z.shape[1:]) for z in (self.x.contiguous(), self.b.contiguous()))
         x, b = (z.transpose(0, 1).flatten(1, 2) for z in split)
         shape = (self.examples * self.shape[0], *self.shape[1:])
@@ -152,11 +166,11 @@ class Convolution(Factor):
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         if inverse_scales is not None or not self.by_inner_products:
             return super().norms(inverse_scales)
-        few = self._split(examples_per_block(self._positions * self.parts * int(self.shape[1:].numel())))
-        return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in few])
+        chunks = self._split(examples_per_block(self._positions * self.parts * int(self.shape[1:].numel())))
+        return torch.cat([cast(Convolution, part).of_patches().norms_by_inner_products() for part in chunks])
 
     def of_patches(self) -> Outer:
-        """The same as a linear map of patches, shape (O, I * kernel); for one group."""
+        """Return the gradients as gradients of a linear map of patches, shape (O, I * kernel); for one group."""
         found = Outer(self.geometry.patches(self.x), self.b.flatten(2).mT)
         return found if self.parts == 1 else found.merge(self.parts)
 
@@ -170,6 +184,7 @@ class Convolution(Factor):
 
     @property
     def by_inner_products(self) -> bool:
+        """Whether norms by inner products of patches take fewer operations than the gradients themselves."""
         outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
         return self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
 

@@ -1,4 +1,6 @@
-"""Where each example's gradient is taken: parameters moved by a share of its own gradient.
+"""Each example's own displacement of the parameters: a multiple of its gradient, or of its update so far.
+
+BAM, SAT and local training evaluate each example's gradient at such displaced ("moved") parameters.
 
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs, P a parameter's shape.
 """
@@ -19,11 +21,11 @@ from privgrad.gradient.factors.norms import examples_per_block
 
 @dataclass(frozen=True)
 class Displacement:
-    """How far a parameter lies from where it is, for each example: share_i g_i.
+    """The displacement of one parameter for each example: share_i g_i.
 
     Args:
         factor: g_i.
-        share: the shares, shape (B,).
+        share: share_i, shape (B,).
     """
 
     factor: Factor
@@ -33,36 +35,39 @@ class Displacement:
         return Displacement(self.factor[examples], self.share[examples])
 
     def dense(self) -> Tensor:
-        """Shape (B, *P)."""
+        """Return the displacements in full, shape (B, *P)."""
         return self.factor.dense() * self._share(len(self.factor.shape))
 
     def for_rows(self, x: Tensor) -> Tensor:
-        """As dense, for each row of x, of which an example may have several: shape (rows, *P)."""
+        """Return the displacement for each row of x, shape (rows, *P); an example may have several rows."""
         return _for_rows(self.dense(), x)
 
     def added_to(self, parameter: Tensor) -> Tensor:
-        """The moved parameters, shape (B, *P)."""
+        """Return the moved parameters, shape (B, *P)."""
         share = self._share(len(self.factor.shape))
         return torch.addcmul(parameter, self.factor.dense().to(parameter.dtype), share.to(parameter.dtype))
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """As Factor.apply."""
+        """Return `Factor.apply`, times the shares."""
         return self.factor.apply(x_BTI) * self._share(2)
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        """As Factor.read."""
+        """Return `Factor.read`, times the shares."""
         return self.factor.read(ids_BT) * self._share(2)
 
     def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
-        """As Factor.read_bags."""
+        """Return `Factor.read_bags`, times the shares."""
         return self.factor.read_bags(ids_BJT, weight_BJT) * self._share(2)
 
     def transposed(self) -> "Displacement":
-        """As Factor.transposed."""
+        """Return the displacements transposed, for a weight that is stored transposed."""
         return Displacement(self.factor.transposed(), self.share)
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
-        """As convolve, with this much of a weight; the share goes into what is smaller, outputs or weights."""
+        """Convolve x with each example's displacement as the weight.
+
+        The shares are multiplied with the outputs or with the weights, whichever are smaller.
+        """
         if geometry.by_patches(geometry.positions(x.shape[2:])):
             return convolve(self.factor, x, geometry) * _for_rows(self._share(x.dim() - 1), x)
         return convolve(Dense(self.dense()), x, geometry)
@@ -72,12 +77,12 @@ class Displacement:
 
 
 class PerSampleWeight:
-    """A layer's weight, computed by a parametrization from each example's own parameters.
+    """A layer's weight that a parametrization computes from each example's own moved parameters.
 
     Args:
-        parametrization: computes it from parameters of its own.
-        moves: of these, by name.
-        weight: what it computes from the parameters as they are.
+        parametrization: computes the weight from its parameters.
+        moves: displacements of these parameters, by name.
+        weight: the weight that it computes from the parameters without displacement.
     """
 
     def __init__(self, parametrization: nn.Module, moves: Mapping[str, Displacement], weight: Tensor) -> None:
@@ -85,7 +90,7 @@ class PerSampleWeight:
         self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
 
     def move(self) -> Displacement:
-        """How far each example's weight lies from the one that all share."""
+        """Return the displacement of each example's weight from the common weight."""
         weight = self._weight
         moved = weight.new_empty(self._examples, *weight.shape)
         with torch.no_grad():
@@ -94,7 +99,7 @@ class PerSampleWeight:
         return Displacement(Dense(moved), moved.new_ones(len(moved)))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        """By parameter, gradients with respect to it from those with respect to the weight."""
+        """Return gradients with respect to each parameter, given gradients with respect to the weight."""
         size = self._examples
         pulled = {own: own.new_empty(size, *own.shape) for own in self._own.values()}
         grads = grads if grads.examples == size else grads.merge(grads.examples // size)
@@ -117,37 +122,37 @@ class PerSampleWeight:
         return [slice(start, start + few) for start in range(0, self._examples, few)]
 
     def _points(self, part: slice) -> dict[str, Tensor]:
-        """Some examples' parameters, shape (B, *P)."""
+        """Return the parameters of some examples, each of shape (B, *P)."""
         moved = {name: move[part].added_to(self._own[name].detach()) for name, move in self._moves.items()}
         size = len(next(iter(moved.values())))
         return {n: moved[n] if n in moved else p.detach().expand(size, *p.shape) for n, p in self._own.items()}
 
     def _weights(self, points: Mapping[str, Tensor]) -> Tensor:
-        """Shape (B, *weight.shape)."""
+        """Return each example's weight, shape (B, *weight.shape)."""
 
         def weight(*row: Tensor) -> Tensor:
             return cast(Tensor, functional_call(self._parametrization, dict(zip(points, row, strict=True)), ()))
 
         try:
             return batched(weight, module=self._parametrization)(*points.values())
-        except Exception:  # an operation that vmap has no rule for
+        except Exception:  # vmap has no rule for an operation
             return torch.stack([weight(*row) for row in zip(*points.values(), strict=True)])
 
 
 @dataclass(frozen=True)
 class Displacements:
-    """Where each example's gradient is taken: at parameters moved by share_i times a gradient of its own.
+    """The displacements of all parameters: each example's parameters are moved by share_i g_i.
 
     Attributes:
-        factors: by id of the parameter.
-        share: shape (B,).
+        factors: g_i by id of the parameter; parameters that do not move are missing.
+        share: share_i, shape (B,).
     """
 
     factors: Mapping[int, Factor]
     share: Tensor
 
     def of(self, weights: Mapping[str, Tensor]) -> dict[str, Displacement]:
-        """By the names of these parameters, of those that move."""
+        """Return the displacements of those of the given parameters that move, by name."""
         found = {name: self.factors.get(id(weight)) for name, weight in weights.items()}
         return {name: Displacement(factor, self.share) for name, factor in found.items() if factor is not None}
 

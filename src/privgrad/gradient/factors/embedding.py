@@ -1,4 +1,4 @@
-"""The factors of an embedding table, alone or tied to an output layer.
+"""The factors of an embedding table, used alone or tied to an output layer.
 
 Shape suffixes: B examples, T positions of an example, D width.
 """
@@ -14,12 +14,12 @@ from privgrad.gradient.factors.outer import Outer
 
 
 class Rows(Factor):
-    """An embedding table: g_i adds r_it to row ids_it, for every t.
+    """The gradients of an embedding table: row v of g_i is the sum of r_it over all t with ids_it = v.
 
     Args:
-        ids_BT: integer, shape (B, T).
+        ids_BT: row numbers that each example reads, integer, shape (B, T).
         r_BTD: gradients of the rows read, shape (B, T, D).
-        rows: number of rows V of the table, shape (V, D).
+        rows: number of rows V of the table, whose shape is (V, D).
     """
 
     def __init__(self, ids_BT: Tensor, r_BTD: Tensor, rows: int) -> None:
@@ -39,7 +39,11 @@ class Rows(Factor):
         return self.r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
     def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
-        """Each row has a total of its own: the largest decides, and parts of a whole table would cost more."""
+        """Return the weighted sum, in float64 where float32 totals would be too large.
+
+        Each row of the table has its own total, so the row with the largest total decides. Parts of the examples would
+        each need a whole table, and cost more than `exact_sum`.
+        """
         terms_BT = position_norms(self.r_BTD) * weight_B[:, None]
         total_V = terms_BT.new_zeros(self.shape[0]).index_add_(0, self.ids_BT.flatten(), terms_BT.flatten())
         few = parts == 1 or bool(parts * total_V.amax() <= terms_BT.sum())
@@ -88,7 +92,10 @@ class Rows(Factor):
         return position_norms(r_BTD).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """Repeated ids of an example are added up first; then each touched row counts once."""
+        """Return the norms from the rows that each example reads.
+
+        An example may read a row several times: these gradients are added up before the row's norm is taken.
+        """
         keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
         rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
@@ -97,19 +104,21 @@ class Rows(Factor):
         return square.new_zeros(self.examples).index_add_(0, keys // self.shape[0], square).sqrt()
 
     def _keys(self) -> Tensor:
-        """One number for every (example, id), shape (B T,)."""
+        """Return a number that identifies each pair (example, id), shape (B T,)."""
         example_B = torch.arange(self.examples, device=self.ids_BT.device)
         return (self.ids_BT + example_B[:, None] * self.shape[0]).flatten()
 
 
 class TiedTable(Sum):
-    """An embedding table that is also the output layer: Outer + Rows, without a table an example.
+    """The gradients of an embedding table that is also the output layer: Outer + Rows.
+
+    The norms need no gradient of the size of the table for each example.
 
     Computes: |G + R|^2 = |G|^2 + |R|^2 + 2 <G, R>, where <G, R> = sum over s, t of b_t[id_s] (a_t . r_s).
 
     Args:
-        outer: the output layer.
-        rows: the table.
+        outer: gradients G from the output layer.
+        rows: gradients R from the embedding.
     """
 
     def __init__(self, outer: Outer, rows: Rows) -> None:

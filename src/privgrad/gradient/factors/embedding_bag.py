@@ -1,4 +1,6 @@
-"""Bags of words: the gradient of an embedding table from which every example reads weighted sums of rows.
+"""The factors of an embedding table from which each example reads weighted sums of rows (bags of words).
+
+`Bags` is for one bag per example, and `ManyBags` for several.
 
 Shape suffixes: B examples, J bags of an example, T words of a bag, W different words of an example, D width, V rows of
 the table.
@@ -24,12 +26,14 @@ from privgrad.gradient.factors.norms import (
 
 
 class Bags(Factor):
-    """g_i = c_i r_i^T, shape (V, D), with c_i the weights of example i's words: sparse, and never written out.
+    """The gradients of a table for one bag per example: g_i = c_i r_i^T, shape (V, D).
+
+    Here c_i holds the weights of example i's words. It is sparse; only `dense` writes it out.
 
     Args:
-        ids_BT: words, integer, shape (B, T); one that occurs several times counts as often.
-        weight_BT: what each is multiplied with, shape (B, T); 0 for padding.
-        r_BD: gradient of the bag's output, shape (B, D).
+        ids_BT: words, integer, shape (B, T); the weights of a repeated word add up.
+        weight_BT: the weight of each word, shape (B, T); 0 for padding.
+        r_BD: gradient of each bag's output, shape (B, D).
         rows: V.
     """
 
@@ -71,11 +75,14 @@ class Bags(Factor):
         return ManyBags(ids, weight, r, self.shape[0])
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """|c| |r|; with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2), whose terms are all positive."""
+        """Return |c| |r|, or with scales s: sqrt(sum over v and d of c_v^2 s_vd^2 r_d^2).
+
+        All terms are positive, so none cancel.
+        """
         plain_B = self._of_bags(self._bags.values().double().square()).sqrt() * norms_of(self.r_BD)
         if inverse_scales is None:
             return plain_B
-        # The largest entries are 1 here. Squares that underflow all the same are `hidden`.
+        # The largest entries are scaled to 1. Where squares underflow nevertheless, the norm is computed again below.
         largest, (r_BD, r_B), (_, c_B) = inverse_scales.max(), scale_rows(self.r_BD), scale_rows(self.weight_BT)
         scales, bags = (inverse_scales / largest).to(self.r_BD.dtype), self._bags
         c = bags.values() / c_B.to(bags.dtype)[bags.indices()[0]]
@@ -89,28 +96,30 @@ class Bags(Factor):
         return norm_B
 
     def _scaled_norm(self, index: int, inverse_scales: Tensor) -> Tensor:
-        """Of one example, in float64: no square of it under- or overflows."""
+        """Return one example's norm, in float64, where no square under- or overflows."""
         bag = self[index : index + 1]._bags
         columns, c_T = bag.indices()[1], bag.values().double()
         scaled_TD = c_T[:, None] * inverse_scales[columns].double() * self.r_BD[index]
         return cast(Tensor, torch.linalg.vector_norm(scaled_TD))
 
     def _of_bags(self, values: Tensor) -> Tensor:
-        """Sums over each example's different words."""
+        """Return the sums of values over each example's distinct words, shape (B,)."""
         return values.new_zeros(self.examples).index_add_(0, self._bags.indices()[0], values)
 
     @cached_property
     def _bags(self) -> Tensor:
-        """c, sparse (B, V); words that occur several times are added up."""
+        """The weights c, sparse, shape (B, V); the weights of repeated words are added up."""
         return _sparse(self.ids_BT, self.weight_BT, self.shape[0])
 
 
 class ManyBags(Factor):
-    """g_i = sum over j of c_ij r_ij^T, shape (V, D): several bags an example, as of a user's documents.
+    """The gradients of a table for several bags per example: g_i = sum over j of c_ij r_ij^T, shape (V, D).
+
+    Under user-level privacy, for instance, a user's documents are the bags.
 
     Args:
         ids_BJT: words, integer, shape (B, J, T).
-        weight_BJT: what each is multiplied with; 0 for padding.
+        weight_BJT: the weight of each word, shape (B, J, T); 0 for padding.
         r_BJD: gradients of the bags' outputs, shape (B, J, D).
         rows: V.
     """
@@ -187,7 +196,7 @@ class ManyBags(Factor):
         return (weight_BJT.sum(2).double() * position_norms(self.r_BJD)).sum(1)
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """From the rows that an example reads: each is the sum of what its bags add to it."""
+        """Return the norms from the rows that each example reads, after its bags have been added up."""
         norm_B = self.r_BJD.new_zeros(self.examples, dtype=torch.float64)
         for index in range(self.examples):
             words_W, rows_WD = self._rows(index)
@@ -197,7 +206,7 @@ class ManyBags(Factor):
         return norm_B
 
     def _rows(self, index: int) -> tuple[Tensor, Tensor]:
-        """The different words of an example, sorted, and the rows of g_i at these; all others are zero."""
+        """Return an example's distinct words, sorted, and the rows of g_i for them; all other rows are zero."""
         ids_JT = self.ids_BJT[index]
         words_W, place_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
         bags = _sparse(place_JT, self.weight_BJT[index], len(words_W))
@@ -205,7 +214,7 @@ class ManyBags(Factor):
 
 
 def _sparse(ids_JT: Tensor, weight_JT: Tensor, columns: int) -> Tensor:
-    """Bags as rows of a sparse matrix (J, columns); words that occur several times are added up."""
+    """Return bags as rows of a sparse matrix (J, columns); the weights of repeated words are added up."""
     rows_JT = torch.arange(len(ids_JT), device=ids_JT.device)[:, None].expand_as(ids_JT)
     indices, shape = torch.stack([rows_JT.flatten(), ids_JT.flatten()]), (len(ids_JT), columns)
     return torch.sparse_coo_tensor(indices, weight_JT.flatten(), shape, check_invariants=False).coalesce()

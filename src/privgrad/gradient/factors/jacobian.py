@@ -1,4 +1,7 @@
-"""The factor of a parameter from which a layer computes its weight, and the Jacobian of that computation.
+"""The factor of a parameter from which a layer computes its weight, by the Jacobian of that computation.
+
+A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
+to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.capture` makes these factors.
 
 Shape suffixes: B examples, P a parameter's shape.
 """
@@ -29,53 +32,55 @@ from privgrad.gradient.factors.norms import (
     norms_of,
 )
 
-_ROUNDS, _MARGIN = 6, 2.0  # of the power method, and what its result is multiplied with
+_ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
 
 
-_PASSES, _GROWTH = 32, 1.25  # after so many, or where J grew by so much, its norm is measured again
+_PASSES, _GROWTH = 32, 1.25  # the norm of J is measured again after so many passes, or if J grew by this factor
 
 
-_SHARES = random.Random()  # of no stream that a user seeds
+_SHARES = random.Random()  # independent of every stream that a user seeds
 
 
 class Jacobian:
-    """J, by which a layer's weight changes with a parameter that it is computed from, the same for every example.
+    """The Jacobian J of a layer's weight with respect to a parameter from which it is computed.
+
+    It is the same for every example.
 
     Args:
         weight: the weight, with its graph.
         parameter: a leaf of that graph.
-        norm: an upper bound on the spectral norm of J, or what finds one.
+        norm: an upper bound on the spectral norm of J, or a function that returns one.
     """
 
     def __init__(self, weight: Tensor, parameter: Tensor, norm: "float | Callable[[Jacobian], float]") -> None:
         self.weight, self.parameter, self._norm = weight, parameter, norm
 
     def pull(self, grad: Tensor, *, batched: bool = False) -> Tensor:
-        """Return J^T grad, shaped like the parameter; with `batched` for each row of grad."""
+        """Return the vector-Jacobian product J^T grad, shaped like the parameter; with `batched`, one per row."""
         grad = grad.to(self.weight.dtype)
         return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
 
     @cached_property
     def norm(self) -> float:
-        """The bound."""
+        """The upper bound on the spectral norm of J."""
         return self._norm(self) if callable(self._norm) else self._norm
 
     def stretch(self, u: Tensor) -> float:
-        """Return |J^T u| for a u of length 1."""
+        """Return |J^T u| for a vector u of length 1."""
         return float(float64_norms(self.pull(u).flatten()))
 
     def measured_norm(self, start: Tensor) -> float:
-        """Estimate the spectral norm of J by the power method, times two; infinite where torch cannot take J u.
+        """Estimate twice the spectral norm of J by the power method; infinite if torch cannot compute J u.
 
-        Computes: u = J J^T u / |u| again and again, from a fixed start; the largest |J^T u| / |u|. With c the share of
-        the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm: 0.53 for a start in a
-        million dimensions, and nearly all of it where one direction stands out.
+        Computes: repeats u = J J^T u / |u| from a fixed start, and takes the largest |J^T u| / |u|. With c the share of
+        the start along the largest direction, this is at least c^(1/(2 rounds - 1)) of the norm. That is 0.53 for a
+        start in a million dimensions, and close to 1 if one direction dominates.
 
         Args:
             start: a vector drawn at random, shaped like the weight.
 
         Privacy:
-            Made of the weights alone, which are public: no data can be built to hide from it.
+            The estimate depends on the weights alone, which are public: no data can be built to hide from it.
         """
         u, largest = start.to(self.weight), 0.0
         try:
@@ -88,22 +93,23 @@ class Jacobian:
                     if not 0 < stretch < math.inf or not pulled.requires_grad:
                         break
                     (u,) = torch.autograd.grad(pulled, u, pulled.detach())
-        except RuntimeError:  # an operation whose derivative has none
+        except RuntimeError:  # an operation without a second derivative
             return math.inf
         return _MARGIN * largest if largest < math.inf else math.inf
 
 
 class JacobianNorms:
-    """Norms of Jacobians, each kept for some passes, while its J pulls a fixed vector back to no greater length.
+    """A cache of the norms of Jacobians, each kept for some passes.
 
-    A step moves weights by little, but a gate that opens, say, changes J at once.
+    A step usually changes weights little, but may change J at once, for instance where a gate opens. So each pass
+    computes |J^T u| for a fixed u. If this has grown too much, the norm is measured again.
     """
 
     def __init__(self) -> None:
         self._found: dict[object, _Measured] = {}
 
     def of(self, key: object, jacobian: Jacobian) -> float:
-        """Return the norm that is known for the key, or measure it."""
+        """Return the norm of the key's Jacobian, from the cache or measured now."""
         known = self._found.get(key)
         if known is not None and known.start.shape != jacobian.weight.shape:
             known = None
@@ -118,23 +124,24 @@ class JacobianNorms:
 class _Measured(NamedTuple):
     norm: float
     start: Tensor  # of length 1
-    stretch: float  # |J^T start|
-    left: int  # passes
+    stretch: float  # |J^T start| when the norm was measured
+    left: int  # passes until the norm is measured again
 
 
 def _unit_vector(like: Tensor) -> Tensor:
-    """Return a vector shaped like the tensor, the same at each call, drawn from the uniform one on the sphere."""
+    """Return a unit vector shaped like the tensor, drawn uniformly from the sphere with a fixed seed."""
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (drawn / native_norms(drawn.flatten())).to(like.detach())
 
 
 class Pulled(Factor):
-    """A parameter from which a layer's weight is computed, the same way for every example: g_i = J^T h_i.
+    """The gradients of a parameter from which a layer computes its weight: g_i = J^T h_i.
 
     Args:
         inner: h_i, gradients with respect to the weight.
-        jacobian: J.
-        apart: pull sums back example by example: in half precision all would share the rounding of a large sum.
+        jacobian: J, the same for every example.
+        apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for half precision,
+            where all examples would share the rounding errors of a large sum.
     """
 
     def __init__(self, inner: Factor, jacobian: Jacobian, *, apart: bool) -> None:
@@ -164,10 +171,12 @@ class Pulled(Factor):
     def sum_and_rounding(
         self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
     ) -> tuple[Tensor, float]:
-        """Pull the sum back twice, once times a random number: the results differ by what J^T rounds on the way.
+        """Return J^T times the sum, and an estimate of the rounding errors of this product.
 
-        That may be far more than |J| suggests: J may itself be a small difference of large terms, as where weight_norm
-        projects nearly all of a gradient away. It is infinite where the sum shows that the norm of J is out of date.
+        Computes: the product twice, once with the sum times a random number. The results differ by rounding errors.
+        These may be far larger than |J| suggests, because J may itself be a small difference of large terms. For
+        instance, weight_norm may project nearly all of a gradient away. The estimate is infinite if the product is
+        longer than the known norm of J allows, so that this norm is out of date.
         """
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
@@ -192,7 +201,7 @@ class Pulled(Factor):
         return torch.cat([flattened(part.dense()) @ direction.flatten() for part in self._split()])
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        """Bound the terms of J^T h_i by |J| and those of h_i; None where each is pulled back by itself."""
+        """Return |J| times the bound of h_i, or None if each example's product is computed by itself."""
         if self.apart:
             return None
         return largest_scale(inverse_scales) * self.jacobian.norm * term_bound_of(self.inner, None)
@@ -202,7 +211,7 @@ class Pulled(Factor):
         return self.inner.positions
 
     def _outgrows(self, summed: Tensor, pulled: Tensor) -> bool:
-        """Return whether J^T has made a sum longer than the norm of J allows."""
+        """Return whether J^T times the sum is longer than the norm of J allows."""
         return not float(norms_of(pulled[None])) <= 1.01 * self.jacobian.norm * float(norms_of(summed[None]))
 
     def _like(self, inner: Factor) -> "Pulled":
@@ -210,4 +219,4 @@ class Pulled(Factor):
 
 
 class PulledDense(Dense):
-    """Gradients that were pulled back one by one, written out."""
+    """Gradients of such a parameter, multiplied with J^T one by one and written out in full."""

@@ -1,4 +1,4 @@
-"""The factor of a linear map's weight.
+"""The factor of a linear map's weight: a sum of outer products over positions.
 
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
@@ -27,7 +27,7 @@ from privgrad.threads import blocks
 
 
 class Outer(Factor):
-    """The weight of a linear map: g_i = sum over t of b_it a_it^T, shape (O, I).
+    """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
 
     Args:
         a_BTI: inputs, shape (B, T, I).
@@ -50,15 +50,15 @@ class Outer(Factor):
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.a_BTI.new_zeros(self.shape, dtype=torch.float64)
-        few = examples_per_block(self.positions * sum(self.shape))
-        for start in range(0, self.examples, few):
-            part = slice(start, start + few)
+        size = examples_per_block(self.positions * sum(self.shape))
+        for start in range(0, self.examples, size):
+            part = slice(start, start + size)
             b_BTO = self.b_BTO[part].double() * weight_B[part].double()[:, None, None]
             total.addmm_(b_BTO.flatten(0, 1).mT, self.a_BTI[part].double().flatten(0, 1))
         return total
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """By way of inner products of positions, unless the parameter is smaller than these."""
+        """Return g_i x_it by inner products of positions, where this takes fewer operations than g_i itself."""
         positions, (outputs, inputs) = (self.a_BTI.shape[1], x_BTI.shape[1]), self.shape
         if positions[0] * positions[1] * (inputs + outputs) <= sum(positions) * inputs * outputs:
             return (x_BTI @ self.a_BTI.mT) @ self.b_BTO
@@ -84,9 +84,9 @@ class Outer(Factor):
         return Outer(self.b_BTO, self.a_BTI)
 
     def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
-        """All positions of all examples in one dimension, with the weights in b."""
+        """Return b and a with the positions of all examples in one dimension, and the weights multiplied into b."""
         a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
-        if not b_BTO.is_contiguous():  # as recurrent layers leave them, time first
+        if not b_BTO.is_contiguous():  # recurrent layers keep time first in memory
             a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
         return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
 
@@ -121,11 +121,11 @@ class Outer(Factor):
         return self.a_BTI.shape[1]
 
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        """By the cheapest exact formula for the shapes.
+        """Return the norms by the cheapest exact formula for the shapes.
 
-        One position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. Few positions
-        against the size of the parameter: inner products, |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise
-        written out in chunks.
+        For one position (T = 1): |b| |a|, or sqrt(b^2 . W a^2) with W = inverse_scales^2. For few positions relative
+        to the size of the parameter, without scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise the
+        gradients are written out in chunks.
         """
         positions, (outputs, inputs) = self.a_BTI.shape[1], self.shape
         if positions == 1 and inverse_scales is None:
@@ -139,17 +139,17 @@ class Outer(Factor):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
         if inverse_scales is None and positions * (inputs + outputs) < inputs * outputs:
-            few = self._split(examples_per_block(positions**2))
-            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in few])
+            chunks = self._split(examples_per_block(positions**2))
+            return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         return super().norms(inverse_scales)
 
     def norms_by_inner_products(self) -> Tensor:
-        """From Gram matrices of positions; where terms cancel, from the sum itself."""
+        """Return the norms from Gram matrices of positions, or from g_i itself where terms cancel or underflow."""
         a_BTT, b_BTT = self.a_BTI @ self.a_BTI.mT, self.b_BTO @ self.b_BTO.mT
         a_BT, b_BT = (gram.diagonal(dim1=1, dim2=2).sqrt() for gram in (a_BTT, b_BTT))
         bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
-        # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from the clipping.
+        # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from clipping.
         hidden_B = square_B <= CANCELLED * bound_B.square()
         hidden_B |= self.underflowing(a_BT, b_BT)
         norm_B = square_B.clamp(min=0).sqrt()
@@ -159,10 +159,13 @@ class Outer(Factor):
         return norm_B
 
     def underflowing(self, a_BT: Tensor | None = None, b_BT: Tensor | None = None) -> Tensor:
-        """Which examples have positions whose squares underflow on one side and are large on the other, shape (B,).
+        """Return which examples have a position whose squares underflow on one side and are large on the other.
+
+        The result is bool, shape (B,).
 
         Args:
-            a_BT, b_BT: norms of the positions, in their own precision, where they are known.
+            a_BT: norms of the positions of a, in the precision of a; None: they are computed.
+            b_BT: the same for b.
         """
         a_BT, b_BT = (
             native_norms(self.a_BTI) if a_BT is None else a_BT,
@@ -171,14 +174,15 @@ class Outer(Factor):
         found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
         for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
             lost_BT = (small_BT < TINY) & (large_BT > 1)
-            if bool(lost_BT.any()):  # what is zero, as at positions that are filled up, hides nothing
+            if bool(lost_BT.any()):  # exact zeros, as at padded positions, hide nothing
                 found_B |= (lost_BT & (x_BTD != 0).any(2)).any(1)
         return found_B
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
-        """sqrt(b^2 W . a^2) for one place, with W the squared inverse scales: all terms are positive, none cancel.
+        """Return sqrt(b^2 W . a^2) for one position, with W the squared inverse scales.
 
-        The largest entries of W and of each row of b are 1 here. Squares that underflow all the same are `hidden`.
+        All terms are positive, so none cancel. The largest entries of W and of each row of b are 1 here. Squares may
+        underflow nevertheless: the caller finds such norms by `lost_to_underflow`.
         """
         b_BO, b_B = scale_rows(self.b_BTO[:, 0])
         square_BI = b_BO.square_() @ square.to(b_BO.dtype)
@@ -194,6 +198,8 @@ def bounding_product(inverse_scales: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _UnitSquares:
+    """The squares of one tensor of scales, and the version of the tensor that they belong to."""
+
     version: int
     largest: float
     square: Tensor
@@ -203,9 +209,10 @@ _unit_squares_of: MutableMapping[Tensor, _UnitSquares] = WeakTensorKeyDictionary
 
 
 def _unit_squares(scales: Tensor) -> tuple[float, Tensor]:
-    """(largest scale, squares of the scales over it): made once while the scales stay as they are.
+    """Return the largest scale, and the squares of the scales divided by it; cached until the scales change.
 
-    Scales that are written over get new squares, in the same memory: to find fresh memory takes as long as to fill it.
+    Scales that were overwritten get new squares in the same memory, since new memory takes as long to allocate as to
+    fill.
     """
     known = None if scales.is_inference() else _unit_squares_of.get(scales)
     if known is None or known.version != scales._version:

@@ -1,4 +1,6 @@
-"""Each example's gradient mixed with a public one, still factored.
+"""Per-example gradients mixed with a public gradient, still factored.
+
+`PrivateGradient` clips these gradients if a preconditioner keeps a share of each and adds a public average.
 
 Shape suffixes: B examples, P the shape of one parameter.
 """
@@ -14,14 +16,14 @@ from privgrad.gradient.factors.norms import at_least_float32, native_norms
 
 
 class Shifted(Factor):
-    """g_i + shift: every example gets the same public share.
+    """The gradients of another factor plus the same public tensor: g_i + s.
 
-    Computes: |g_i + s|^2 = |g_i|^2 + 2 <g_i, s> + |s|^2, and written out where these terms cancel.
+    Computes: |g_i + s|^2 = |g_i|^2 + 2 <g_i, s> + |s|^2. Where these terms cancel, the gradient is written out instead.
 
     Args:
         inner: g_i.
         shift: s, shape P.
-        kept_B: which examples are there at all; the others are zero. None is all.
+        kept_B: whether each example is kept, bool, shape (B,); all others are zero, without s. None keeps all.
     """
 
     def __init__(self, inner: Factor, shift: Tensor, kept_B: Tensor | None = None) -> None:
@@ -78,7 +80,14 @@ class Shifted(Factor):
 def shifted(
     chunk: Mapping[str, Factor], keep: float, shift: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Factor]:
-    """keep * g_i + shift for every example of a chunk; what no loss reaches has g_i = 0, what has no shift 0."""
+    """Return keep * g_i + shift for every example of a chunk.
+
+    Args:
+        chunk: factors of g_i by parameter name. A parameter that no loss reaches is missing, and has g_i = 0.
+        keep: share of the example's own gradient, in (0, 1].
+        shift: public tensors by parameter name; a missing shift is 0.
+        parameters: the model's parameters by name.
+    """
     examples = next(iter(chunk.values())).examples
     found: dict[str, Factor] = {name: factor * keep for name, factor in chunk.items()}
     for name, value in shift.items():

@@ -1,4 +1,7 @@
-"""Weight standardization, and each example's gradient through it without writing one out.
+"""Weight standardization, and per-example gradients through it in closed form.
+
+The general way is `jacobian.Pulled`, which must write each gradient out for its norm. Here norms, weighted sums and
+moved weights follow from means and inner products of rows. `engines.capture` chooses between the two.
 
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
@@ -18,13 +21,13 @@ from privgrad.gradient.factors.outer import Outer
 
 
 class WeightStandardization(nn.Module):
-    """A parametrization: per output channel, mean 0 and variance 1 / fan-in, times a gain.
+    """A parametrization that gives each output channel mean 0 and variance 1 / fan-in, times a gain.
 
     Args:
-        channels: how many gains there are to learn, 1 at first; None for none.
+        channels: number of gains to learn, which are 1 at first; None: there is no gain.
     Reference:
-        De et al. 2022 (arXiv 2204.13650). Deviation: (W - mean) / sqrt(fan-in var(W) + 1e-4); they take the larger of
-        the two under the root.
+        De et al. 2022 (arXiv 2204.13650). Deviation: (W - mean) / sqrt(fan-in var(W) + 1e-4). The paper takes the
+        larger of the two terms under the root instead of their sum.
     """
 
     def __init__(self, channels: int | None = None) -> None:
@@ -32,7 +35,7 @@ class WeightStandardization(nn.Module):
         self.gain = None if channels is None else nn.Parameter(torch.ones(channels, 1, 1, 1))
 
     def forward(self, weight: Tensor) -> Tensor:
-        # One operator and its derivative: private training may need them for each example.
+        # layer_norm is one operator with one derivative: private training may need them for each example.
         fan_in = weight[0].numel()
         unit = F.layer_norm(weight.flatten(1), (fan_in,), eps=_added(fan_in))
         weight = (unit / fan_in**0.5).view_as(weight)
@@ -40,21 +43,24 @@ class WeightStandardization(nn.Module):
 
 
 def _added(fan_in: int) -> float:
-    """To the variance of a row."""
+    """Return the constant that is added to the variance of a row."""
     return 1e-4 / fan_in
 
 
-Rows = Outer | Dense  # of a weight, shape (O, F): of few positions, or written out
+Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
 
 
 class Combined(Factor):
-    """Rows of each example's own, of a matrix that all share, and of ones: g_io = h_io + along_io y_o + level_io.
+    """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
+
+    The three terms are a row of the example's own, a multiple of a row that all examples share, and a constant.
 
     Args:
-        inner: h_i, shape (O, F); rows, or a sum of such.
-        rows: y, shape P, which is (O, F) with F flattened.
-        along_BO, level_BO: what they are multiplied with.
-        square_BO: |g_io|^2 up to rounding of |h_io|^2, where it is known.
+        inner: h_i, shape (O, F): `Rows`, or a sum of them.
+        rows: y, shape P, which is (O, F) after F is flattened.
+        along_BO: factors of y_o.
+        level_BO: constants that are added to all entries of a row.
+        square_BO: |g_io|^2 up to rounding errors of |h_io|^2, or None if it is not known.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class Combined(Factor):
         return largest_scale(inverse_scales) * (term_bound_of(self.inner, None) + along_B.double() + level_B.double())
 
     def of_patches(self) -> "Combined":
-        """As a linear map of patches, shape (O, F)."""
+        """Return the gradients as gradients of a linear map of patches, shape (O, F)."""
         return Combined(self.inner, self.rows.flatten(1), self.along_BO, self.level_BO)
 
     def apply(self, x_BTI: Tensor) -> Tensor:
@@ -118,13 +124,16 @@ class Combined(Factor):
 
 
 class Projected(Combined):
-    """A gradient that came back through standardized rows: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o.
+    """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
+
+    Computes: g_io = scale_io q_io, q_io = h_io - mean_io - along_io y_o. So q is h without its mean and without its
+    part along the standardized row y_o.
 
     Args:
-        h: with respect to the weight.
+        h: gradients with respect to the weight.
         rows: y, shape P.
-        scale_BO: as above.
-        mean_BO: of h_io.
+        scale_BO: scale_io.
+        mean_BO: mean of h_io.
         along_BO: mean of y_o h_io.
         square_BO: |q_io|^2.
     """
@@ -146,16 +155,18 @@ class Projected(Combined):
 
 
 class StandardizedWeight:
-    """A convolution's weight that WeightStandardization computes, at the parameters.
+    """A convolution's weight that WeightStandardization computes, and its derivatives in closed form.
 
-    Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean), r_o the inverse root of the row's variance and what is
-    added to it, k_o = gain_o / sqrt(F). With <.> for means over a row, a gradient h_o with respect to w_o is, with
-    respect to v_o,
-        g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>),
-    and sqrt(F) <y_o h_o> with respect to the gain. All that follows from g is made of h, y and ones.
+    The parameters are v (named "original") and the gain. All examples share them.
+
+    Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean) and k_o = gain_o / sqrt(F). Here r_o is the inverse root of
+    the row's variance plus the added constant. Let <.> be the mean over a row. A gradient h_o with respect to w_o gives
+        g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>)
+    with respect to v_o, and sqrt(F) <y_o h_o> with respect to the gain. So g is a combination of h, y and ones, and so
+    is everything that is computed from g below (see `Combined`).
 
     Args:
-        parametrization: torch's, of the weight.
+        parametrization: torch's parametrization of the weight.
     """
 
     def __init__(self, parametrization: nn.Module) -> None:
@@ -166,12 +177,12 @@ class StandardizedWeight:
         self.rows, self.inverse_1O = rows_OF.view(v.shape), inverse_O1.mT
         k_O = torch.ones_like(inverse_O1) if gain is None else at_least_float32(gain.detach())
         self.k_1O = k_O.view(1, -1) / self.fan_in**0.5
-        # <y>, and 1 - <y y>: up to rounding 0, and what is added times r^2.
+        # <y>, which is 0 up to rounding; and 1 - <y y>, which is the added constant times r^2 up to rounding.
         self.level_1O, self.lost_1O = rows_OF.mean(1)[None], 1 - rows_OF.square().mean(1)[None]
 
     @classmethod
     def of(cls, parametrization: nn.Module) -> "StandardizedWeight | None":
-        """None where another parametrization computes the weight."""
+        """Return the weight of this parametrization, or None unless it is WeightStandardization alone, unchanged."""
         steps, own = list(cast(nn.ModuleList, parametrization)), dict(parametrization.named_parameters())
         if [type(step) for step in steps] != [WeightStandardization] or not own.keys() <= {"original", "0.gain"}:
             return None
@@ -183,26 +194,32 @@ class StandardizedWeight:
     def stretch(self, parameter: Tensor) -> float:
         """Bound the spectral norm of the weight's Jacobian with respect to the parameter.
 
-        Computes: for v, the largest of r_o k_o, as what stands behind it projects; for the gain, the root of the mean
-        of y_o^2, which is at most one.
+        Computes: for v, the largest |r_o k_o|, since the rest of the Jacobian is a projection. For the gain, the root
+        of the mean of y_o^2, which is at most 1.
         """
         return float((self.inverse_1O * self.k_1O).abs().max()) if parameter is self.own["original"] else 1.0
 
     def takes(self, grads: Factor) -> bool:
-        """Whether this is the shorter way for such gradients."""
+        """Return whether `pull` is cheaper for these gradients than the general way, `jacobian.Pulled`."""
         return isinstance(grads, Convolution) and grads.by_inner_products
 
     def moved(self, moves: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
-        """Where its parameters are moved, by name; None if not along gradients that were pulled back here."""
+        """Return the weight of each example at moved parameters, or None if the closed form does not apply.
+
+        It applies if the moves are along one gradient that `pull` returned, of few positions.
+
+        Args:
+            moves: displacements of the parameters, by name.
+        """
         few = self.knows(moves) and isinstance(self.along(moves)[0].inner, Outer)
         return MovedStandardizedWeight(self, moves) if few else None
 
     def knows(self, moves: Mapping[str, Displacement]) -> bool:
-        """Whether these are along one gradient that was pulled back here."""
+        """Return whether the moves are along one gradient that `pull` returned."""
         return "original" in moves and isinstance(moves["original"].factor, Projected)
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        """By parameter, gradients with respect to it from those with respect to the weight."""
+        """Return gradients with respect to each parameter, given gradients with respect to the weight."""
         h = _rows_of(grads)
         mean_BO, along_BO = self._means(h)
         scale_BO = (self.inverse_1O * self.k_1O).expand_as(mean_BO)
@@ -211,9 +228,10 @@ class StandardizedWeight:
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
     def tangent(self, moves: Mapping[str, Displacement]) -> Displacement:
-        """How far the weight moves with its parameters, to first order: k_o D u_o + (move of k_o) y_o.
+        """Return the displacement of the weight when its parameters move, to first order.
 
-        D u = r (u - y <y u>) is what y does along a u without mean.
+        Computes: k_o D u_o + (move of k_o) y_o, with u the move of v. Here D u = r (u - y <y u>) is the derivative of
+        y along a u whose rows have mean 0.
         """
         g, share_B1, gain_BO = self.along(moves)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
@@ -222,16 +240,19 @@ class StandardizedWeight:
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
-        """As `pull`, with the derivative of <h, tangent>, h being what g was pulled back from, as if h were constant.
+        """Return `pull` of the gradients, plus the curvature of the weight itself.
 
-        Computes: with u = s g the move of v, m that of k, and G = k h,
+        BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
+        to its parameters. That term is the derivative of <h, tangent> with h held constant, where `pull` made g from h.
+
+        Computes: let u = s g be the move of v, let m be the move of k, and let G = k h. The term is
             - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
             <h, D u> / sqrt(F) along the gain.
 
         Args:
-            total: gradients with respect to the weight, with what curvature adds to them.
-            more: what curvature adds by way of the layer's input.
-            moves: of the parameters, by name, along g.
+            total: gradients with respect to the weight, including the change of the output gradient by curvature.
+            more: the term that curvature adds to them through the layer's input; None: there is none.
+            moves: displacements of the parameters along g, by name.
         """
         g, s_B1, m_BO = self.along(moves)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
@@ -251,7 +272,7 @@ class StandardizedWeight:
             rest = _by_rows(rest, scale_BO)
             inner_square_BO += 2 * _products(own, rest) + _products(rest, rest)
             inner = _both(own, rest)
-        # The inner factor's means, of which the projections leave nothing but the part along y that is added.
+        # <inner> and <y inner>: the projection removes both; then of_y is added along y.
         inner_mean_BO = scale_BO * mean_tBO + of_h_BO * mean_BO
         inner_along_BO = scale_BO * along_tBO + of_h_BO * along_BO
         y_BO = s_B1 * r_1O * of_y_BO - inner_along_BO
@@ -262,23 +283,23 @@ class StandardizedWeight:
         return self.named(bent, fan_in**0.5 * along_tBO + of_gain_BO)
 
     def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
-        """By parameter, of those that are trained."""
+        """Return the factors by parameter, for the parameters that are trained."""
         found = {
             name: original if name == "original" else Dense(gain_BO.view(-1, *p.shape)) for name, p in self.own.items()
         }
         return {self.own[name]: factor for name, factor in found.items() if self.own[name].requires_grad}
 
     def _means(self, h: Rows) -> tuple[Tensor, Tensor]:
-        """(<h>, <y h>), shape (B, O)."""
+        """Return (<h>, <y h>), each of shape (B, O)."""
         return _sums(h) / self.fan_in, _products(h, self.rows.flatten(1)) / self.fan_in
 
     def slope(self, g: Projected) -> Tensor:
-        """<y g>."""
+        """Return <y g>, shape (B, O)."""
         scale_BO, mean_BO, along_BO, _ = g.parts[1]
         return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 
     def along(self, moves: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
-        """(g, s, m): v moves by s_i g_i, k by m."""
+        """Return (g, s, m): v moves by s_i g_i, and k by m."""
         move, gain = moves["original"], moves.get("0.gain")
         m_BO = (
             gain.dense().flatten(1) / self.fan_in**0.5 if gain is not None else move.share.new_zeros(len(move.share), 1)
@@ -287,10 +308,14 @@ class StandardizedWeight:
 
 
 class MovedStandardizedWeight:
-    """The same at each example's own parameters, moved along gradients g of few positions that were pulled back.
+    """A standardized weight at each example's own parameters, moved along gradients g that `pull` returned.
 
-    Computes: v + s g has rows with y' = (r' / r) y + r' s g, of which the variance is known from those of v and g, and
-    <v g>.
+    Computes: v + s g has the standardized rows y' = (r' / r) y + r' s g. Their r' follows from the variances of v and g
+    and from <v g>. So y' is again a combination of h, y and ones. The gradients g are of few positions.
+
+    Args:
+        common: the weight at the parameters that all examples share.
+        moves: displacements of the parameters along g, by name.
     """
 
     def __init__(self, common: StandardizedWeight, moves: Mapping[str, Displacement]) -> None:
@@ -302,7 +327,7 @@ class MovedStandardizedWeight:
         self._k_BO, share_BO, of_y_BO = common.k_1O + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
         square_BO = cast(Tensor, g.square_BO).to(m_BO.dtype) / common.fan_in
         along_BO = of_y_BO + share_BO * g.along_BO
-        self._level_BO = common.level_1O * along_BO  # of g, all but its part along y is level
+        self._level_BO = common.level_1O * along_BO  # <y'>: apart from its part along y, g has mean 0
         moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
             2 * of_y_BO * common.slope(g) + share_BO * square_BO
         )
@@ -310,14 +335,14 @@ class MovedStandardizedWeight:
         self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
     def move(self) -> Displacement:
-        """How far each example's weight lies from the one at the parameters."""
+        """Return the displacement of each example's weight from the common weight."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O
         moved = Combined(_by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
-        """As that of the common weight."""
+        """Return gradients with respect to each parameter, given gradients with respect to each example's weight."""
         rows, fan_in = self._rows, self._common.fan_in
         h = _rows_of(grads.merge(grads.examples // rows.examples) if grads.examples != rows.examples else grads)
         mean_BO, along_BO = _sums(h) / fan_in, _products(h, rows.of_patches()) / fan_in
@@ -332,37 +357,37 @@ class MovedStandardizedWeight:
 
 
 def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor) -> Tensor:
-    """What h - <h> - y <y h> lacks of the mean square of h, by <h>, <y h>, <y> and 1 - <y y>."""
+    """Return the mean square of h less that of h - <h> - y <y h>, from <h>, <y h>, <y> and 1 - <y y>."""
     return mean_BO.square() + along_BO.square() * (1 + lost_BO) - 2 * mean_BO * along_BO * level_BO
 
 
 def _rows_of(grads: Factor) -> Rows:
-    """Gradients of a convolution's weight, as rows."""
+    """Return gradients of a convolution's weight as rows, written out unless they are of few positions."""
     few = isinstance(grads, Convolution) and grads.by_inner_products
     return cast(Rows, grads.of_patches() if few else Dense(grads.dense().flatten(2)))
 
 
 def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:
-    """Every row of every example times its own number."""
+    """Return every row of every example times its own number."""
     if isinstance(h, Outer):
         return Outer(h.a_BTI, h.b_BTO * scale_BO[:, None])
     return Dense(h.grads_BP * scale_BO[:, :, None])
 
 
 def _both(one: Rows, other: Rows) -> Factor:
-    """The sum; inputs of few positions stay where they are."""
+    """Return the sum of both; the inputs of Outer factors are not copied."""
     return one + other if isinstance(one, Dense) else Sum([one, other])
 
 
 def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:
-    """Both times their numbers; of the same inputs, if of few positions."""
+    """Return the sum of both, each row times its own number; Outer factors must have the same inputs."""
     if isinstance(one, Outer) and isinstance(other, Outer):
         return Outer(one.a_BTI, torch.addcmul(one.b_BTO * one_BO[:, None], other.b_BTO, other_BO[:, None]))
     return Dense(torch.addcmul(one.dense() * one_BO[:, :, None], other.dense(), other_BO[:, :, None]))
 
 
 def _products(h: Rows, other: Factor | Tensor) -> Tensor:
-    """Inner products of rows with those of a factor, or of a matrix that all share: shape (B, O)."""
+    """Return inner products of the rows of h with those of a factor or of a common matrix, shape (B, O)."""
     if isinstance(h, Outer):
         found_BTO = other.apply(h.a_BTI) if isinstance(other, Factor) else h.a_BTI @ other.mT
         return (found_BTO * h.b_BTO).sum(1)
@@ -370,5 +395,5 @@ def _products(h: Rows, other: Factor | Tensor) -> Tensor:
 
 
 def _sums(h: Rows) -> Tensor:
-    """Of rows, shape (B, O)."""
+    """Return the sums over each row, shape (B, O)."""
     return (h.a_BTI.sum(2, keepdim=True).mT @ h.b_BTO)[:, 0] if isinstance(h, Outer) else h.grads_BP.sum(2)

@@ -1,8 +1,13 @@
-"""One file a torch layer: its forward pass, and the factors of its parameters' gradients.
+"""One file per torch layer type: its forward pass, and the factors of its parameters' gradients.
 
-A layer without a rule is taken by vmap, which is right and slow. So a rule is about speed only, as long as it is
-right: the self-check compares it with autograd, and `tests/contract/test_rules.py` with the reference engine.
-Importing this package registers all rules of the library.
+A rule (`base.Rule`) computes a layer's output and the per-example gradients of its parameters, as factors. Attention
+and recurrent layers have adapters instead. `functional` applies rules to calls of `F.linear` and `F.conv1d` to 3d. The
+engine in `privgrad.gradient.engines` finds the rule of each layer. Importing this package registers all rules of the
+library.
+
+A layer without a rule is computed by vmap, which is correct but slow. A rule therefore only adds speed, provided that
+it is correct: a wrong rule breaks the privacy guarantee. The self-check of the engine compares rules with autograd,
+and `tests/contract/test_rules.py` compares them with the reference engine.
 """
 
 from privgrad.gradient.layers import conv, embedding, linear, normalization

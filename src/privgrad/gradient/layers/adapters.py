@@ -1,4 +1,8 @@
-"""Attention and recurrent layers: forwards with taps, and what the taps' gradients say of the parameters."""
+"""Adapters: replaced forwards of attention and recurrent layers, which give the per-example gradients.
+
+An adapter computes the same as the module, and passes some intermediate tensors through a tap. `engines.capture`
+records these tensors. From the gradient of each, the adapter makes the factors of the parameters' gradients.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +17,7 @@ from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers.attention import attention_forward
 from privgrad.gradient.layers.recurrent import recurrent_forward
 
-# (tensor of the graph, gradient of the tensor -> factors by parameter)
+# (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use from then on
 Tap = Callable[[Tensor, Callable[[Tensor], Mapping[Tensor, Factor]]], Tensor]
 Adapter = Callable[..., Any]
 
@@ -26,7 +30,10 @@ _FORWARDS: dict[type[nn.Module], Adapter] = {
 
 
 def find_adapter(module: nn.Module) -> Adapter | None:
-    """The forward (module, tap, *args, **kwargs) that stands in for the module's own, or None."""
+    """Return a forward (module, tap, *args, **kwargs) that replaces the module's own, or None.
+
+    There is none for subclasses, parametrized modules and modules whose forward has been replaced.
+    """
     forward = _FORWARDS.get(type(module))
     if forward is None or "forward" in vars(module) or any(map(parametrize.is_parametrized, module.modules())):
         return None

@@ -1,7 +1,8 @@
-"""nn.MultiheadAttention with its projections in reach: a forward that is the same and exposes them.
+"""A forward of nn.MultiheadAttention that computes the same and exposes the outputs of its projections.
 
-The module hands its weights to one functional, where no hook sees the projections' outputs; here each is a tap.
-Parameters enter detached: their gradients come from the contributions alone.
+The module passes its weights to one functional, so no hook sees the projections' outputs. Here each output goes through
+a tap. Parameters enter detached: their gradients come from the taps' contributions alone. `adapters` makes factors of
+the contributions.
 
 Shape suffixes: B examples, H heads, T queries, S keys, E embedding, D = E / H, O outputs of a projection.
 """
@@ -19,7 +20,7 @@ Contribution = tuple[str, str, Tensor | None, Tensor] | tuple[str, str, Tensor |
 Contributions = Callable[[Tensor], list[Contribution]]
 Tap = Callable[[Tensor, Contributions], Tensor]
 
-_Rows = tuple[Tensor | None, str, slice | None]  # a parameter's rows, its name, and which they are if not all
+_Rows = tuple[Tensor | None, str, slice | None]  # rows of a parameter, its name, and which rows if not all
 
 _NAME = "MultiheadAttention"
 
@@ -36,43 +37,50 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What module(query, key, value, ...) returns, by way of taps.
+    """Compute module(query, key, value, ...) with a tap at the output of each projection.
 
     Args:
-        module: with any of its options.
-        tap: (tensor, contributions) -> the tensor to go on with. contributions(gradient of the tensor) lists
+        module: the attention layer, with any of its options.
+        tap: (tensor, contributions) -> the tensor to use from then on. contributions(gradient of the tensor) lists
             (parameter, "outer", a, b), a (B, T, in), b (B, T, out): the gradient of example i is sum_t b_it a_it^T;
             (parameter, "bias", None, b): it is sum_t b_it; (parameter, "dense", None, g): it is g_i. A fifth entry, a
-            slice, says which rows of the parameter are meant; other taps contribute the others.
-        query, key, value: shape (B, length, features), or (length, B, features) without batch_first. One tensor in
-            several roles has one projection and one tap.
-        key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal: as in torch.
+            slice, gives the rows of the parameter that the entry is for; other taps contribute the other rows.
+        query: shape (B, length, features), or (length, B, features) without batch_first.
+        key: the same. A tensor that is used in several roles has one projection and one tap.
+        value: the same.
+        key_padding_mask: as in torch.
+        need_weights: as in torch.
+        attn_mask: as in torch.
+        average_attn_weights: as in torch.
+        is_causal: as in torch.
     Returns:
-        As torch does: output, and the attention weights or None.
+        The output, and the attention weights or None, as torch returns them.
     Raises:
         UnsupportedModuleError: the inputs are nested, or have no batch dimension.
-        PrivacyError: a mask is of a wrong shape or type, or missing.
+        PrivacyError: a mask has a wrong shape or dtype, or is missing.
     Privacy:
-        NOT private. Each example's contributions depend on it and the weights alone; dropout draws for each.
+        NOT private. Each example's contributions depend on that example, the weights and its own dropout draws alone.
     """
     if query.is_nested or query.dim() != 3:
-        got = "a nested tensor" if query.is_nested else f"{query.dim()} dimensions"
+        got = "a nested tensor" if query.is_nested else f"a tensor of shape {tuple(query.shape)}"
         remedy = "give a batch of padded sequences, of size 1 for a single one"
         raise expected(_NAME, "query", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
     if is_causal and attn_mask is None:
-        raise expected(_NAME, "attn_mask", "with is_causal", None, "give it: is_causal only says what it is")
+        remedy = "give the causal mask, since is_causal only describes attn_mask"
+        raise expected(_NAME, "attn_mask", "to be a tensor where is_causal is set", None, remedy)
     q_BTE, k_BSE, v_BSE = _projected(module, tap, query, key, value)
     size, length, width = q_BTE.shape
     heads = cast(int, module.num_heads)
     head_dim = width // heads
     mask = _merged(attn_mask, key_padding_mask, (size, heads, length, k_BSE.shape[1]), query.dtype)
-    hint = is_causal and key_padding_mask is None and not need_weights  # torch then drops the mask for the hint
+    # In this case torch, too, uses is_causal and not the mask.
+    hint = is_causal and key_padding_mask is None and not need_weights
     if module.bias_k is not None and module.bias_v is not None:
         k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, "bias_k", size)], 1)
         v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, "bias_v", size)], 1)
     if module.add_zero_attn:
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
-    if mask is not None:  # what was appended is open to all
+    if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
     q_BHTD, k_BHSD, v_BHSD = _heads(q_BTE, heads), _heads(k_BSE, heads), _heads(v_BSE, heads)
     dropout, weights = module.dropout if module.training else 0.0, None
@@ -91,13 +99,16 @@ def attention_forward(
 
 
 def _heads(tensor: Tensor, heads: int) -> Tensor:
-    """(B, T, E) -> (B, H, T, D)."""
+    """Reshape (B, T, E) to (B, H, T, D)."""
     size, length, width = tensor.shape
     return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
 
 
 def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[Tensor]:
-    """Queries, keys and values, each (B, length, E). Roles that share their tensor share a product and a tap."""
+    """Return queries, keys and values, each of shape (B, length, E).
+
+    Roles that share their tensor share a product and a tap.
+    """
     query, key, value = roles
     packed, bias = cast("Tensor | None", module.in_proj_weight), cast("Tensor | None", module.in_proj_bias)
     groups = [(0, 1), (1, 2), (2, 3)]
@@ -118,14 +129,15 @@ def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[
 
 
 def _linear(tap: Tap, inputs: Tensor, weights: _Rows, biases: _Rows) -> Tensor:
-    """inputs weight^T + bias, tapped."""
+    """Return inputs weight^T + bias, passed through the tap."""
     (weight, weight_name, weight_rows), (bias, bias_name, bias_rows) = weights, biases
     version = 0 if inputs.is_inference() else inputs._version  # pyright: ignore[reportPrivateUsage]
 
     def contributions(grad_BTO: Tensor) -> list[Contribution]:
-        if inputs._version != version:  # pyright: ignore[reportPrivateUsage]
-            remedy = "use the operation that is not in place"  # torch's own backward pass refuses it likewise
-            raise expected(_NAME, "inputs", "to stay unchanged", "a change in place", remedy, UnsupportedModuleError)
+        if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
+            condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
+            remedy = "use an operation that is not in place"  # torch's own backward pass refuses such a change, too
+            raise expected(_NAME, "inputs", condition, got, remedy, UnsupportedModuleError)
         found = [_entry(weight_name, "outer", inputs.detach(), grad_BTO, weight_rows)]
         return found if bias is None else [*found, _entry(bias_name, "bias", None, grad_BTO, bias_rows)]
 
@@ -138,12 +150,12 @@ def _entry(name: str, kind: str, a: Tensor | None, b: Tensor, rows: slice | None
 
 
 def _repeated(tap: Tap, bias: Tensor, name: str, size: int) -> Tensor:
-    """A key or value that is a parameter, for every example: (B, 1, E)."""
+    """Return a key or value that is a parameter, repeated for every example and tapped: shape (B, 1, E)."""
     return _tapped(tap, bias.detach().expand(size, 1, -1), lambda grad: [(name, "dense", None, grad.unsqueeze(1))])
 
 
 def _tapped(tap: Tap, tensor: Tensor, contributions: Contributions) -> Tensor:
-    if torch.is_grad_enabled() and not tensor.requires_grad:  # nothing before it does
+    if torch.is_grad_enabled() and not tensor.requires_grad:  # its inputs do not require gradients
         tensor.requires_grad_()
     return tap(tensor, contributions)
 
@@ -151,7 +163,7 @@ def _tapped(tap: Tap, tensor: Tensor, contributions: Contributions) -> Tensor:
 def _merged(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> Tensor | None:
-    """Both masks as one to be added to the scores, of a shape that broadcasts to (B, H, T, S)."""
+    """Return both masks as one tensor that is added to the scores, of a shape that broadcasts to (B, H, T, S)."""
     size, heads, length, keys = shape
     shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
         "attn_mask": {(length, keys): (1, 1, length, keys), (size * heads, length, keys): shape},
@@ -162,8 +174,9 @@ def _merged(
         if mask is None:
             continue
         if tuple(mask.shape) not in shapes[name] or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            condition = f"of shape {' or '.join(map(str, shapes[name]))}, boolean or floating point"
-            raise expected(_NAME, name, condition, f"{tuple(mask.shape)}, {mask.dtype}", "correct the mask")
+            condition = f"to be of shape {' or '.join(map(str, shapes[name]))}, and boolean or floating point"
+            got = f"shape {tuple(mask.shape)} and {mask.dtype}"
+            raise expected(_NAME, name, condition, got, "give a mask of this shape and such a dtype")
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
         mask = mask.reshape(shapes[name][tuple(mask.shape)])

@@ -1,4 +1,4 @@
-"""Rules of convolutions, plain and transposed."""
+"""The rules of convolutions, plain and transposed."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -41,24 +41,24 @@ class _Convolution(Rule):
         padded, geometry = self._padded(layer, x)
         if "weight" not in moves or geometry.by_patches(geometry.positions(padded.shape[2:])):
             return super().moved(layer, parameters, moves, x)
-        # Where patches are too many, one convolution with the moved weights beats two.
+        # With many positions, one convolution with the moved weights is faster than `forward` plus `delta`.
         output = convolve(Dense(moves["weight"].added_to(parameters["weight"])), padded, geometry)
         if "bias" in parameters:
             output = output + parameters["bias"].view(-1, *[1] * (x.dim() - 2))
         return output + of_channels(moves["bias"], x).to(output.dtype) if "bias" in moves else output
 
     def _padded(self, layer: Any, x: Tensor) -> tuple[Tensor, Geometry]:
-        """The input with the padding that a geometry cannot say, and the geometry."""
+        """Return the input, padded where a Geometry cannot express the padding, and the geometry."""
         padding = layer.padding
         if layer.padding_mode != "zeros":
             x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), (0,) * (x.dim() - 2)
-        elif isinstance(padding, str):  # "same" may pad one side more
+        elif isinstance(padding, str):  # "same" may pad one side by one more
             x, padding = F.pad(x, layer._reversed_padding_repeated_twice), (0,) * (x.dim() - 2)
         return x, _geometry(layer, padding)
 
 
 class FunctionalConvolution(_Convolution):
-    """A call of F.conv1d, 2d or 3d; the layer is its options."""
+    """The rule of a call of F.conv1d, 2d or 3d; `layer` holds the options of the call."""
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]
@@ -76,7 +76,7 @@ class _TransposedConvolution(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         if name == "bias":
             return Dense(sum_over(at_least_float32(grad).flatten(2), 2))
-        # The weight's gradient is that of the convolution that goes back: from the outputs to the inputs.
+        # A transposed convolution is the adjoint of a plain one: its gradient is the same with x and grad exchanged.
         return Convolution(grad, x, _geometry(layer, layer.padding))
 
 

@@ -1,4 +1,4 @@
-"""Rules of embedding tables and bags.
+"""The rules of embedding tables and embedding bags.
 
 Shape suffixes: B examples, T positions of an example, D width.
 """
@@ -40,7 +40,7 @@ class _Embedding(Rule):
 
 @register_rule(nn.EmbeddingBag)
 class _EmbeddingBag(Rule):
-    """Bags of fixed length: input (B, T), output (B, D)."""
+    """The rule of nn.EmbeddingBag for bags of equal length: input (B, T), output (B, D)."""
 
     parameters = ("weight",)
     has_delta = is_bilinear = True

@@ -1,4 +1,4 @@
-"""Modules without a rule of their own: their calls of F.linear and F.conv1d to 3d, which have one."""
+"""Rules for calls of F.linear and of F.conv1d to 3d, in modules that have no rule of their own."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,14 @@ from privgrad.gradient.layers.linear import Linear
 
 @dataclass(frozen=True)
 class Product:
-    """One call: a rule, what stands for its layer, the weights it was given, and the input."""
+    """One call of F.linear or of F.conv1d to 3d.
+
+    Attributes:
+        rule: the rule for the call.
+        layer: the options of the call, which the rule takes in place of a layer.
+        weights: the weight and the bias that were passed, by name.
+        x: the input.
+    """
 
     rule: Rule
     layer: Any
@@ -27,11 +34,14 @@ class Product:
 
 
 class Products(TorchFunctionMode):
-    """While open, each such call whose weights are made of the given parameters alone goes to `take` instead.
+    """A mode that passes calls of these functions to `take`, and uses its result in place of theirs.
+
+    It takes a call only if its weights are computed from the given parameters alone. `engines.capture` opens it around
+    the forward of a module without a rule.
 
     Args:
-        parameters: of the module whose forward runs.
-        take: product -> what the call returns.
+        parameters: parameters of the module whose forward runs.
+        take: function from a product to the result of the call.
     """
 
     def __init__(self, parameters: Sequence[Tensor], take: Callable[[Product], Tensor]) -> None:
@@ -83,7 +93,7 @@ def _convolution(
 
 
 def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """A number for each dimension, as torch reads them."""
+    """Return one number for each dimension, by torch's convention."""
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * (dims if len(value) == 1 else 1)

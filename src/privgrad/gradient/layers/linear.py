@@ -1,4 +1,4 @@
-"""Rules of linear maps, dense, transposed and of sparse rows."""
+"""The rules of linear maps: dense, with a transposed weight, and for sparse inputs."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -16,6 +16,8 @@ from privgrad.gradient.layers.base import Rule, by_rows, in_positions, of_bags, 
 
 @register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 class Linear(Rule):
+    """The rule of nn.Linear, and of calls of F.linear."""
+
     has_delta = is_bilinear = True
 
     def forward(self, layer: nn.Linear, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -36,13 +38,13 @@ class Linear(Rule):
         return by_rows(cast(Tensor, moved), x.shape[:-1])
 
     def oriented(self, move: Displacement) -> Displacement:
-        """Of a weight of shape (O, I)."""
+        """Return the displacement as one of a weight of shape (O, I)."""
         return move
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
 class _TransposedLinear(Linear):
-    """Hugging Face's Conv1D: a Linear whose weight has shape (I, O)."""
+    """The rule of Hugging Face's Conv1D, which is a Linear whose weight has shape (I, O)."""
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.linear(x, parameters["weight"].T, parameters["bias"])
@@ -60,7 +62,7 @@ class _TransposedLinear(Linear):
 
 @register_rule("privgrad.models.SparseLinear")
 class _SparseLinear(Rule):
-    """Packed rows (B, 2, L), output (B, O)."""
+    """The rule of SparseLinear: input (B, 2, L) of column numbers and values, output (B, O)."""
 
     has_delta = is_bilinear = True
 

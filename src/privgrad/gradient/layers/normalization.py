@@ -1,4 +1,4 @@
-"""Rules of normalizations: layer, RMS, group, instance, and batch statistics that are frozen."""
+"""The rules of layer, RMS, group and instance normalization, and of batch normalization with frozen statistics."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -15,7 +15,7 @@ from privgrad.gradient.layers.standardization import standardized
 
 
 class _Normalization(Rule):
-    """out = weight * normalized(x) + bias, elementwise."""
+    """The common rule of normalizations: out = weight * normalized(x) + bias, elementwise."""
 
     has_delta = is_bilinear = True
 
@@ -32,7 +32,7 @@ class _Normalization(Rule):
     def moved(
         self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
     ) -> Tensor:
-        """With one normalization, where forward and delta would have two."""
+        """Return the output at moved parameters, with one normalization where forward and delta would take two."""
         output = self.normalized(layer, x)
         for name, combine in (("weight", torch.mul), ("bias", torch.add)):
             if name in parameters:
@@ -42,14 +42,14 @@ class _Normalization(Rule):
         return output
 
     def at_positions(self, layer: Any, values: Tensor, x: Tensor) -> Tensor:
-        """Values of channels, shape (rows, C), to be broadcast over positions."""
+        """Reshape values of channels, shape (rows, C), to broadcast over positions."""
         return values.view(*values.shape, *[1] * (x.dim() - 2))
 
     def normalized(self, layer: Any, x: Tensor) -> Tensor:
         return self.forward(layer, {}, x)
 
     def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:
-        """As normalized."""
+        """Return `normalized`, in a form of which torch can take second derivatives."""
         return self.normalized(layer, x)
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
@@ -64,15 +64,15 @@ class _Normalization(Rule):
         return Dense(torch.cat(parts))
 
     def over_positions(self, layer: Any, grad: Tensor) -> Tensor:
-        """Sum over everything but examples and channels: shape (B, C)."""
+        """Sum over all dimensions except examples and channels: shape (B, C)."""
         return sum_over(grad.flatten(2), 2) if grad.dim() > 2 else grad
 
 
 class _ScaleAndShift(_Normalization):
-    """out = weight * x + bias: a normalization without its normalizing step.
+    """The rule of a normalization after its normalizing step: out = weight * x + bias.
 
     Args:
-        whole: knows which positions the parameters are for.
+        whole: the rule of the normalization, which knows the dimensions that its parameters vary over.
     """
 
     def __init__(self, whole: _Normalization) -> None:
@@ -132,7 +132,7 @@ class _InstanceNorm(_Normalization):
 
 @register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class _FrozenBatchNorm(_Normalization):
-    """In evaluation mode only: the statistics are constants."""
+    """The rule of batch normalization in evaluation mode, where the statistics are constants."""
 
     def supports(self, layer: Any) -> bool:
         return not layer.training and layer.running_mean is not None

@@ -1,14 +1,17 @@
 # pyright: reportIncompatibleMethodOverride=false
-# torch types an autograd Function's methods as taking anything.
-"""nn.LSTM, nn.GRU and nn.RNN with their gate gradients in reach: a forward that is the same and exposes them.
+# In torch's types, an autograd Function's methods accept any arguments.
+"""A forward of nn.LSTM, nn.GRU and nn.RNN that computes the same and exposes the gradients of the gates.
 
-torch's fused kernels hide the gradients of the pre-activations, from which the per-sample weight gradients follow.
-Here a layer and direction is one matrix product over all time (the tap) and an autograd Function around a loop with
-few operations a step: on CPU as fast as torch's own. What does not depend on the incoming gradient is computed for all
-time at once, before the backward loop. Parameters enter detached: their gradients come from the contributions alone.
+The per-example gradients of the weights follow from the gradients of the pre-activations, which torch's fused kernels
+hide. Here each layer and direction has two parts. The first is one matrix product over all time, whose output goes
+through the tap. The second is an autograd Function with a loop of few operations per time step, as fast on CPU as
+torch's own. Its backward pass computes all that does not depend on the incoming gradient before its loop, for all time
+at once. Parameters enter detached: their gradients come from the taps' contributions alone. `adapters` makes factors of
+the contributions.
 
-Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. hidden
-and cells have T + 1 rows, the initial state first. The reverse direction runs on flipped copies, its taps too.
+Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. The
+tensors `hidden` and `cells` have T + 1 rows, the initial state first. The reverse direction, including its taps, runs
+on flipped copies.
 """
 
 from collections.abc import Callable
@@ -31,28 +34,29 @@ Grads = tuple[Tensor | None, ...]
 def recurrent_forward(
     module: nn.LSTM | nn.GRU | nn.RNN, tap: Tap, inputs: Tensor, hx: State | None = None
 ) -> tuple[Tensor, State]:
-    """What module(inputs, hx) returns, by way of taps.
+    """Compute module(inputs, hx) with taps at the pre-activations.
 
-    Computes: the module's own recurrence, in the dtype of its parameters, autocast or not (torch's would be narrower).
+    Computes: the module's own recurrence in the dtype of its parameters, with or without autocast (under autocast
+    torch uses a narrower dtype).
 
     Args:
-        module: with any of its options.
-        tap: (tensor, contributions) -> the tensor to go on with. contributions(gradient of the tensor), once the
+        module: the recurrent layer, with any of its options.
+        tap: (tensor, contributions) -> the tensor to use from then on. contributions(gradient of the tensor), once the
             backward pass has run, lists (parameter, "outer", a, b), a (B, T, in), b (B, T, out): the gradient of
             example i is sum_t b_it a_it^T; and (parameter, "bias", None, b): it is sum_t b_it.
         inputs: shape (B, T, I), or (T, B, I) without batch_first.
         hx: initial state as torch takes it, shape (layers * directions, B, P), with cells for an LSTM; None is zero.
     Returns:
-        As torch does: outputs, and the last state (for an LSTM a pair).
+        The outputs and the last state (for an LSTM a pair), as torch returns them.
     Raises:
         UnsupportedModuleError: the inputs are packed, or have no batch dimension.
-        RuntimeError: hx has a wrong shape; or the gradient is differentiated again.
+        RuntimeError: hx has a wrong shape, or the gradient is differentiated again.
     Privacy:
-        NOT private. Each example's contributions depend on it and the weights alone; dropout draws for each.
+        NOT private. Each example's contributions depend on that example, the weights and its own dropout draws alone.
     """
     name, padded = type(module).__name__, isinstance(cast("object", inputs), Tensor)
     if not padded or inputs.dim() != 3:
-        got = f"{inputs.dim()} dimensions" if padded else type(inputs).__name__
+        got = f"a tensor of shape {tuple(inputs.shape)}" if padded else type(inputs).__name__
         remedy = "give a batch, of size 1 for one sequence" if padded else "pad sequences instead"
         raise expected(name, "inputs", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
     dtype = cast("Tensor", module.weight_ih_l0).dtype
@@ -85,7 +89,11 @@ def recurrent_forward(
 def _direction(
     module: nn.RNNBase, suffix: str, tap: Tap, inputs: Tensor, hidden_BP: Tensor, cell_BH: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer in one direction: outputs (T, B, P), last hidden state (B, P), last cell (B, H; of an LSTM)."""
+    """Compute one layer in one direction.
+
+    Returns:
+        The outputs (T, B, P), the last hidden state (B, P), and the last cell (B, H), which only an LSTM changes.
+    """
     reverse = suffix.endswith("_reverse")
     inputs = inputs.flip(0) if reverse else inputs
     version = 0 if inputs.is_inference() else inputs._version  # pyright: ignore[reportPrivateUsage]
@@ -94,17 +102,18 @@ def _direction(
         return cast("Tensor", getattr(module, name + suffix)).detach()
 
     def tapped(tensor: Tensor, contributions: Contributions) -> Tensor:
-        if torch.is_grad_enabled() and not tensor.requires_grad:  # nothing before it does
+        if torch.is_grad_enabled() and not tensor.requires_grad:  # its inputs do not require gradients
             tensor.requires_grad_()
         return tap(tensor, contributions)
 
     def of_gates(grad_TBG: Tensor) -> list[Contribution]:
-        if inputs._version != version:  # pyright: ignore[reportPrivateUsage]
-            remedy = "use the operation that is not in place"  # torch's own backward pass refuses it likewise
-            raise expected("recurrent_forward", "inputs", "unchanged", "a change", remedy, UnsupportedModuleError)
+        if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
+            condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
+            remedy = "use an operation that is not in place"  # torch's own backward pass refuses such a change, too
+            raise expected(type(module).__name__, "inputs", condition, got, remedy, UnsupportedModuleError)
         inputs_BTI, before_BTP = inputs.detach().transpose(0, 1), before_TBP.transpose(0, 1)
         b_BTG = later_BTG = grad_TBG.transpose(0, 1)
-        if isinstance(module, nn.GRU):  # n = tanh(of input + r * of hidden): two gradients
+        if isinstance(module, nn.GRU):  # n = tanh(input term + r * hidden term): their gradients differ
             later_BTG = grad_TBG.clone().transpose(0, 1)
             later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
         found: list[Contribution] = [("weight_ih" + suffix, "outer", inputs_BTI, b_BTG)]
@@ -122,7 +131,7 @@ def _direction(
     pre_TBG = tapped(F.linear(inputs, parameter("weight_ih"), bias_ih), of_gates)
     if isinstance(module, nn.LSTM):
         weight_hr = nothing_TBP = None
-        if module.proj_size:  # nothing, added to each projected state: its gradient is the state's
+        if module.proj_size:  # zeros that are added to each projected state, since their gradient is the state's
             weight_hr = parameter("weight_hr")
             nothing_TBP = tapped(zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
@@ -136,18 +145,23 @@ def _direction(
 
 
 class _LSTM(torch.autograd.Function):
-    """c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h); projected, h = W_hr o tanh(c) + nothing."""
+    """The recurrence of an LSTM.
+
+    Computes: c = f c + i n, h = o tanh(c), (i, f, n, o) = gates(pre + W_hh h). With a projection,
+    h = W_hr o tanh(c) + nothing, where `nothing` is zero.
+    """
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, c: Tensor, *projection: Any) -> Any:
         weight_hr, nothing = cast("tuple[Tensor | None, Tensor]", projection)
-        hidden, cells = h.repeat(len(pre) + 1, 1, 1), c.repeat(len(pre) + 1, 1, 1)  # row 0 counts, the rest is room
+        # Row 0 is the initial state; the loop overwrites the other rows.
+        hidden, cells = h.repeat(len(pre) + 1, 1, 1), c.repeat(len(pre) + 1, 1, 1)
         news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.new_empty(pre.shape)
         unprojected = torch.empty_like(news) if weight_hr is not None else hidden[1:]
         for t in range(len(pre)):
             torch.addmm(pre[t], hidden[t], weight_hh.t(), out=gates[t])
             i, f, n, o = gates[t].chunk(4, 1)
-            news[t].copy_(n).tanh_()  # many times faster than on the strided n
+            news[t].copy_(n).tanh_()  # a copy: many times faster than on n, which is strided
             gates[t].sigmoid_()
             torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, news[t])
             torch.mul(o, torch.tanh(cells[t + 1], out=tanhs[t]), out=unprojected[t])
@@ -187,11 +201,14 @@ class _LSTM(torch.autograd.Function):
 
 
 class _GRU(torch.autograd.Function):
-    """h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh. Returns hidden and r."""
+    """The recurrence of a GRU, which returns hidden and r.
+
+    Computes: h = n + z (h - n), (r, z) = sigmoid(pre + s), n = tanh(pre + r s), s = W_hh h + b_hh.
+    """
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, bias_hh: Tensor, h: Tensor) -> Any:
-        hidden, gates = h.repeat(len(pre) + 1, 1, 1), pre.new_empty(pre.shape)  # r, z, and s of n
+        hidden, gates = h.repeat(len(pre) + 1, 1, 1), pre.new_empty(pre.shape)  # r, z, and the part s of n
         news, width = torch.empty_like(hidden[1:]), h.shape[1]
         for t in range(len(pre)):
             torch.addmm(bias_hh, hidden[t], weight_hh.t(), out=gates[t])
@@ -225,7 +242,7 @@ class _GRU(torch.autograd.Function):
 
 
 class _RNN(torch.autograd.Function):
-    """h = tanh or relu of (pre + W_hh h). Returns hidden."""
+    """The recurrence of a plain RNN, h = tanh or relu of (pre + W_hh h), which returns hidden."""
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, relu: bool) -> Tensor:

@@ -1,6 +1,7 @@
-"""Rows less their mean over the root of their variance, with a second derivative in closed form.
+"""Standardization of rows, (x - mean) / sqrt(variance + eps), with its second derivative in closed form.
 
-torch composes the derivative of its normalizations' derivative of some forty operators; here it takes six passes.
+torch composes the second derivative of its normalizations from some forty operators. Here it takes six passes. The
+rules of layer and group normalization use it for curvature.
 """
 
 from typing import Any, cast
@@ -11,7 +12,10 @@ from torch.autograd.function import once_differentiable
 
 
 def standardized(x: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over all dimensions but the first; float32 or wider under autocast."""
+    """Return (x - mean) / sqrt(variance + eps) over all dimensions but the first.
+
+    Under autocast it is computed in float32 or wider.
+    """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's own normalizations do
     return cast(Tensor, _Standardize.apply(x.flatten(1), eps)).view_as(x)
@@ -42,9 +46,10 @@ class _Derivative(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, other: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of <h, D g>: D h along g; along x, with <.> means over a row and c(g, h) their covariance,
+        """Return the derivatives of <h, D g> with respect to g and x, with h (`other`) held constant.
 
-        - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g).
+        Computes: D h with respect to g. With respect to x, where <.> is the mean over a row and c(g, h) the covariance,
+            - r^2 (c(g, h) - <y g> <y h>) y - r (<y g> D h + <y h> D g).
         """
         grad, x, mean, r, of_grad = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         y, of_other = (x - mean) * r, _derivative(other, x, mean, r)
