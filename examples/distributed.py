@@ -1,11 +1,11 @@
-"""Several processes train one model privately, on one machine or many.
+"""Train one model privately in several processes, on one machine or on many.
 
-Shows   fit(processes=...): each process clips its own examples; the first adds one noise to the sum of all and keeps
-        the ledger. With --sharded the model is cut up by FSDP2.
-Needs   pip install '.[experiments]'; torch comes with torchrun. Fifteen seconds.
-Run     torchrun --nproc-per-node 2 examples/distributed.py [--sharded]; again, with another number of processes, after
-        any interruption: it goes on
-Prints  accuracy on held-out digits, epsilon, and how many processes there were.
+Shows   fit(processes=...): each process clips its own examples. The first process adds one noise to the sum of all
+        and keeps the ledger. With --sharded, FSDP2 shards the model.
+Needs   pip install '.[experiments]'. torchrun is part of torch. Fifteen seconds.
+Run     torchrun --nproc-per-node 2 examples/distributed.py [--sharded]. Run it again after an interruption to resume,
+        with any number of processes.
+Prints  accuracy on held-out digits, epsilon, and the number of processes.
 """
 
 import os
@@ -59,7 +59,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Threads of gloo may outlive the group, and can abort a process that ends as usual, which torchrun reports.
+    # Threads of gloo may outlive the group and abort a process at its normal exit. torchrun would report an error.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

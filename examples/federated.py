@@ -1,6 +1,6 @@
-"""Federated training with privacy for users, simulated in one process: 200 made-up users share the digits.
+"""Train with user-level privacy: a simulation in one process, with 200 invented users who share the digits.
 
-Shows   that the unit of privacy is a user: each trains by themselves, and what they send is clipped as one.
+Shows   the unit of privacy is a user. Each user trains locally, and the update of a user is clipped as a whole.
 Needs   pip install '.[experiments]'. Ten seconds.
 Run     python examples/federated.py
 Prints  accuracy on the test digits, and the user-level epsilon.
@@ -14,7 +14,7 @@ from privgrad.data import by_user, digits
 
 data = digits()
 inputs, labels = data.train.tensors
-# Whose each image is, made up: about seven images a user, who writes two of the digits only.
+# Invented authors of the images: a user has about seven images and writes only two of the digits.
 torch.manual_seed(0)
 writers = torch.randint(0, 40, labels.shape) + 40 * (labels // 2)
 users = by_user((inputs, labels), writers.tolist(), cap=10)
@@ -29,7 +29,7 @@ plan = pg.PrivacyPlan.for_users(
 )
 
 
-def loss_fn(model, batch):  # -> one loss per example; what is one user's is put together from these
+def loss_fn(model, batch):  # one loss per example; LocalTraining averages them for each user
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -38,9 +38,9 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 private_update = pg.PrivateGradient(
     model, loss_fn, plan, perturb=pg.federated.LocalTraining(lr=0.5, batch_size=5, epochs=2)
 )
-server = pg.optim.SGD(model.named_parameters(), lr=1.0)  # averaging; AdamBC takes the noise out of its second moment
+server = pg.optim.SGD(model.named_parameters(), lr=1.0)  # federated averaging; AdamBC is another choice
 
-for cohort in plan.batches(users):  # each user with probability 1/4, whoever else is there
+for cohort in plan.batches(users):  # each user with probability 1/4, independently of the others
     server.step(grad=private_update(cohort))
 
 test_inputs, test_labels = data.test.tensors

@@ -1,6 +1,6 @@
-"""One server and four devices, each a process of Flower's, train one model privately; four are too few to learn from.
+"""Train one model privately with Flower: one server and four devices, each in its own process.
 
-Shows   PrivateStrategy for the ServerApp, client_app for devices; a deployment adds certificates.
+Shows   PrivateStrategy for the ServerApp, client_app for devices. A deployment needs certificates and more devices.
 Needs   pip install '.[flower,experiments]'.
 Run     python examples/flower.py
 Prints  Flower's log, with the accuracy on held-out digits after each round, and the user-level epsilon.
@@ -36,7 +36,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def data_of(context: Context, user: int) -> tuple[Tensor, ...]:  # a real device has one user's, and no other
+def data_of(context: Context, user: int) -> tuple[Tensor, ...]:  # a real device has the data of one user only
     return tuple(rows[user : user + 1] for rows in users.tensors)
 
 
@@ -53,7 +53,7 @@ def main(grid: Grid, context: Context) -> None:
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
     strategy = PrivateStrategy(model, optimizer, plan, ledger=context.run_config["ledger"])
 
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:  # of public data
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:  # on public data
         return MetricRecord({"accuracy": (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()})
 
     strategy.start(grid, strategy.arrays, num_rounds=plan.steps, timeout=60, evaluate_fn=evaluate)
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for command in commands]
     try:
         while subprocess.run(["flwr", "run", str(FOLDER), "here", "--stream"], check=False).returncode:
-            pass  # the SuperLink is not there yet
+            pass  # the SuperLink has not started yet
     finally:
         for process in processes:
             process.terminate()

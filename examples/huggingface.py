@@ -1,10 +1,10 @@
-"""A transformer that classifies sequences, trained privately by Hugging Face's Trainer.
+"""Train a sequence classifier privately with the Hugging Face Trainer.
 
-Shows   PrivateTrainer in the Trainer's place; schedule, evaluation, checkpoints and resuming are the Trainer's.
-Needs   pip install '.[hf]'. Nothing is downloaded: it tells comments from code in the sources of Python, byte by byte,
-        from random weights; BertForSequenceClassification.from_pretrained(...) and its tokenizer take their places.
-        Forty seconds.
-Run     python examples/huggingface.py; after an interruption, with --resume, from the last checkpoint and the ledger
+Shows   PrivateTrainer in place of the Trainer. The Trainer does the schedule, evaluation, checkpoints and resuming.
+Needs   pip install '.[hf]'. Nothing is downloaded. The model has random weights and learns to tell comments from code
+        in the sources of Python, byte by byte. In real use, replace it with
+        BertForSequenceClassification.from_pretrained(...) and its tokenizer. Forty seconds.
+Run     python examples/huggingface.py. After an interruption, add --resume: it uses the last checkpoint and the ledger.
 Prints  accuracy on held-out lines after each epoch, and epsilon.
 """
 
@@ -20,11 +20,11 @@ from transformers import BertConfig, BertForSequenceClassification, EvalPredicti
 import privgrad as pg
 from privgrad.integrations.huggingface import PrivateTrainer
 
-LENGTH = 32  # public: the longest line there may be
+LENGTH = 32  # public: the largest length of a line, in bytes
 
 
 def lines() -> list[dict[str, Any]]:
-    """Bytes of a line, padded to the public length: tokenizer(..., padding="max_length", max_length=LENGTH)."""
+    """Return lines as bytes, padded to the public length, as tokenizer(..., padding="max_length") does."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     stripped = {line.strip() for path in sources for line in path.read_text(errors="replace").splitlines()}
     known = [line for line in sorted(stripped) if line.isascii() and len(line) >= 16]
@@ -52,8 +52,8 @@ def main(steps: int = 200, folder: str = "runs/huggingface", *, resume: bool = F
     args = TrainingArguments(
         folder,
         max_steps=plan.steps,
-        per_device_train_batch_size=plan.expected_batch_size,  # expected; memory is microbatch_size's
-        max_grad_norm=0.0,  # the plan's bounds each example; the Trainer's own would clip the noise
+        per_device_train_batch_size=plan.expected_batch_size,  # the expected size; microbatch_size sets the memory
+        max_grad_norm=0.0,  # the plan's norm clips each example; the Trainer's would clip the noisy gradient
         eval_strategy="epoch",  # an epoch is 1 / sample_rate steps
         lr_scheduler_type="cosine",
         report_to=[],

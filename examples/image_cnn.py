@@ -1,11 +1,11 @@
-"""Images: a small CNN, trained privately in one call of fit().
+"""Train a small CNN on images privately, with one call of fit().
 
-Shows   what any private training here consists of: public numbers, a loss for each example, an optimizer, fit().
-Needs   pip install '.[experiments]' (scikit-learn, which holds the handwritten digits). Ten seconds.
+Shows   the parts of private training: public numbers, one loss for each example, an optimizer and fit().
+Needs   pip install '.[experiments]' (scikit-learn contains the handwritten digits). Ten seconds.
 Run     python examples/image_cnn.py
-Prints  accuracy on held-out images after each evaluation, and the epsilon that is spent.
+Prints  accuracy on held-out images, and the epsilon spent, at each evaluation.
 
-privgrad.data has larger sets: fashion_mnist(), cifar10(); num_examples is then theirs.
+privgrad.data has larger data sets, fashion_mnist() and cifar10(). Set num_examples to their size.
 """
 
 import torch
@@ -17,7 +17,7 @@ from privgrad.data import digits
 
 
 def make_model() -> nn.Module:
-    """GroupNorm in place of BatchNorm, which would mix the examples of a batch (and is refused)."""
+    """Return a CNN with GroupNorm. BatchNorm mixes the examples of a batch, so privgrad refuses it."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.GroupNorm(4, 16),
@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """One loss for each example: shape (B,), not their mean."""
+    """Return one loss for each example, shape (B,), not their mean."""
     images, labels = batch
     return F.cross_entropy(model(images), labels, reduction="none")
 
@@ -43,12 +43,12 @@ def main(steps: int = 200) -> float:
     plan = pg.PrivacyPlan.for_budget(
         target_epsilon=3.0,
         delta=1e-5,
-        max_grad_norm=1.0,  # C: each image's gradient is shortened to this
-        num_examples=1437,  # typed, because it becomes public
+        max_grad_norm=1.0,  # C: the gradient of each image is clipped to this norm
+        num_examples=1437,  # you enter it, because it becomes public
         expected_batch_size=240,  # batches are drawn by Poisson sampling, so their sizes differ
         steps=steps,
     )
-    torch.manual_seed(0)  # of the first weights; the noise comes from the operating system
+    torch.manual_seed(0)  # for the initial weights only; the noise comes from the operating system
     model = make_model()
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=2e-3)
 

@@ -1,9 +1,9 @@
-"""A Lightning module, trained privately.
+"""Train a Lightning module privately.
 
-Shows   the three places in which it differs from any other: training_step returns one loss an example and logs nothing,
-        the optimizer is one of ours, and the Trainer has a PrivateStrategy, which makes the batches.
+Shows   the three differences from an ordinary module: training_step returns one loss per example and logs nothing, the
+        optimizer is from privgrad, and the Trainer has a PrivateStrategy, which draws the batches.
 Needs   pip install '.[lightning,experiments]'. Ten seconds.
-Run     python examples/lightning_module.py; given a checkpoint (runs/lightning/last.ckpt), it goes on from there
+Run     python examples/lightning_module.py. With a checkpoint as argument (runs/lightning/last.ckpt), it resumes there.
 Prints  accuracy on held-out digits, and epsilon.
 """
 

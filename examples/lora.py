@@ -1,9 +1,9 @@
-"""Low-rank adapters of a causal language model, trained privately by Hugging Face's Trainer.
+"""Train low-rank adapters of a causal language model privately with the Hugging Face Trainer.
 
-Shows   PEFT under PrivateTrainer: only the adapters are trained, clipped and noised; if one of them did not move, the
-        run would end in an error that names it.
-Needs   pip install '.[hf]'. Nothing is downloaded: the model is a small GPT-2 with random weights;
-        GPT2LMHeadModel.from_pretrained("gpt2") and its tokenizer take their places. Twenty seconds.
+Shows   PEFT with PrivateTrainer: only the adapters are trained, clipped and noised. If an adapter does not change, the
+        run ends with an error that names it.
+Needs   pip install '.[hf]'. Nothing is downloaded. The model is a small GPT-2 with random weights. In real use, replace
+        it with GPT2LMHeadModel.from_pretrained("gpt2") and its tokenizer. Twenty seconds.
 Run     python examples/lora.py
 Prints  the loss on held-out sentences before and after, and epsilon.
 """
@@ -18,11 +18,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 import privgrad as pg
 from privgrad.integrations.huggingface import PrivateTrainer
 
-LENGTH = 32  # public: the longest sentence there may be
+LENGTH = 32  # public: the largest length of a sentence, in bytes
 
 
 def sentences() -> list[dict[str, Any]]:
-    """Python's own documentation as bytes, padded to the public length; what is padded is no target."""
+    """Return sentences of Python's documentation as bytes, padded to the public length. Padding is no target."""
     texts = [getattr(builtins, name).__doc__ or "" for name in dir(builtins)]
     known = sorted({line.strip() for text in texts for line in text.splitlines() if line.strip().isascii()} - {""})
     rows: list[dict[str, Any]] = []
@@ -56,10 +56,10 @@ def main(steps: int = 100, folder: str = "runs/lora") -> float:
         plan=plan,
         train_dataset=data[40:],
         eval_dataset=data[:40],
-        optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=1e-2), None),  # after the adapters are there
+        optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=1e-2), None),  # create it after the adapters
     )
     before = trainer.evaluate()["eval_loss"]
-    trainer.train()  # ends in an error if any adapter weight has not moved
+    trainer.train()  # raises an error if an adapter weight has not changed
     after = trainer.evaluate()["eval_loss"]
     print(f"loss {before:.3f} -> {after:.3f} at epsilon {trainer.private_grad.ledger.epsilon(delta=1e-4):.2f}")
     return after

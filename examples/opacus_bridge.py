@@ -1,9 +1,10 @@
-"""DP-AdamBC in a script for Opacus, and the same script on our own engine.
+"""Use DP-AdamBC in an Opacus script, and run the same training with privgrad's own engine.
 
-Shows   connect(), the one new line that gives an Opacus script our optimizers; and plan_of(), which reads its numbers.
+Shows   connect(), the one new line with which an Opacus script can use privgrad's optimizers, and plan_of(), which
+        reads the numbers of the Opacus script.
 Needs   pip install '.[opacus,experiments]'. Ten seconds.
 Run     python examples/opacus_bridge.py
-Prints  accuracy and epsilon of both.
+Prints  accuracy and epsilon of both training runs.
 """
 
 import copy
@@ -44,7 +45,7 @@ def main(epochs: int = 10) -> tuple[float, float]:
         epochs=epochs,
         max_grad_norm=1.0,
     )
-    connect(optimizer)  # the only line that is new
+    connect(optimizer)  # the only new line
     for _ in range(epochs):
         for inputs, targets in loader:
             optimizer.zero_grad()

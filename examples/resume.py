@@ -1,10 +1,10 @@
-"""A crash in the midst of training: the process kills itself, is started again, and the ledger has lost nothing.
+"""Crash during training and resume: the process kills itself, starts again, and the ledger is complete.
 
-Shows   that fit(folder=...) is durable. A gradient is charged to the ledger, on disk, before it is released, so that no
-        crash makes a step free. What was released after the last checkpoint stays spent, though its update is lost.
-Needs   pip install '.[experiments]' (scikit-learn, which holds the handwritten digits). Ten seconds.
+Shows   fit(folder=...) is durable. Each gradient is charged to the ledger on disk before it is released, so a crash
+        never makes a step free. Steps after the last checkpoint stay spent, although their updates are lost.
+Needs   pip install '.[experiments]' (scikit-learn contains the handwritten digits). Ten seconds.
 Run     python examples/resume.py
-Prints  what the ledger holds after the kill, what fit says as it goes on, and what it has made of it at the end.
+Prints  the number of releases in the ledger after the kill, the warnings of fit when it resumes, and the final counts.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train(folder: str, steps: int, *, kill_at: int | None = None) -> pg.FitResult:
-    """As any training with a folder; but after update kill_at the process is gone."""
+    """Train with a folder, as usual. The process kills itself after update kill_at."""
     plan = pg.PrivacyPlan(
         sample_rate=0.1,
         steps=steps,
@@ -44,7 +44,7 @@ def train(folder: str, steps: int, *, kill_at: int | None = None) -> pg.FitResul
 
     def crash(*_: object) -> None:
         if next(updates) == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)  # no exception, no cleaning up
+            os.kill(os.getpid(), signal.SIGKILL)  # no exception, no cleanup
 
     optimizer.register_step_post_hook(crash)
     return pg.fit(

@@ -1,11 +1,11 @@
-"""Sparse text: tags of Debian packages from their words, with AdaDPS: gradients are scaled by what public data tell.
+"""Predict the tags of Debian packages from their words, with AdaDPS: public data scale the gradients.
 
-Shows   side information. A few public examples, one in a hundred, estimate how large each coordinate's gradient is;
-        private gradients are divided by that before they are clipped, so that rare words do not drown.
+Shows   side information. A few public examples, one in a hundred, estimate the size of each coordinate's gradient.
+        Private gradients are divided by this estimate before they are clipped, so the noise hides rare words less.
 Needs   Debian or Ubuntu, after `apt-get update -o Acquire::Languages=en`. A minute.
 Run     python examples/sparse_tags.py
-Prints  recall@5 (of a package's tags, the share among the five likeliest) and epsilon: without AdaDPS, and with it. On
-        these tags it gains nothing, or little: results/adadps-stackoverflow has ten methods, tuned, with three seeds.
+Prints  recall@5 (the share of a package's tags among the five most likely) and epsilon, without and with AdaDPS. On
+        these tags AdaDPS gains little or nothing. results/adadps-stackoverflow has ten tuned methods with three seeds.
 """
 
 import torch
@@ -19,7 +19,7 @@ from privgrad.models import bag_of_words
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy against equal shares for an example's tags."""
+    """Return the cross-entropy to a distribution with equal shares for an example's tags, shape (B,)."""
     words, tags = batch
     return F.cross_entropy(model(words), tags / tags.sum(1, keepdim=True), reduction="none")
 
@@ -43,7 +43,7 @@ def main(examples: int = 15_000, steps: int = 300) -> dict[str, float]:
         precondition = None
         if name == "AdaDPS":
             gradient = pg.PublicGradient(model, loss_fn, public, source="1 % of the packages, taken out of training")
-            precondition = pg.precondition.public_rmsprop(gradient, epsilon=1e-5)  # the source goes into the ledger
+            precondition = pg.precondition.public_rmsprop(gradient, epsilon=1e-5)  # the ledger records the source
         optimizer = pg.optim.SGD(model.named_parameters(), lr=320.0)
         result = pg.fit(model, loss_fn, optimizer, plan, train, precondition=precondition)
         inputs, wanted = data.test.tensors

