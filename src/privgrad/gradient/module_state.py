@@ -1,6 +1,7 @@
 """Read a model's parameters and state, or replace them for a while and then restore them.
 
-The engines, the checks of `validation` and the perturbations use this. The privacy guarantee rests on `preserved`.
+The engines, the checks of `validation` and the perturbations use this. `preserved` is part of the privacy guarantee:
+a forward pass on private examples leaves no state on the modules.
 """
 
 import operator
