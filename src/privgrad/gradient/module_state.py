@@ -99,7 +99,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
 
     Privacy:
         State that private examples leave on a module is private. It could change the gradient of another example, or
-        end in a checkpoint. With the changes undone, every example meets the model in its original state. State
+        end in a checkpoint. With the changes undone, every example sees the model in its original state. State
         elsewhere (globals, closures, objects of your own classes) is out of reach.
     """
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(prefix=path))

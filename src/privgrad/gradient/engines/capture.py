@@ -256,7 +256,7 @@ class Capture:
         # The functions below must not refer to self: a cycle would keep the pass in memory until garbage collection.
         curved, norms = self._curved, self._norms
 
-        def factors(grad: Tensor, bend: HvpTerms | None = None) -> dict[Tensor, Factor]:
+        def factors(grad: Tensor, terms: HvpTerms | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
             for name, weight in weights.items():
                 if not weight.requires_grad:
@@ -265,13 +265,13 @@ class Capture:
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     got, remedy = type(factor).__name__, "return Dense, Outer or another factor of privgrad.gradient"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
-                if bend is not None and bend.source is not None and name == "weight":
-                    more = rule.factor(layer, name, detached, bend.source, bend.first)
+                if terms is not None and terms.source is not None and name == "weight":
+                    more = rule.factor(layer, name, detached, terms.source, terms.first)
                 known = standardized.get(name)
                 if name in each:
                     parts = each[name].pull(factor)
-                elif known is not None and bend is not None:
-                    parts = known.bent(factor, more, bend.moves.of(known.own))
+                elif known is not None and terms is not None:
+                    parts = known.bent(factor, more, terms.moves.of(known.own))
                 elif known is not None and (curved or known.takes(factor)):
                     parts = known.pull(factor)
                 else:

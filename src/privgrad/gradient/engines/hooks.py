@@ -571,8 +571,8 @@ class Hooks:
                         raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
                 if grad is None:
                     continue
-                bend = bends[index] if bends else None
-                for parameter, factor in (tap.factors(grad, bend) if bend else tap.factors(grad)).items():
+                terms = bends[index] if bends else None
+                for parameter, factor in (tap.factors(grad, terms) if terms else tap.factors(grad)).items():
                     name = names[id(parameter)]
                     if factor.examples != size:
                         if factor.examples % size != 0:

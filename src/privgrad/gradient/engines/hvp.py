@@ -73,9 +73,9 @@ def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None
     second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))
     rest = iter(added[len(first.taps) :])
-    bends: list[HvpTerms | None] = []
+    terms: list[HvpTerms | None] = []
     for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
         curved = next(rest) if back is not None and back.requires_grad else None
-        bends.append(HvpTerms(grad, curved, moves) if tap.bent and grad is not None else None)
+        terms.append(HvpTerms(grad, curved, moves) if tap.bent and grad is not None else None)
     pairs = zip(total, added, strict=False)
-    return [grad if grad is None or add is None else grad + add for grad, add in pairs], bends
+    return [grad if grad is None or add is None else grad + add for grad, add in pairs], terms
