@@ -6,7 +6,8 @@
 `capture`, `hvp`, `arguments` and `self_check` are parts of Hooks.
 
 The privacy guarantee rests on one property of an engine: row i of its result depends on example i, the model and
-public numbers only. `privgrad.gradient.clipping` then bounds each row. Vmap has the property by construction, unless
-the model or loss keeps state outside of the modules. Hooks compares a few examples of the 1st, 2nd, 4th, 8th ... batch
-with autograd (`self_check`), and raises an error if they differ. This is a check, not a proof.
+public numbers only. `privgrad.gradient.clipping` then bounds each row. Vmap has the property if torch's batching rules
+are correct (see `privgrad.gradient.batching`), and if the model and loss keep no state outside of the modules. Hooks
+compares a few examples of the 1st, 2nd, 4th, 8th ... batch with autograd (`self_check`), and raises an error if they
+differ. This is a check, not a proof.
 """

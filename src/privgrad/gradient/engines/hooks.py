@@ -567,7 +567,10 @@ class Hooks:
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 for tensor, version in tap.inputs:
                     if tensor._version != version:
-                        got, remedy = f"{tensor._version - version} in-place writes", "change a copy of it instead"
+                        got, remedy = (
+                            f"{tensor._version - version} in-place writes",
+                            "work on a copy, as ordinary training requires too",
+                        )
                         raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
                 if grad is None:
                     continue
