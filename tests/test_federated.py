@@ -229,7 +229,7 @@ def test_counts_are_believed_only_where_they_can_be_right():
         (TensorDataset(inputs, labels, counts + 1), "counts to be from 0 to 8"),
         (TensorDataset(inputs, labels, counts - 9), "counts to be from 0 to 8"),
         (TensorDataset(inputs, labels, counts > 0), "users' examples and their counts"),
-        (TensorDataset(inputs, labels[:, :2], counts), r"of tensors \(users, examples, ...\)"),
+        (TensorDataset(inputs, labels[:, :2], counts), r"to hold tensors \(users, examples, ...\)"),
     ):
         with pytest.raises(pg.PrivacyError, match=message):
             pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))(

@@ -629,7 +629,9 @@ def test_adapters_that_no_loss_reaches_are_refused(tmp_path: Path):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name or "embeddings" in name)
     trainer = make_trainer(tmp_path, model, texts(), loss_fn=loss_fn)
-    with pytest.raises(pg.PrivacyError, match=r"every trainable parameter to get a gradient, got none for .*lora_A"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"every trainable parameter to get a gradient, got no gradient for .*lora_A"
+    ):
         trainer.train()
     assert trainer.private_grad.ledger.releases == 0
 

@@ -288,6 +288,6 @@ def test_a_parameter_without_gradient_is_refused_by_name():
     model.register_parameter("orphan", nn.Parameter(torch.zeros(2)))
     plan = make_plan()
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
-    with pytest.raises(pg.PrivacyError, match="none for orphan"):
+    with pytest.raises(pg.PrivacyError, match="no gradient for orphan"):
         private_grad(first_batch(plan, make_data()))
     assert private_grad.ledger.releases == 0

@@ -203,7 +203,7 @@ def test_what_is_repeated_for_each_example_is_refused_by_name_and_taken_by_vmap(
         for repeat in (lambda x, size: x.repeat(size, 1, 1), lambda x, size: x.expand(size, -1, -1))
     )
     broadcast.load_state_dict(repeated.state_dict())
-    with pytest.raises(pg.UnsupportedModuleError, match=r"'prompt' computes for all.*use engine='vmap'"):
+    with pytest.raises(pg.UnsupportedModuleError, match=r"shared output of 'prompt'.*use engine='vmap'"):
         Hooks(repeated, loss_fn)(examples)
     rows, factors = Vmap(repeated, loss_fn)(examples), Hooks(broadcast, loss_fn)(examples)
     for parameter, factor in factors.items():

@@ -364,7 +364,7 @@ def nothing_undone(patch: Patch) -> None:
     everywhere(patch, module_state.preserved, wrong)
 
 
-NOT_ALONE = "to be that of single examples, got another"
+NOT_ALONE = "to match the gradients of single examples, got a difference"
 CLIPPING = [
     Mutant(
         "the sum clipped, not each example",
@@ -542,7 +542,7 @@ GRADIENTS = [
         one_variance_for_all,
         "test_perturb.test_rule_equals_a_loop_over_single_examples",
         {"name": "Conv2d, few places, standardized", "dtype": torch.float64, "tolerance": 1e-8, "exact": False},
-        guard="to be that of single examples",
+        guard="to match the gradients of single examples",
     ),
     Mutant(
         "padding rows of a table by vmap",

@@ -1,12 +1,13 @@
-"""Everything that sees one example's gradient.
+"""All code that computes with the gradients of single examples.
 
-A privacy reviewer reads, in this order: `clipping` (norms to factors, and the clipped sum), `factors` (norms and sums
-of gradients that are never written out), `validation` (what a model and a loss are checked for), `perturb`,
-`precondition` and `local_training` (what is clipped), `example_groups`.
+A privacy reviewer reads, in this order: `clipping` (norms, clip factors and the clipped sum), `factors` (norms and
+sums of gradients that are never written out), `validation` (checks of the model and the loss), `perturb`,
+`precondition` and `local_training` (the vector that is clipped), `example_groups`.
 
-About speed only, for the self-check refuses what is wrong: `layers` and `engines`. `engines.vmap` is the reference.
+`layers` and `engines` matter for speed only, because the self-check refuses wrong results. `engines.vmap` is the
+reference.
 
-A layer, or a kind of gradient, of your own is built from the names that are exported here.
+Use the names exported here to write a rule for your own layer, or your own kind of gradient.
 """
 
 from privgrad.gradient.factors.base import Dense, Factor

@@ -1,6 +1,6 @@
-"""vmap over examples. Where torch's batching rule of an operation is wrong, the operation is computed in another way.
+"""Run vmap over examples, and replace the operations whose batching rule in torch is wrong.
 
-Every path of the library on which examples meet vmap goes through `batched`.
+All code of the library that maps over examples calls `batched`.
 """
 
 import warnings
@@ -19,8 +19,8 @@ class Mended(TorchFunctionMode):
     """A mode in which the operations of `_MENDED` keep examples apart under vmap.
 
     Privacy:
-        A wrong batching rule gives an example the gradient, or the value, of another. tests/contract/test_batching.py
-        compares the rules with a loop over examples.
+        The guarantee rests on this: a wrong batching rule gives one example the gradient, or the value, of another
+        example. tests/contract/test_batching.py compares the rules with a loop over examples.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,17 +29,18 @@ class Mended(TorchFunctionMode):
 
 
 def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module | None = None) -> Callable[..., Any]:
-    """Return `vmap(function, in_dims)` with other random draws for each example, and with right batching rules.
+    """Return `vmap(function, in_dims)` with separate random draws for each example, and with correct batching rules.
 
     Args:
-        function: of one example.
-        in_dims: as vmap takes it.
-        module: what the function calls.
+        function: takes the inputs of one example.
+        in_dims: the argument of vmap.
+        module: the module that `function` calls, if there is one.
     Raises:
-        RuntimeError: an operation has no rule, or the module is TorchScript, which no mode sees into.
+        RuntimeError: an operation has no batching rule, or the module is TorchScript: a mode cannot replace its
+            operations.
     """
     if module is not None and _is_scripted(module):
-        raise RuntimeError("TorchScript computes by rules that cannot be mended")
+        raise RuntimeError("TorchScript uses batching rules that cannot be replaced")
 
     def mended(*inputs: Any) -> Any:
         with Mended():
@@ -53,7 +54,7 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """Whether a module has TorchScript below it, or among its attributes."""
+    """Return whether a module, a submodule or one of their attributes is TorchScript."""
     kinds = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
     return any(
         isinstance(part, kinds) or any(isinstance(value, kinds) for value in vars(part).values())
@@ -63,7 +64,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 @contextmanager
 def without_vmap_warnings() -> Generator[None]:
-    """Silence torch's request to report operations that vmap takes in a loop: they are right, only slow."""
+    """Silence torch's warning about operations that vmap computes in a loop: they are correct, but slow."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         yield
@@ -78,13 +79,13 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Compute F.embedding; torch's rule leaves the gradient out of the first example's padding row only.
+    """Compute F.embedding; torch's rule omits the gradient of the padding row for the first example only.
 
-    The gradient is dense: torch's rule cannot batch a sparse one, and fails in the backward pass.
+    The gradient is dense. For a sparse gradient, torch's rule fails in the backward pass.
     """
     del sparse
     size = weight.shape[0]
-    # As F.embedding does: -1 counts from the end here, and means no padding in torch.embedding.
+    # Here -1 is the last row, as in F.embedding. In torch.embedding it means no padding.
     if padding_idx is not None and not -size <= padding_idx < size:
         raise RuntimeError("padding_idx must be within the rows of weight")
     rows = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
@@ -110,7 +111,7 @@ def _index_fill(
     index: Tensor,
     value: Any,
 ) -> Tensor:
-    """Compute torch.index_fill; torch's rule gives one example's value to all where `input` is the same for all."""
+    """Compute torch.index_fill; torch's rule gives one example's value to all examples if they share `input`."""
     if not isinstance(value, Tensor) or input.dim() == 0:
         return torch.index_fill(input, dim, index, float(value) if isinstance(value, Tensor) else value)
     chosen = torch.zeros(input.shape[dim], dtype=torch.bool, device=input.device).index_fill(0, index, True)
@@ -133,7 +134,7 @@ def _index_select(
     dim: int,
     index: Tensor,
 ) -> Tensor:
-    """Compute torch.index_select; torch's rule drops the dimension where there is but one index."""
+    """Compute torch.index_select; torch's rule drops the dimension if there is only one index."""
     return torch.index_select(input, dim, index.reshape(-1))
 
 
@@ -153,7 +154,7 @@ def _roll(
     shifts: int | Sequence[int],
     dims: int | Sequence[int] = (),
 ) -> Tensor:
-    """Compute torch.roll; torch's rule rolls the examples themselves where each is a number."""
+    """Compute torch.roll; torch's rule moves values between examples if each example is a number."""
     return input.clone() if input.dim() == 0 else torch.roll(input, shifts, dims)  # pyright: ignore[reportArgumentType]
 
 
@@ -161,13 +162,13 @@ def _prelu(
     input: Tensor,  # noqa: A002, torch's name
     weight: Tensor,
 ) -> Tensor:
-    """Compute F.prelu; torch's rule has a wrong shape in the second derivative where `input` is the same for all."""
+    """Compute F.prelu; torch's rule gives the second derivative a wrong shape if all examples share `input`."""
     slopes = weight.reshape(-1, *[1] * (input.dim() - 2)) if input.dim() > 1 else weight.reshape(-1)[0]
     return torch.where(input > 0, input, slopes * input)
 
 
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
-    """Compute F.linear_cross_entropy whole; in parts, it looks for gradients at a time when vmap hides them."""
+    """Compute F.linear_cross_entropy in one piece; in chunks, it checks for gradients while vmap hides them."""
     del options
     return F.linear_cross_entropy(*args, **kwargs)
 

@@ -1,4 +1,7 @@
-"""What a user contributes: the update that training on the user's own examples makes of the model.
+"""Compute each user's update: the change of the model when it is trained on that user's own examples.
+
+`LocalTraining` and `Reported` are perturbations for PrivateGradient with plans for users. The privacy guarantee rests
+on this: a user's update depends on that user's examples, public numbers and released weights only.
 
 Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
@@ -17,28 +20,29 @@ from privgrad.types import LossFunction, count_examples
 
 
 class LocalTraining(Perturbation):
-    """Each user's update: epochs of mini-batch SGD on the user's own examples, from the model's weights.
+    """A perturbation that computes user updates: mini-batch SGD on each user's own examples, from the model's weights.
 
     Computes, for every user, from w_0 = w, over the user's mini-batches in order, `epochs` times:
         w_k+1 = w_k - lr (mean gradient of mini-batch k at w_k) / A
-    and gives (w - w_last), which is then clipped as one vector. A are the scales that PrivateGradient is given as
-    `precondition` (AdaDPS on devices): they divide each mini-batch gradient, not the update. A server that steps by
-    SGD with learning rate 1 is federated averaging.
+    The update is w - w_last. It is then clipped as one vector. A are the scales given to PrivateGradient as
+    `precondition` (AdaDPS on devices); they divide each mini-batch gradient, not the update. If the server uses SGD
+    with learning rate 1, this is federated averaging.
 
     Args:
-        lr: local learning rate, > 0: a number, or round -> number. Public.
-        batch_size: examples of a local mini-batch, >= 1; the last of an epoch may be smaller.
-        epochs: passes over the user's examples, >= 1.
+        lr: the local learning rate, > 0: a number, or a function round -> number. Public.
+        batch_size: the number of examples per local mini-batch, >= 1; the last of an epoch may be smaller.
+        epochs: the number of passes over the user's examples, >= 1.
     Raises:
-        PrivacyError: a number out of its range.
+        PrivacyError: a number is out of its range.
     Privacy:
-        A user's update depends on that user's examples and the released weights alone: clipped to C, the sum has
-        sensitivity C for users. Up to rounding: products of many users round otherwise than those of few. Training
-        that is stable keeps this small; with learning rates at which it is chaotic it may grow to the size of C.
+        A user's update depends on that user's examples and the released weights only. Updates are clipped to C, so
+        the sum has sensitivity C for users. This holds up to rounding: matrix products over many users and over few
+        users round differently. If local training is stable, the difference stays small. If the learning rate makes
+        training chaotic, it may grow to the size of C.
     Reference:
-        Li et al. 2022 (AdaDPS), algorithm 3; McMahan et al. 2018 (DP-FedAvg). Deviations: mini-batches are in the
-        order of the user's examples in every epoch; a cohort is drawn by a cryptographic stream, the noise by
-        another, and its size is no divisor.
+        Li et al. 2022 (AdaDPS), algorithm 3; McMahan et al. 2018 (DP-FedAvg). Deviations: every epoch takes the
+        mini-batches in the order of the user's examples; one cryptographic stream draws the cohort, another draws
+        the noise; and the sum is not divided by the size of the drawn cohort.
     """
 
     privacy_unit = "user"
@@ -58,7 +62,7 @@ class LocalTraining(Perturbation):
         return LocalTraining(self._radius, batch_size=self.batch_size, epochs=self.epochs)
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
-        """Mean loss of each user's examples, shape (U,), from (model, users)."""
+        """Return a function (model, users) -> the mean loss of each user's examples, shape (U,)."""
 
         def of_users(model: nn.Module, users: Any) -> Tensor:
             *tensors, count_U = _require_users(users)
@@ -77,18 +81,17 @@ class LocalTraining(Perturbation):
     def chunks(
         self, engine: Engine, examples: Any, size: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        """Each user's update.
+        """Yield the updates of all users, in chunks of at most `size` users, each with its number of users.
 
-        In every step all who have a mini-batch left train side by side. What a user's arithmetic looks like follows
-        from their own count alone: from how wide their mini-batches are, and how many.
+        In each step, all users of a chunk with a mini-batch left train in parallel. The width and the number of a
+        user's mini-batches depend on that user's own count only, and so does the arithmetic of the update.
         """
         *tensors, count_U = _require_users(examples)
         counts, most = cast("list[int]", count_U.tolist()), tensors[0].shape[1]
         if counts and not 0 <= min(counts) <= max(counts) <= most:
-            remedy = (
-                "make the data set by privgrad.data.by_user, whose last tensor says how many examples each user has"
-            )
-            raise expected("LocalTraining", "counts", f"to be from 0 to {most}", "others", remedy)
+            wrong = next(count for count in counts if not 0 <= count <= most)
+            remedy = "make the data set by privgrad.data.by_user; its last tensor is the number of examples per user"
+            raise expected("LocalTraining", "counts", f"to be from 0 to {most}", wrong, remedy)
         narrow = -(-self.batch_size // 4)
         for width, least, greatest in ((narrow, 1, narrow), (self.batch_size, narrow + 1, most)):
             users = [user for user, count in enumerate(counts) if least <= count <= greatest]
@@ -100,7 +103,10 @@ class LocalTraining(Perturbation):
     def _trained(
         self, engine: Engine, tensors: Sequence[Tensor], row_U: Tensor, count_U: Tensor, width: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        """Updates of users in the order of how many mini-batches they have, most first."""
+        """Yield the updates of users who are sorted by their number of mini-batches, largest first.
+
+        In each step, the users with mini-batches left are the first rows. The last rows have finished, and leave.
+        """
         batches_U, there, moved = -(-count_U // width), len(count_U), dict[str, Factor]()
         steps = [self.epochs * batches for batches in cast("list[int]", batches_U.tolist())]
         first_US = torch.arange(steps[0], device=count_U.device) % batches_U[:, None] * width
@@ -113,14 +119,14 @@ class LocalTraining(Perturbation):
             if there < before:
                 ended.append((before - there, {name: factor[there:before] * radius for name, factor in moved.items()}))
                 moved = {name: factor[:there] for name, factor in moved.items()}
-                # Each chunk that is clipped has a price of its own: where updates are written out, all wait.
+                # Clipping has a cost per chunk. Updates that are written out can wait, to be clipped as one chunk.
                 if there == 0 or not all(isinstance(factor, Dense) for factor in moved.values()):
                     yield from _joined(ended)
                     ended = []
             if there == 0:
                 return
             left_U = left_US[:there, step]
-            # What is missing of a mini-batch repeats its first example: whatever goes wrong there does so in any case.
+            # Fill a short mini-batch with its first example: an error on the filling would occur without it too.
             place_UM = torch.where(column_M < left_U[:, None], column_M, 0) + first_US[:there, step, None]
             part = (*(_taken(tensor, place_UM) for tensor in rows), left_U)
             found = engine.at(part, moved, -radius) if moved else engine(part)
@@ -131,7 +137,7 @@ class LocalTraining(Perturbation):
 
 
 def _joined(parts: list[tuple[int, Mapping[str, Factor]]]) -> list[tuple[int, Mapping[str, Factor]]]:
-    """One chunk of several, the last first, if they are of the same parameters."""
+    """Join chunks into one, the last chunk first, if all have the same parameters; else return them as they are."""
     names = parts[0][1].keys()
     if len(parts) == 1 or any(part.keys() != names for _, part in parts):
         return parts
@@ -140,15 +146,15 @@ def _joined(parts: list[tuple[int, Mapping[str, Factor]]]) -> list[tuple[int, Ma
 
 
 def _taken(rows: Tensor, place_UM: Tensor) -> Tensor:
-    """Shape (U, M, ...)."""
+    """Return the rows at these places, shape (U, M, ...)."""
     return rows.index_select(0, place_UM.flatten()).view(*place_UM.shape, *rows.shape[1:])
 
 
 class Reported(Perturbation):
-    """Updates that users computed themselves, as a server of real clients receives them.
+    """A perturbation for updates that users computed themselves, as a server with real clients receives them.
 
-    The batch holds, by parameter name, w - w_last of each user, shape (U, *P); the loss function is not used. What is
-    not finite contributes nothing, what is longer than C is cut to C.
+    The batch holds w - w_last of each user by parameter name, shape (U, *P). The loss function is not used. An update
+    that is not finite contributes nothing; an update longer than C is clipped to C.
     """
 
     privacy_unit = "user"
@@ -160,7 +166,7 @@ class Reported(Perturbation):
         return "Reported()"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
-        """Inner products of updates with parameters: losses whose gradients the updates are."""
+        """Return a loss function: the inner product of update and parameters, so that its gradient is the update."""
         del loss_fn
 
         def of_updates(model: nn.Module, updates: Mapping[str, Tensor]) -> Tensor:
@@ -168,7 +174,7 @@ class Reported(Perturbation):
             unknown = sorted(set(updates) - set(parameters))
             if unknown:
                 remedy = "name them as model.named_parameters() does"
-                raise expected("Reported", "updates", "to be of the model's parameters", ", ".join(unknown), remedy)
+                raise expected("Reported", "updates", "to be for the model's parameters", ", ".join(unknown), remedy)
             _require_real(updates)
             return torch.stack([(updates[n] * parameters[n]).flatten(1).sum(1) for n in updates]).sum(0)
 
@@ -183,24 +189,33 @@ class Reported(Perturbation):
 
 
 def _require_real(updates: Mapping[str, Tensor]) -> None:
-    if not all(updates_UP.is_floating_point() for updates_UP in updates.values()):
-        raise expected("Reported", "updates", "to be real floating-point numbers", "others", "leave them out")
+    for name, updates_UP in updates.items():
+        if not updates_UP.is_floating_point():
+            condition, got = "to be real floating-point numbers", f"{updates_UP.dtype} for {name!r}"
+            raise expected("Reported", "updates", condition, got, "leave this parameter out")
 
 
 def _require_users(users: Any) -> tuple[Tensor, ...]:
-    """The users' tensors; the last says how many examples each has.
+    """Return the users' tensors; the last holds the number of examples of each user.
 
     Raises:
-        PrivacyError: they are not made as data.by_user makes them.
+        PrivacyError: the tensors do not have the form that data.by_user gives them.
     """
     held = cast("tuple[Tensor, ...]", users)
-    remedy = "make the data set by privgrad.data.by_user"
-    if not isinstance(users, tuple | list) or len(held) < 2 or held[-1].dim() != 1 or not _counts(held[-1]):
-        raise expected("LocalTraining", "a batch", "of users' examples and their counts", "another", remedy)
+    remedy, condition = "make the data set by privgrad.data.by_user", "to hold users' examples and their counts"
+    if not isinstance(users, tuple | list):
+        raise expected("LocalTraining", "a batch", condition, type(users).__name__, remedy)
+    if len(held) < 2:
+        raise expected("LocalTraining", "a batch", condition, f"{len(held)} tensors", remedy)
+    if held[-1].dim() != 1 or not _counts(held[-1]):
+        got = f"counts with {held[-1].dim()} dimensions of {held[-1].dtype}"
+        raise expected("LocalTraining", "a batch", condition, got, remedy)
     *tensors, count_U = held
     shape = (len(count_U), tensors[0].shape[1] if tensors[0].dim() > 1 else -1)
-    if any(tuple(tensor.shape[:2]) != shape for tensor in tensors):
-        raise expected("LocalTraining", "a batch", "of tensors (users, examples, ...)", "others", remedy)
+    for tensor in tensors:
+        if tuple(tensor.shape[:2]) != shape:
+            condition, got = "to hold tensors (users, examples, ...)", f"shape {tuple(tensor.shape)}"
+            raise expected("LocalTraining", "a batch", condition, got, remedy)
     return (*tensors, count_U.long())
 
 
@@ -209,7 +224,7 @@ def _counts(tensor: Tensor) -> bool:
 
 
 def _narrow(scales: Tensor) -> Tensor:
-    """Scales of a table or matrix, without the dimension that they do not depend on: factors then stay factors."""
+    """Return scales of a matrix without a dimension on which they do not depend; a factor can then stay a factor."""
     for dim in (1, 0) if scales.dim() == 2 else ():
         first = scales.narrow(dim, 0, 1)
         if bool((scales == first).all()):

@@ -1,4 +1,8 @@
-"""Read a model's parameters and state, or replace them for a while and restore them."""
+"""Read a model's parameters and state, or replace them for a while and then restore them.
+
+The engines, the checks of `validation` and the perturbations use this. `preserved` is part of the privacy guarantee:
+a forward pass on private examples leaves no state on the modules.
+"""
 
 import operator
 import warnings
@@ -22,7 +26,7 @@ _ABSENT = object()
 
 
 class BoundLoss(nn.Module):
-    """loss_fn with its model as one module, so that parameters can be swapped wherever loss_fn uses them."""
+    """A module of a model and its loss_fn, so that parameters can be replaced wherever loss_fn uses them."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
@@ -43,25 +47,25 @@ def require_losses(losses: object, size: int) -> Tensor:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, by name; a tied parameter once, under its first name."""
+    """Return the parameters that require gradients, by name; a tied parameter once, under its first name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @contextmanager
 def seeded(seed: int) -> Generator[None]:
-    """torch's global random streams seeded; afterwards they are as they were."""
+    """Seed torch's global random streams, and restore their states afterwards."""
     with torch.random.fork_rng():
         if torch.accelerator.is_available():
             torch.manual_seed(seed)
         else:
-            # torch.manual_seed queues calls for devices that will never come: a little more memory at every step.
+            # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
             torch.default_generator.manual_seed(seed)
         yield
 
 
 @contextmanager
 def differentiable(*, twice: bool) -> Generator[None]:
-    """Attention by kernels that can be differentiated twice, if that is wanted: the fused ones cannot."""
+    """Compute attention by kernels that can be differentiated twice, if `twice` is set; fused kernels cannot."""
     if not twice:
         yield
         return
@@ -71,7 +75,7 @@ def differentiable(*, twice: bool) -> Generator[None]:
 
 @contextmanager
 def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
-    """Parameters with other values; what they held is put back, untouched, whatever happens."""
+    """Give parameters these values, and put their own tensors back afterwards, also after an exception."""
     before = {parameter: parameter.data for parameter in values}
     try:
         for parameter, value in values.items():
@@ -84,19 +88,19 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 
 @contextmanager
 def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
-    """Undo what a forward pass leaves on the modules: attributes set anew, tensors written, containers refilled.
+    """Undo the changes that a forward pass makes to the modules, and warn about them.
 
-    Warns of it.
+    It restores attributes that were set, tensors that were written to, and containers that were filled.
 
     Args:
-        model: the module, with all below it.
-        path: its own, to name it by.
-        but: names of attributes that are not looked into.
+        model: the module; its submodules are included.
+        path: the module's path, for the warning.
+        but: names of attributes whose contents are not examined.
 
     Privacy:
-        What private examples leave behind is private, and would let one example touch another's gradient, or end in
-        a checkpoint. Undone, each meets the model as it was. State elsewhere (globals, closures, objects of classes of
-        your own) is out of reach.
+        State that private examples leave on a module is private. It could change the gradient of another example, or
+        end in a checkpoint. With the changes undone, every example sees the model in its original state. State
+        elsewhere (globals, closures, objects of your own classes) is out of reach.
     """
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(prefix=path))
     before = [(path, vars(module), dict(vars(module)), _contents(vars(module), but)) for path, module in modules]
@@ -123,29 +127,29 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                     now[name] = attributes[name]
                 else:
                     del now[name]
-                # Underscores: torch's own bookkeeping, such as a GRU's list of its weights.
+                # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
                 if not untouched and not name.startswith("_") and name not in weight_norms(now):
                     changed.append(f"{path}.{name}" if path else name)
         if changed:
             warnings.warn(
-                f"the forward pass changed {', '.join(sorted(changed)[:5])} of the model; what private examples leave "
-                "there is private, so it was undone",
+                f"the forward pass changed {', '.join(sorted(changed)[:5])} of the model; values from private examples "
+                "are private, so the change was undone",
                 stacklevel=3,
             )
 
 
 def weight_norms(attributes: Mapping[str, Any]) -> dict[str, WeightNorm]:
-    """Return the hooks of the old torch.nn.utils.weight_norm, by the weight that they compute before each forward.
+    """Return a module's hooks of the old torch.nn.utils.weight_norm, by the name of the weight that each computes.
 
     Args:
-        attributes: of a module.
+        attributes: the module's attributes, from `vars(module)`.
     """
     hooks = [hook for hook in attributes.get("_forward_pre_hooks", {}).values() if isinstance(hook, WeightNorm)]
     return {hook.name: hook for hook in hooks}
 
 
 def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """(attribute, container, what it holds) for every list, dict, set or deque among the attributes and inside them."""
+    """List (attribute, container, contents) for every list, dict, set or deque in the attributes, nested ones too."""
     found: list[tuple[str, Any, tuple[Any, ...]]] = []
     seen = set[int]()
     looked = [(name, value) for name, value in attributes.items() if name not in but]
@@ -178,8 +182,8 @@ def _refill(container: Any, held: tuple[Any, ...]) -> None:
 
 
 def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two containers hold the very same things: items of dicts are pairs, compared by part."""
-    if not one and not other:  # as most are
+    """Return whether two containers hold the same objects; items of dicts are pairs, compared part by part."""
+    if not one and not other:  # the usual case
         return True
     return len(one) == len(other) and all(
         a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))

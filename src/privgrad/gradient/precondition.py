@@ -1,4 +1,8 @@
-"""AdaDPS: divide each example's gradient by scales that are public, before it is clipped."""
+"""AdaDPS: divide each example's gradient by public scales before it is clipped.
+
+PrivateGradient takes a Preconditioner as `precondition`. The privacy guarantee rests on two facts: the scales are
+public, or post-processing of released values; and their values are in the range that `require_transform` checks.
+"""
 
 import copy
 import hashlib
@@ -22,19 +26,19 @@ Rule = Literal["rmsprop", "adam", "adagrad"]
 Schedule = Literal["step", "epoch"]
 MeanGradient = Callable[[], Mapping[str, Tensor]]
 
-_ROUNDING = 1e-6  # of an inverse in float32
-_SMALLEST = 1e-12  # float32 holds the squares of all that lies between its inverse and this
+_ROUNDING = 1e-6  # relative rounding error of an inverse in float32
+_SMALLEST = 1e-12  # float32 can hold the squares of all numbers from this to its inverse
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What becomes of each example's gradient g before it is clipped: (keep g + shift) / A.
+    """A map that PrivateGradient applies to each example's gradient g before clipping: (keep g + shift) / A.
 
     Attributes:
-        inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, shaped like the parameter; missing names are 1. Not
-            to be written over behind torch's back (through .data or numpy): norms keep their squares.
-        keep: share of the example's own gradient, in (0, 1].
-        shift: by parameter name, shaped like the parameter; missing names are 0.
+        inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, with the parameter's shape; a missing name means
+            1. Do not overwrite them in ways that torch cannot see (.data, numpy): their squares are cached for norms.
+        keep: the share of the example's own gradient, in (0, 1].
+        shift: the added public vector by parameter name, with the parameter's shape; a missing name means 0.
     """
 
     inverse_scales: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -43,23 +47,25 @@ class Transform:
 
 
 def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
-    """The inverse scales of a transform that does nothing else.
+    """Return the inverse scales of a transform that only divides, for LocalTraining.
 
     Raises:
-        PrivacyError: it mixes a public share into the gradients.
+        PrivacyError: the transform adds a public vector to the gradients.
     """
     if transform.shift or transform.keep < 1:
-        remedy = "take precondition.fixed, public_rmsprop or public_adagrad"
-        raise expected("LocalTraining", "precondition", "to divide only", "one that adds a share", remedy)
+        remedy = "use precondition.fixed, public_rmsprop or public_adagrad"
+        got = f"keep = {transform.keep:g} and a shift of {len(transform.shift)} parameters"
+        raise expected("LocalTraining", "precondition", "to divide only", got, remedy)
     return transform.inverse_scales
 
 
 class Preconditioner(ABC):
-    """What PrivateGradient asks for a Transform at every step.
+    """Base class of the objects from which PrivateGradient gets a Transform at every step.
 
     Attributes:
         source: where the side information comes from; recorded with the run.
-        is_public: False if it is made of the private batch itself: then nothing is private, and epsilon is infinite.
+        is_public: False if the transform depends on the private batch: then nothing is private, and epsilon is
+            infinite.
     """
 
     source: str
@@ -69,10 +75,10 @@ class Preconditioner(ABC):
         return f"{type(self).__name__}({self.source})"
 
     def begun(self, model: nn.Module) -> "Preconditioner":
-        """What serves one PrivateGradient from its first step on: with state of its own, if there is any.
+        """Return a copy with fresh state for one PrivateGradient; itself, if there is no state.
 
         Raises:
-            PrivacyError: this cannot precondition the model's gradients.
+            PrivacyError: this preconditioner does not fit the model.
         """
         del model
         return self
@@ -81,34 +87,34 @@ class Preconditioner(ABC):
     def transform(
         self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
     ) -> Transform:
-        """The transform of one step; asked twice for a step, the same.
+        """Return the transform of one step; a second call for the same step returns the same transform.
 
         Args:
-            step: index of the release, from 0.
-            epoch_steps: steps of one expected pass over the private data.
-            parameters: the trainable ones, by name.
-            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private; refuses to be
-                called by what says it is public.
+            step: the index of the release, from 0.
+            epoch_steps: the number of steps of one expected pass over the private data.
+            parameters: the trainable parameters, by name.
+            raw_mean: returns the mean gradient of the private batch, not clipped, for research only. NOT private; it
+                raises an error if `is_public` is True.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; public, or post-processing."""
+        """Return the state for a checkpoint; it is public, or post-processing of released values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the state of a checkpoint."""
         del state
 
 
 class Fixed(Preconditioner):
-    """Scales that are given, and stay: see `fixed`."""
+    """A preconditioner with given, constant scales: see `fixed`."""
 
     def __init__(self, scales: Mapping[str, Tensor], source: str, *, is_public: bool = True) -> None:
         self.scales, self.source, self.is_public = scales, source, is_public
         self._made = Transform()
 
     def __repr__(self) -> str:
-        """Names, and a hash of the scales: equal for equal preconditioners, and short enough for a record."""
+        """Return the names and a hash of the scales: equal for equal preconditioners, and short enough for a record."""
         state = hashlib.blake2b(digest_size=8)
         for scale in self.scales.values():
             state.update(repr(tuple(scale.shape)).encode() + scale.detach().cpu().double().numpy().tobytes())
@@ -119,9 +125,9 @@ class Fixed(Preconditioner):
         unknown = sorted(set(self.scales) - set(parameters))
         if unknown:
             remedy = "name them as model.named_parameters() does"
-            raise expected("precondition", "scales", "for trainable parameters", ", ".join(unknown), remedy)
+            raise expected("precondition", "scales", "to be for trainable parameters", ", ".join(unknown), remedy)
         inverse = {name: _inverse(name, scale, parameters[name]) for name, scale in self.scales.items()}
-        # What is divided by one is not divided: A = 1 is ordinary clipping to the last bit.
+        # Where A = 1, leave the division out: this is ordinary clipping, equal to the last bit.
         twin._made = Transform({name: value for name, value in inverse.items() if bool((value != 1).any())})
         return twin
 
@@ -130,7 +136,10 @@ class Fixed(Preconditioner):
 
 
 class Moments(Preconditioner):
-    """Scales from moving averages of a mean gradient: see `public_rmsprop`, `public_adam`, `public_adagrad`."""
+    """A preconditioner with scales from moving averages of a mean gradient.
+
+    See `public_rmsprop`, `public_adam`, `public_adagrad` and `raw_ideal_rmsprop`, which construct it.
+    """
 
     def __init__(
         self,
@@ -184,8 +193,9 @@ class Moments(Preconditioner):
 
     def begun(self, model: nn.Module) -> "Moments":
         if self._gradient is not None and self._gradient.model is not model:
-            remedy = "give both the same model"
-            raise expected("precondition", "gradient", "to be of the model that is trained", "another's", remedy)
+            remedy = "construct PublicGradient and PrivateGradient with the same model object"
+            got = f"a gradient of a different {type(self._gradient.model).__name__}"
+            raise expected("precondition", "gradient", "to be of the model that is trained", got, remedy)
         twin = copy.copy(self)
         twin._begin()
         return twin
@@ -196,12 +206,12 @@ class Moments(Preconditioner):
         every = 1 if self._schedule == "step" else epoch_steps
         for name, square in self._exp_avg_sq.items():
             if name in parameters and parameters[name].shape != square.shape:
-                remedy = "go on with the model whose state this is"
-                got = f"those of shape {tuple(square.shape)}"
-                raise expected("precondition", f"moments of {name!r}", "to be its own", got, remedy)
+                remedy = "load the state into a run of the model that it was saved from"
+                condition = f"to have the parameter's shape, {tuple(parameters[name].shape)}"
+                raise expected("precondition", f"moments of {name!r}", condition, tuple(square.shape), remedy)
         unfrozen = not parameters.keys() <= self._exp_avg_sq.keys()
         if self._step < step or unfrozen:
-            if unfrozen or step // every > self._step // every:  # -1 // every is -1: the first step is always due
+            if unfrozen or step // every > self._step // every:  # -1 // every is -1, so the first step always updates
                 self._update(step // every, raw_mean)
                 self._made = None
             self._step = step
@@ -223,7 +233,7 @@ class Moments(Preconditioner):
 
     @torch.no_grad()
     def _update(self, time: int, raw_mean: MeanGradient) -> None:
-        """Take in the mean gradient of a batch (schedule "step"), or of all of them (schedule "epoch")."""
+        """Update the moments by the mean gradient of one batch (schedule "step"), or of all (schedule "epoch")."""
         keep, add = {
             ("rmsprop", "step"): (self._beta, 1 - self._beta),
             ("adam", "step"): (self._beta, 1 - self._beta),
@@ -249,7 +259,7 @@ class Moments(Preconditioner):
 
     @torch.no_grad()
     def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
-        # Written over at every step: to find fresh memory would take as long as to fill it.
+        # Reuse the memory of the last step: to allocate it would take as long as to fill it.
         kept = self._inverse
         self._inverse = {
             n: kept[n] if n in kept else torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items()
@@ -266,18 +276,20 @@ class Moments(Preconditioner):
 
 
 def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Preconditioner:
-    """Scales A that are given, and stay: each example's gradient g becomes g / A before it is clipped.
+    """Return a preconditioner with constant scales A: each example's gradient g becomes g / A before it is clipped.
 
     Args:
-        scales: tensors with values from 1e-12 to 1e12 that broadcast to their parameters; parameters without one keep
-            A = 1. Those of `privgrad.side_information` know their source.
-        source: where they come from, in a few words; recorded.
+        scales: tensors by parameter name, with values from 1e-12 to 1e12, that broadcast to their parameters. Where a
+            name is missing, A = 1. Scales from `privgrad.side_information` record their own source.
+        source: where the scales come from, in a few words; recorded.
     Raises:
-        PrivacyError: not a mapping; and (when PrivateGradient is constructed) a name, shape or value that does not fit.
+        PrivacyError: `scales` is not a mapping; or, when PrivateGradient is constructed, a name, shape or value does
+            not fit.
     Privacy:
-        None of its own: the scales must be public, or post-processing of what was released. The bound C then holds
-        in the preconditioned space, and the released gradient stays there. Scales that say they are private-derived
-        are covered by no epsilon: every release is charged as one without noise.
+        This function gives no guarantee of its own: the scales must be public, or post-processing of released values.
+        The bound C then holds in the preconditioned space, and the released gradient stays in that space. If the
+        scales have the provenance "private-derived", no epsilon covers them: every release is charged as one without
+        noise.
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 2.
     """
@@ -285,9 +297,10 @@ def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Precond
         got, remedy = type(scales).__name__, 'give {"layer.weight": scale, ...}'
         raise expected("precondition.fixed", "scales", "to be a mapping by parameter name", got, remedy)
     known = f"{scales.provenance}: {scales.source}" if isinstance(scales, Scales) else None
-    told = "; ".join(part for part in (known, source) if part) or "given; source not told"
+    # The text becomes a fact of the ledger, and a resumed run must have equal facts: do not change it.
+    recorded = "; ".join(part for part in (known, source) if part) or "given; source not told"
     is_public = not (isinstance(scales, Scales) and scales.provenance == "private-derived")
-    return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, told, is_public=is_public)
+    return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, recorded, is_public=is_public)
 
 
 def public_rmsprop(
@@ -298,23 +311,24 @@ def public_rmsprop(
     epsilon_inside: bool = False,
     schedule: Schedule = "step",
 ) -> Preconditioner:
-    """AdaDPS with RMSProp's scales, from public data.
+    """Return the preconditioner of AdaDPS with RMSProp's scales, from public data.
 
-    Computes, with h the mean gradient on a public batch: v = beta v + (1 - beta) h**2, v = 0 at first, updated before
-        its use; A = sqrt(v) + epsilon, or sqrt(v + epsilon) with epsilon_inside; each example's g becomes g / A. With
-        the schedule "epoch" v is made anew at the start of each expected pass over the private data, as the mean of
-        h**2 over all public batches.
+    Computes, with h the mean gradient on a public batch: v = beta v + (1 - beta) h**2, where v is 0 at first and is
+        updated before its use; A = sqrt(v) + epsilon, or sqrt(v + epsilon) with epsilon_inside; each example's g
+        becomes g / A. With the schedule "epoch", v is replaced at the start of each expected pass over the private
+        data by the mean of h**2 over all public batches.
 
     Args:
-        gradient: on public data, of the model that is trained.
-        beta: in [0, 1).
-        epsilon: > 0; outside in gradient units, inside in their square.
-        epsilon_inside: under the root (the authors' code) or after it (the paper).
+        gradient: the gradient on public data, of the model that is trained.
+        beta: the decay rate of v, in [0, 1).
+        epsilon: > 0; in gradient units outside of the root, in squared gradient units inside.
+        epsilon_inside: whether epsilon is added inside the root (the authors' code) or outside (the paper).
         schedule: "step" (the paper) or "epoch" (the authors' code).
     Raises:
-        PrivacyError: no PublicGradient, or a number out of range.
+        PrivacyError: `gradient` is not a PublicGradient, or a number is out of range.
     Privacy:
-        Nothing is spent: public data and released weights only. The sensitivity is C in the preconditioned space.
+        This costs no privacy: it uses public data and released weights only. The sensitivity is C in the
+        preconditioned space.
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
     """
@@ -331,15 +345,21 @@ def public_adam(
     epsilon_inside: bool = False,
     schedule: Schedule = "step",
 ) -> Preconditioner:
-    """AdaDPS with Adam's scales and a share of public momentum.
+    """Return the preconditioner of AdaDPS with Adam's scales and a share of public momentum.
 
-    Computes: v and A as `public_rmsprop`; M = beta1 M + (1 - beta1) h; each example's g becomes
-        (keep g + (1 - keep) M) / A. Neither is corrected for its start.
+    Computes: v and A as in `public_rmsprop`; M = beta1 M + (1 - beta1) h; each example's g becomes
+        (keep g + (1 - keep) M) / A. Adam's bias correction is applied to neither v nor M.
+
+    The sections Raises, Privacy and Reference of `public_rmsprop` hold here too.
 
     Args:
-        beta1: of M, in [0, 1).
-        keep: share of the private gradient, in (0, 1].
-        gradient, beta, epsilon, epsilon_inside, schedule, Raises, Privacy, Reference: as `public_rmsprop`.
+        gradient: as in `public_rmsprop`.
+        beta: as in `public_rmsprop`.
+        beta1: the decay rate of M, in [0, 1).
+        keep: the share of the private gradient, in (0, 1].
+        epsilon: as in `public_rmsprop`.
+        epsilon_inside: as in `public_rmsprop`.
+        schedule: as in `public_rmsprop`.
     """
     return Moments(
         gradient,
@@ -356,22 +376,30 @@ def public_adam(
 def public_adagrad(
     gradient: PublicGradient, *, epsilon: float = 1e-5, epsilon_inside: bool = False, schedule: Schedule = "step"
 ) -> Preconditioner:
-    """AdaDPS with AdaGrad's scales: v = v + h**2, and A as `public_rmsprop`.
+    """Return the preconditioner of AdaDPS with AdaGrad's scales: v = v + h**2, and A as in `public_rmsprop`.
+
+    The sections Raises, Privacy and Reference of `public_rmsprop` hold here too.
 
     Args:
-        gradient, epsilon, epsilon_inside, schedule, Raises, Privacy, Reference: as `public_rmsprop`; with the
-            schedule "epoch" the mean of h**2 over all public batches is added once a pass.
+        gradient: as in `public_rmsprop`.
+        epsilon: as in `public_rmsprop`.
+        epsilon_inside: as in `public_rmsprop`.
+        schedule: as in `public_rmsprop`; "epoch" adds the mean of h**2 over all public batches once per pass.
     """
     return Moments(gradient, "adagrad", epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
 
 
 def raw_ideal_rmsprop(*, beta: float = 0.9, epsilon: float = 1e-5, epsilon_inside: bool = False) -> Preconditioner:
-    """RMSProp's scales from the private batch itself, neither clipped nor noised: a bound for research. NOT private.
+    """Return a preconditioner with RMSProp's scales from the private batch itself. NOT private, for research only.
+
+    The scales are neither clipped nor noised. They show how much ideal scales could gain.
 
     Args:
-        beta, epsilon, epsilon_inside: as `public_rmsprop`.
+        beta: as in `public_rmsprop`.
+        epsilon: as in `public_rmsprop`.
+        epsilon_inside: as in `public_rmsprop`.
     Privacy:
-        None: every release is charged as one without noise, so epsilon is infinite.
+        There is none: every release is charged as one without noise, so epsilon is infinite.
     Reference:
         Li et al. 2022 (AdaDPS), their "ideal" rows.
     """
@@ -379,7 +407,7 @@ def raw_ideal_rmsprop(*, beta: float = 0.9, epsilon: float = 1e-5, epsilon_insid
 
 
 def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Mean over all public batches of h, and of h**2."""
+    """Return the means of h and of h**2 over all public batches."""
     mean: dict[str, Tensor] = {}
     square: dict[str, Tensor] = {}
     share = 1 / gradient.batches
@@ -395,37 +423,43 @@ def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor
 
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:
-    """1 / A, shaped and placed like the parameter, float32 or wider."""
+    """Return 1 / A with the parameter's shape and device, in float32 or wider."""
     try:
         real = torch.full_like(scale, math.nan).real if scale.is_complex() else scale.detach()
         whole = real.to(parameter.device, torch.promote_types(parameter.dtype, torch.float32)).expand(parameter.shape)
     except RuntimeError:
-        got = f"shape {tuple(scale.shape)} for {tuple(parameter.shape)}"
-        raise expected("precondition", f"scales of {name!r}", "to fit", got, "broadcast to the parameter") from None
+        condition = f"to broadcast to the parameter's shape, {tuple(parameter.shape)}"
+        got, remedy = f"shape {tuple(scale.shape)}", "give one scale, or one per element of the parameter"
+        raise expected("precondition", f"scales of {name!r}", condition, got, remedy) from None
     _require_scales(name, whole)
     return whole.reciprocal().contiguous()
 
 
 def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) -> None:
-    """Raise PrivacyError unless a transform is one: whoever made it, clipping stands on it."""
+    """Raise PrivacyError unless the names, shapes and values of a transform are valid.
+
+    PrivateGradient calls it on every new transform, also those of classes outside of the library. The clipping bound
+    rests on it.
+    """
     for kind, values in (("inverse_scales", transform.inverse_scales), ("shift", transform.shift)):
         for name, value in values.items():
-            wanted = tuple(parameters[name].shape) if name in parameters else None
-            if tuple(value.shape) != wanted:
+            shape = tuple(parameters[name].shape) if name in parameters else None
+            if tuple(value.shape) != shape:
                 remedy = "name and shape them as model.named_parameters() does"
-                got, what = tuple(value.shape), f"{kind} of {name!r}"
-                raise expected("precondition", what, f"to have a trainable parameter's shape, {wanted}", got, remedy)
+                got, argument = tuple(value.shape), f"{kind} of {name!r}"
+                condition = f"to have a trainable parameter's shape, {shape}"
+                raise expected("precondition", argument, condition, got, remedy)
             if kind == "inverse_scales":
                 _require_scales(name, value)
             elif not all(math.isfinite(end) for end in _ends(value)):
-                remedy = "look at the public gradient"
+                remedy = "examine the public gradient"
                 raise expected("precondition", f"shift of {name!r}", "to be finite", "inf or nan", remedy)
     if not 0 < transform.keep <= 1:
         raise expected("precondition", "keep", "to be in (0, 1]", transform.keep, "0.9 is the paper's")
 
 
 def _ends(values: Tensor) -> tuple[float, float]:
-    """Smallest and largest; 1 of nothing."""
+    """Return the smallest and the largest value: nan if complex, 1 if there are no values."""
     if values.is_complex() or not values.numel():
         return (math.nan, math.nan) if values.is_complex() else (1.0, 1.0)
     smallest, largest = torch.aminmax(values)
@@ -433,10 +467,10 @@ def _ends(values: Tensor) -> tuple[float, float]:
 
 
 def _require_scales(name: str, scales: Tensor) -> None:
-    """Scales or their inverses: the bounds are the same."""
+    """Raise PrivacyError if scales are out of bounds; scales and their inverses have the same bounds."""
     smallest, largest = _ends(scales)
     if not _SMALLEST * (1 - _ROUNDING) <= smallest <= largest <= (1 + _ROUNDING) / _SMALLEST:
         got = f"values from {smallest:g} to {largest:g}"
-        remedy = "add a small constant, as 1e-5, or scale them together: only their ratios matter once C is tuned"
+        remedy = "add a small constant such as 1e-5, or multiply all by one number: if C is tuned, only ratios matter"
         condition = f"to be from {_SMALLEST:g} to {1 / _SMALLEST:g}"
         raise expected("precondition", f"scales of {name!r}", condition, got, remedy)

@@ -1,4 +1,7 @@
-"""The mean gradient on public data, at the weights of the moment."""
+"""The mean gradient on public data, at the model's current weights.
+
+`precondition` and the optimizers of `privgrad.optim` that use public data call it.
+"""
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -19,21 +22,21 @@ from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 
 class PublicGradient:
-    """Mean gradients on batches of public examples: what AdaDPS and other methods take side information from.
+    """The mean gradients on batches of public examples, as side information for AdaDPS and other methods.
 
     Args:
         model: the module that is trained.
         loss_fn: (model, examples) -> losses, shape (B,).
         examples: the public examples: a map-style data set, or tensors in the structure that loss_fn takes, with
             leading dimension P >= 1. They are never clipped, noised or charged: no private example may be among them.
-        source: what they are and why they are public, in a few words; recorded.
-        batch_size: examples of a batch, from 1 to P; None is all.
-        seed: >= 0, of the order in which batches are drawn.
-        processes: that train a sharded model together; all take the same gradients.
+        source: in a few words, what the examples are and why they are public; recorded.
+        batch_size: the number of examples per batch, from 1 to P; None means all P.
+        seed: >= 0; it decides the order of the examples, and random draws of the model.
+        processes: the processes that train a sharded model together; all compute the same gradients.
     Raises:
-        PrivacyError: private batches, no examples, or a number out of range.
+        PrivacyError: `examples` is a private batch, there are no examples, or a number is out of range.
     Privacy:
-        Public data and released weights only: post-processing.
+        The gradients depend on public data and released weights only, so they are post-processing.
     """
 
     def __init__(
@@ -48,10 +51,11 @@ class PublicGradient:
         processes: Processes = ALONE,
     ) -> None:
         if isinstance(examples, Batch):
-            remedy = "give public examples, apart from the private ones"
+            remedy = "give public examples, separate from the private ones"
             raise expected("PublicGradient", "examples", "to be public", "a batch of a privacy plan", remedy)
         if not isinstance(source, str) or not source:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise expected("PublicGradient", "source", "to say what the data are", repr(source), "it is recorded")
+            condition, remedy = "to be a text that describes the data", "write where they come from; it is recorded"
+            raise expected("PublicGradient", "source", condition, repr(source), remedy)
         require_integer("PublicGradient", "seed", seed, 0)
         if isinstance(examples, TensorDataset):
             examples = tuple(examples.tensors)
@@ -61,28 +65,31 @@ class PublicGradient:
         self._examples = examples
         count = count_examples(self._examples)
         if count < 1:
-            raise expected("PublicGradient", "examples", "to hold at least one", "none", "give public data")
+            raise expected("PublicGradient", "examples", "to be at least one", count, "give public data")
         self._batch_size = count if batch_size is None else batch_size
         require_integer("PublicGradient", "batch_size", self._batch_size, 1)
         if self._batch_size > count:
-            remedy = "lower it"
-            raise expected("PublicGradient", "batch_size", f"of at most {count}", batch_size, remedy)
+            condition, remedy = f"to be at most the number of examples, {count}", "lower it"
+            raise expected("PublicGradient", "batch_size", condition, batch_size, remedy)
         self.model, self.source = model, source
         self._loss_fn, self._count, self._seed = loss_fn, count, seed
         self._processes = processes
 
     def __call__(self, step: int) -> dict[str, Tensor]:
-        """Mean gradient by parameter name on the batch of that step: passes in random order, remainders dropped."""
+        """Return the mean gradient on the batch of a step, by parameter name.
+
+        Each pass takes the examples in a new random order, and drops the remainder that fills no batch.
+        """
         passed, place = divmod(step, self._count // self._batch_size)
         return self._gradient(self._order(passed)[place * self._batch_size :][: self._batch_size], step)
 
     @property
     def batches(self) -> int:
-        """How many batches `one_pass` has."""
+        """The number of batches in `one_pass`."""
         return -(-self._count // self._batch_size)
 
     def one_pass(self, passed: int) -> Iterator[dict[str, Tensor]]:
-        """Mean gradients of all batches of one pass, the weights unchanged; the last may be smaller."""
+        """Yield the mean gradients of all batches of one pass, at the current weights; the last may be smaller."""
         order = self._order(passed)
         for start in range(0, self._count, self._batch_size):
             yield self._gradient(order[start : start + self._batch_size], passed)

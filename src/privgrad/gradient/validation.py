@@ -1,4 +1,9 @@
-"""What stands between a model and private training: found before anything is charged."""
+"""Check that a model and a loss allow private training, before any release is charged.
+
+PrivateGradient calls `require_supported` and `check_loss`; `privgrad doctor` calls `find_problems`. The engines use
+the rest for their self-checks. The privacy guarantee needs models and losses that keep examples apart. These checks
+try that on a few examples; they find mistakes, but they prove nothing.
+"""
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -28,25 +33,25 @@ from privgrad.gradient.module_state import (
 )
 from privgrad.types import LossFunction, count_examples, map_examples
 
-PROBED = 3  # examples that a model is tried on
+PROBED = 3  # number of examples on which a model is tried
 _FROZEN = "has no trainable parameter"
-_DRAWS = 4  # random draws: what mixes examples now and then shows in some of them
-_HALVED = 64  # examples whose losses are compared with those in half of them
-_SAME = 1e-3  # relative change of a loss that rounding does not make
+_DRAWS = 4  # number of random draws: a model that mixes examples only sometimes does so in some of them
+_HALVED = 64  # most examples for the comparison of a batch with its first half
+_SAME = 1e-3  # relative change of a loss that is too large for rounding
 
-# What a forward pass draws at random: nothing; dropout only; or something else, such as noise or skipped layers.
+# The random draws of a forward pass: none; dropout only; or others, such as noise or skipped layers.
 Randomness = Literal["none", "dropout", "other"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that blocks private training.
+    """A property of a module that prevents private training.
 
     Attributes:
-        path: module path, "" for the model itself.
-        module: class name.
+        path: the module's path, "" for the model itself.
+        module: the module's class name.
         what: the problem.
-        remedy: what to do.
+        remedy: how to solve it.
     """
 
     path: str
@@ -56,10 +61,10 @@ class Problem:
 
 
 def find_problems(model: nn.Module) -> list[Problem]:
-    """Everything in the model that blocks private training, by module path. Empty if nothing does.
+    """Return everything in the model that prevents private training, by module path; an empty list if nothing does.
 
     Privacy:
-        Reads the structure only, no data. What only shows on data, `check_loss` finds on the first batch.
+        This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
     """
     problems: list[Problem] = []
     for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
@@ -68,36 +73,37 @@ def find_problems(model: nn.Module) -> list[Problem]:
         has_statistics = getattr(module, "running_mean", None) is not None
         if isinstance(module, _InstanceNorm):
             if module.training and has_statistics:
-                what = "keeps running statistics of private examples, which nothing clips or noises"
+                what = "keeps running statistics of private examples without clipping and noise"
                 problems.append(Problem(path, kind, what, "set track_running_stats=False, or call .eval() on it"))
         elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
             what = "mixes the examples of a batch, so one example's gradient depends on the others"
             remedy = "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
             problems.append(Problem(path, kind, what, remedy))
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            what = "shortens the rows that it looks up in place, which shows whose they are"
-            problems.append(Problem(path, kind, what, "set max_norm=None, and shorten rows on the way out if need be"))
+            what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
+            problems.append(Problem(path, kind, what, "set max_norm=None, and shorten its output rows if necessary"))
         if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
-            what = "has parameters without a shape yet"
+            what = "has lazy parameters that do not have a shape yet"
             problems.append(Problem(path, kind, what, "run one public example through the model first"))
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and not parameter.is_floating_point():
                 what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
                 problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
     if not trainable(model):
-        problems.append(Problem("", type(model).__name__, _FROZEN, "set requires_grad_(True) on what to train"))
+        remedy = "set requires_grad_(True) on the parameters to train"
+        problems.append(Problem("", type(model).__name__, _FROZEN, remedy))
     return problems
 
 
 def require_supported(model: nn.Module) -> None:
-    """Raise UnsupportedModuleError that names the first problem, and counts the others."""
+    """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others."""
     problems = find_problems(model)
     if problems:
         first = problems[0]
         if first.what == _FROZEN:
             count = sum(1 for _ in model.parameters())
             remedy = f"{first.remedy}, such as model.requires_grad_(True)"
-            got = f"none of {count} that requires gradients" if count else f"a {first.module} without parameters"
+            got = f"{count} parameters with requires_grad=False" if count else f"a {first.module} without parameters"
             condition = "to have trainable parameters"
             raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
         more = f" (and {len(problems) - 1} more; `privgrad doctor` lists all)" if len(problems) > 1 else ""
@@ -108,24 +114,29 @@ def require_supported(model: nn.Module) -> None:
 
 
 def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
-    """Try the loss on a few examples: shape, gradient, every parameter reached, examples kept apart.
+    """Raise PrivacyError if the loss fails on a few examples: shape, gradients, or dependence on other examples.
+
+    PrivateGradient calls it before it charges the first batch, and again if `configuration` or the set of trainable
+    parameters changes.
 
     Args:
-        model: the model, in the mode it trains in.
+        model: the model, in the mode in which it trains.
         loss_fn: (model, examples) -> losses, shape (B,).
         examples: with leading dimension >= 1.
     Raises:
-        PrivacyError: what is wrong, and what to do.
+        PrivacyError: the losses have a wrong shape or no gradient, do not depend on some trainable parameter, or
+            depend on other examples. The message says how to correct it.
     Privacy:
-        Releases nothing but success or an error, as any exception raised on private data does. The loss is tried on
-        copies of parameters and buffers, and what it leaves on the modules is undone.
+        This reveals only success or an error, like any exception raised on private data. The loss is tried on copies
+        of parameters and buffers, and changes that it makes to the modules are undone. Each loss must depend on its
+        own example only: the privacy guarantee rests on that. It is tried here, not proven.
     """
     few = few_of(examples, fill=False)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
     losses = _losses(model, loss_fn, few, parameters)
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without no_grad or detach"
-        raise expected("loss_fn", "losses", "to have a gradient", "none", remedy)
+        raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
     refuse_reentrant(losses)
     grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     # torch types the result as if allow_unused did not exist.
@@ -135,9 +146,9 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     if unused:
         remedy = (
             "use them in the loss, or freeze them with requires_grad_(False); with gradient checkpointing, pass "
-            "use_reentrant=False: re-entrant checkpointing of the first layers gives them none"
+            "use_reentrant=False: re-entrant checkpointing of the first layers gives them no gradient"
         )
-        got = f"none for {', '.join(unused)}"
+        got = f"no gradient for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
     _require_apart(model, loss_fn, few, randomness)
@@ -145,10 +156,11 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
 
 
 def configuration(model: nn.Module) -> int:
-    """Return a number that changes where the model may begin to compute in another way.
+    """Return a hash of the modules' settings; if it changes, the model may compute differently from now on.
 
-    It is made of each module's mode and of its other flags, words and numbers; of a number, whether it is zero. So a
-    layer that is switched on counts, and a counter of steps does not.
+    It is computed from each module's mode and its other flags and strings, and for a number, whether it is zero. So a
+    layer that is switched on changes the hash, and a counter of steps does not. PrivateGradient checks the loss again
+    if the hash changes.
     """
     found: list[tuple[int, str, object]] = []
     for index, module in enumerate(model.modules()):
@@ -169,19 +181,21 @@ def gradients(
     exact: bool = False,
     copied: bool = True,
 ) -> dict[str, Tensor]:
-    """Return the gradient of the summed losses by parameter name; zero where the loss does not reach. NOT private.
+    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
 
     Args:
-        model, loss_fn, examples: as in PrivateGradient.
-        along: moves the parameters by name, to take the gradient there.
-        exact: do not move, but add the Hessian's product with `along`.
-        copied: whether parameters are copied, so that a forward pass that writes to them spoils nothing.
+        model: as in PrivateGradient.
+        loss_fn: as in PrivateGradient.
+        examples: as in PrivateGradient.
+        along: displacements by parameter name; the gradient is evaluated at the displaced parameters.
+        exact: do not displace the parameters, but add the Hessian's product with `along` to the gradient.
+        copied: whether to copy the parameters, so that a forward pass that writes to them does no harm.
     """
     moves, own = along or {}, trainable(model)
     points = {} if exact else {own[name]: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
-    # The model's own parameters too: checkpointed parts compute again from them.
+    # Replace the model's own parameters too: in the backward pass, checkpointed parts recompute from them.
     with replaced(points), torch.enable_grad(), differentiable(twice=exact):
-        # Moved parameters are this function's own.
+        # Displaced parameters need no copy: they are new tensors of this function.
         parameters = {
             name: (p.detach().clone() if copied and p not in points else p.detach()).requires_grad_()
             for name, p in own.items()
@@ -197,17 +211,18 @@ def gradients(
             if phi.requires_grad:
                 more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
                 grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
-    # Sparse ones are of tables that ask for it.
+    # Embeddings with sparse=True have sparse gradients.
     return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}
 
 
 def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
-    """Return the first example, the last, and others at random places between them, PROBED in all.
+    """Return PROBED examples: the first, the last, and some at random indices between them.
 
     Args:
         examples: with leading dimension >= 1.
-        salt: other places for another number. They follow from torch's seed too, and use up no random draws.
-        fill: whether to fill up with zeros where there are too few.
+        salt: a different salt gives different indices. The indices depend on torch's seed too, but the random streams
+            do not advance.
+        fill: whether to add examples of zeros if there are fewer than PROBED.
     """
     size = count_examples(examples)
     if size > PROBED:
@@ -218,13 +233,13 @@ def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
 
 
 def places_of(size: int, chosen: int, salt: int) -> Tensor:
-    """Return different random places below size, in order; the same again under the same seed and salt."""
+    """Return `chosen` distinct random indices below `size`, sorted; torch's seed and the salt determine them."""
     generator = torch.Generator().manual_seed((torch.initial_seed() + salt) % 2**63)
     return torch.randperm(size, generator=generator)[:chosen].sort().values
 
 
 def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
-    """Require that the first and the last loss move neither with their companions' content nor with their number."""
+    """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
     size = count_examples(few)
     if size == 1:
         few = map_examples(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), few)
@@ -235,7 +250,7 @@ def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness
 
     for row in (0, size - 1):
         for seed in range(_DRAWS):
-            # Same shapes and random draws: a loss that keeps to its own example repeats to the last bit, or nearly.
+            # Shapes and random draws are equal, so a loss of its own example only repeats, up to the last few bits.
             among, alone = (_losses(model, loss_fn, x, seed=seed).detach()[row] for x in (few, repeated(row, size)))
             scale = among.abs() + torch.finfo(among.dtype).tiny
             if (alone - among).abs() > 64 * torch.finfo(among.dtype).eps * scale:
@@ -251,10 +266,10 @@ def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness
 
 
 def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, examples: Any, randomness: Randomness) -> None:
-    """Require that the first half of a batch keeps its losses without the second half, and with another one.
+    """Raise PrivacyError if the losses of a batch's first half change when the second half is removed or replaced.
 
     Raises:
-        PrivacyError: some losses change, as where a loss keeps the largest of the batch, or ranks them.
+        PrivacyError: some losses change, for instance because the loss ranks the batch or keeps its largest values.
     """
     size = min(count_examples(examples), _HALVED)
     half = (size + 1) // 2
@@ -272,9 +287,10 @@ def require_same_losses_in_half(model: nn.Module, loss_fn: LossFunction, example
 
 
 def _require_same_losses_under_draws(model: nn.Module, loss_fn: LossFunction, examples: Any, half: int) -> None:
-    """Require that the first losses stay where the first examples stand for the others, under the same draws.
+    """Raise PrivacyError if the first losses change when the first examples replace the others, under equal draws.
 
-    What switches dropout off may switch off other code too, such as a mask made of the batch.
+    This runs with dropout on: the switch for dropout may also disable other code, such as a mask computed from the
+    batch.
     """
 
     def drawn(examples: Any) -> tuple[Tensor, Tensor]:
@@ -286,16 +302,16 @@ def _require_same_losses_under_draws(model: nn.Module, loss_fn: LossFunction, ex
         drawn(examples),
         drawn(map_examples(lambda leaf: leaf[places.to(leaf.device)], examples)),
     )
-    # Where the number of draws depends on the data, the draws are not the same ones.
+    # If the random states differ, the number of draws depends on the data, and the losses cannot be compared.
     most = _SAME * among.abs() + torch.finfo(among.dtype).eps
     if torch.equal(state, other) and bool(((alone - among).abs() > most).any()):
         raise _depends("losses that change with the content of the second half")
 
 
 def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], tuple[Tensor, Tensor]]) -> bool:
-    """Return whether two tensors of losses differ, in double precision too if in their own.
+    """Return whether two tensors of losses differ, in their own precision and in double precision.
 
-    Losses that are rounding themselves, as the sine of large numbers, move by as much with the number of examples.
+    Losses that consist of rounding errors, such as the sine of large numbers, differ in their own precision only.
     """
 
     def found(model: nn.Module, examples: Any) -> bool:
@@ -306,7 +322,7 @@ def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], 
         return False
     try:
         return found(copy.deepcopy(model).double(), map_examples(doubled, examples))
-    except Exception:  # a loss that takes single precision only, say
+    except Exception:  # for instance a loss that accepts single precision only
         return True
 
 
@@ -316,7 +332,7 @@ def _depends(got: str) -> PrivacyError:
 
 
 def doubled(leaf: Tensor) -> Tensor:
-    """Return floating-point numbers in double precision, and others as they are."""
+    """Return a floating-point tensor in double precision, and any other tensor unchanged."""
     return leaf.double() if leaf.is_floating_point() else leaf
 
 
@@ -329,20 +345,22 @@ def _losses(
     seed: int | None = 0,
     copied: bool = True,
 ) -> Tensor:
-    """Return the losses at copies of parameters and buffers.
+    """Return the losses, computed with copies of parameters and buffers.
 
     Args:
-        model, loss_fn, examples: as in `gradients`.
-        parameters: what stands for some of them, by name.
-        seed: of the random draws; None draws on.
-        copied: whether parameters are copied, so that a forward pass that writes to them spoils nothing.
+        model: as in `gradients`.
+        loss_fn: as in `gradients`.
+        examples: as in `gradients`.
+        parameters: tensors that replace some parameters, by name.
+        seed: the seed of the random draws; None continues torch's random streams.
+        copied: as in `gradients`.
     """
     given = parameters or {}
     own = {name: p.detach() for name, p in model.named_parameters() if name not in given}
     copies = {name: p.clone() for name, p in own.items()} if copied else own
     copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
-    # Compiled code keeps no graph to differentiate twice.
+    # Compiled code has no graph that can be differentiated twice.
     draws = nullcontext() if seed is None else seeded(seed)
     with draws, preserved(model), torch.compiler.set_stance("force_eager"):
         losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))
@@ -350,7 +368,7 @@ def _losses(
 
 
 def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
-    """Return what the forward pass draws in the modes that the modules are in."""
+    """Return the kind of random draws that the forward pass makes in the modules' current modes."""
     with _without_dropout(model) as dropout, seeded(0):
         before = _random_state()
         _losses(model, loss_fn, few, seed=None)
@@ -360,9 +378,9 @@ def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Random
 
 @contextmanager
 def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[None]:
-    """Switch off what draws, and nothing else: the program that is checked is to be the one that trains.
+    """Disable random draws, and as little else as possible, so that a check runs the code that trains.
 
-    Evaluation mode is the last resort, for it may switch on caches or other branches.
+    Evaluation mode is the last resort, for draws other than dropout: it may enable caches or other branches.
     """
     with ExitStack() as stack:
         if randomness != "none":
@@ -373,10 +391,10 @@ def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[No
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """While open, functions that drop return their input.
+    """A mode in which dropout functions return their input.
 
     Attributes:
-        met: whether any has been called that would have dropped.
+        met: whether a dropout function was called that would have dropped values.
     """
 
     met = False
@@ -403,18 +421,18 @@ _DROPOUTS: set[Any] = {
     *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
     *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
 }
-# By function: the place and name of an argument, and its value without dropout.
+# For functions with dropout inside: position and name of an argument, and its value without dropout.
 _WITH_DROPOUT: dict[Any, tuple[int, str, Any]] = {
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (10, "dropout_p", 0.0),
     F.rrelu: (3, "training", False),
 }
-_RATES = ("p", "drop_prob", "drop_path", "dropout")  # what modules that drop call the share that they drop
+_RATES = ("p", "drop_prob", "drop_path", "dropout")  # names of the dropout rate in modules
 
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
-    """Switch dropout off without touching the modules' modes."""
+    """Disable dropout without changing the modules' modes; the value says whether there was any."""
     before: list[tuple[nn.Module, str, float]] = []
     for module in model.modules():
         drops = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
@@ -423,7 +441,7 @@ def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
             held = {rate: vars(module).get(rate) for rate in _RATES}
             before += [(module, rate, value) for rate, value in held.items() if isinstance(value, float) and value > 0]
     mode = _WithoutDropout()
-    mode.met = any(module.training for module, _, _ in before)  # as layers with rules of their own ask
+    mode.met = any(module.training for module, _, _ in before)  # some layers read the rate, and call no function above
     try:
         for module, rate, _ in before:
             setattr(module, rate, 0.0)
@@ -435,7 +453,7 @@ def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
 
 
 def _random_state() -> Tensor:
-    """Return the state of torch's random streams, of the accelerator too where there is one."""
+    """Return the states of torch's random streams, on the CPU and on CUDA devices."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states += torch.cuda.get_rng_state_all()
@@ -444,7 +462,7 @@ def _random_state() -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Evaluation mode (no dropout), each module's own mode restored."""
+    """Set evaluation mode (no dropout), and restore each module's own mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -457,7 +475,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
 def refuse_reentrant(loss: Tensor) -> None:
     """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
 
-    Its backward pass writes to `.grad`, past what is asked for.
+    The backward pass of such checkpointing writes to `.grad` of parameters, instead of returning their gradients.
     """
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
         remedy = (

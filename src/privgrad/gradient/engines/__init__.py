@@ -1,6 +1,13 @@
-"""How per-example gradients are computed: one example after the other by vmap, or all at once by layers' rules.
+"""The two engines, which compute the gradient of each example's own loss for PrivateGradient.
 
-`vmap.Vmap` is the reference. `hooks.Hooks` is faster: one forward and one backward pass for all examples, from which
-the rules of `layers` make factors. It compares some examples with autograd as it goes (`self_check`), and refuses
-where they differ.
+`vmap.Vmap` is the reference: it computes each example by itself, as a batch of one, and stores its whole gradient.
+`hooks.Hooks` is the fast engine: it runs one forward and one backward pass for all examples. The rules of
+`privgrad.gradient.layers` then describe each gradient by factors, such as a layer's inputs and output gradients.
+`capture`, `hvp`, `arguments` and `self_check` are parts of Hooks.
+
+The privacy guarantee rests on one property of an engine: row i of its result depends on example i, the model and
+public numbers only. `privgrad.gradient.clipping` then bounds each row. Vmap has the property if torch's batching rules
+are correct (see `privgrad.gradient.batching`), and if the model and loss keep no state outside of the modules. Hooks
+compares a few examples of the 1st, 2nd, 4th, 8th ... batch with autograd (`self_check`), and raises an error if they
+differ. This is a check, not a proof.
 """

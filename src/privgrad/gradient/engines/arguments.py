@@ -1,4 +1,8 @@
-"""Arguments that a layer may fill while it runs, a cache for one: neither tensors nor containers of tensors."""
+"""Detect whether a layer changes an argument, such as a cache, during its forward pass.
+
+`capture` uses this, and refuses such layers: if one example's pass fills an argument, the next example reads it. The
+isolation of examples rests on this check.
+"""
 
 import types
 from collections import deque
@@ -11,21 +15,21 @@ from torch import Tensor, nn
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum)
 _FIXED = (*_PLAIN, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, nn.Module, torch.Generator)
-_MOST = 10_000  # objects to look into
+_MOST = 10_000  # most objects to examine per argument
 
 
 class Watched:
-    """What some objects hold, and whether that has changed since.
+    """A record of the contents of some objects, to detect later changes.
 
     Args:
-        leaves: arguments of a layer. Tensors, numbers, functions and modules among them are passed over.
+        leaves: arguments of a layer. Tensors, numbers, functions and modules among them are skipped.
     """
 
     def __init__(self, leaves: Iterable[Any]) -> None:
         self._before = [(leaf, _reached(leaf)) for leaf in leaves if not isinstance(leaf, (Tensor, *_FIXED))]
 
     def changed(self) -> str | None:
-        """Return the class of the first argument that holds other things now; None if there is none."""
+        """Return the class name of the first argument whose contents have changed; None if none has."""
         for leaf, reached in self._before:
             if not all(_same(_parts(holder), parts) for holder, parts in reached):
                 return type(leaf).__name__
@@ -33,7 +37,7 @@ class Watched:
 
 
 def _reached(leaf: Any) -> list[tuple[Any, list[tuple[Any, Any]]]]:
-    """List (holder, its parts) for all that can be reached from a leaf."""
+    """List (holder, its parts) for all objects that can be reached from a leaf."""
     found: list[tuple[Any, list[tuple[Any, Any]]]] = []
     waiting, seen = [leaf], {id(leaf)}
     while waiting and len(found) < _MOST:
@@ -47,7 +51,7 @@ def _reached(leaf: Any) -> list[tuple[Any, list[tuple[Any, Any]]]]:
 
 
 def _parts(holder: Any) -> list[tuple[Any, Any]]:
-    """List what a holder consists of, by key; of a tensor, how often it was written."""
+    """List the contents of a holder as (key, value); for a tensor, its version, which counts writes."""
     if isinstance(holder, Tensor):
         return [("version", 0 if holder.is_inference() else holder._version)]
     parts: list[tuple[Any, Any]] = list(getattr(holder, "__dict__", {}).items())

@@ -1,7 +1,11 @@
-"""What passes through the units of a model while a loss is computed: their inputs, and the places to ask for gradients.
+"""Record the inputs of a model's units during a forward pass, and the places in the graph where gradients are needed.
 
-Every unit (the smallest module that owns trainable parameters) has its forward replaced: it computes the same from
-stand-ins of its parameters, and notes inputs and the graph's edge at its output.
+A unit is the smallest module that owns trainable parameters. `Capture` replaces the forward of every unit. The new
+forward computes the same output from copies of the parameters without their graph, and records the inputs and the
+graph's edge at the output. `hooks.Hooks` then computes per-example gradients from these records.
+
+The privacy guarantee of the fast engine rests on this file: it must attribute each row of a tensor to its example. It
+refuses tensors for which it cannot, and `self_check` compares some results with autograd.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,33 +37,41 @@ from privgrad.gradient.module_state import preserved, weight_norms
 
 REMEDY = "use engine='vmap'"
 
-# Where the examples are in each tensor, in order: (dimension, rows an example); None: the same for all examples.
+# Where each tensor of a call holds the examples, in order: (dimension, rows per example); None if examples share it.
 Layout = tuple[tuple[int, int] | None, ...]
 
 
 @dataclass
 class Tap:
-    """A place in the graph whose gradient is asked for, and what it says of the parameters."""
+    """A place in the graph where a gradient is computed, with the function from it to gradients of parameters.
+
+    Attributes:
+        path: the unit's path, for messages.
+        edge: the graph's edge whose gradient is computed.
+        factors: gradient at the edge -> factors by parameter; if `bent`, HvpTerms are its second argument.
+        inputs: the tensors that `factors` uses, with their versions at that time, to detect in-place writes.
+        delta: displacements of the parameters -> their effect on this tensor, to first order; for Hessian products.
+        source: the unit's input, if gradients flow to it; for Hessian products.
+        bent: whether the parameters' Hessian product needs HvpTerms, besides the gradient at the edge.
+    """
 
     path: str
     edge: GradientEdge
-    factors: Callable[..., Mapping[Tensor, Factor]]  # of the gradient, and what bends it, if the tap is `bent`
-    inputs: list[tuple[Tensor, int]]  # with their version when they were used
-    delta: Callable[[Displacements], Tensor | None] | None = (
-        None  # what moving the parameters would add here; for curvature
-    )
-    source: Tensor | None = None  # the input, where gradients flow on to it; for curvature
-    bent: bool = False  # whether the parameters' curvature is more than that of the gradient
+    factors: Callable[..., Mapping[Tensor, Factor]]
+    inputs: list[tuple[Tensor, int]]
+    delta: Callable[[Displacements], Tensor | None] | None = None
+    source: Tensor | None = None
+    bent: bool = False
 
 
 @dataclass(frozen=True)
 class HvpTerms:
-    """What curvature adds to a layer's gradients beside that of the output.
+    """The terms that a Hessian-vector product adds to a layer's gradients, besides the gradient at its output.
 
     Attributes:
-        first: gradient of the output, without curvature.
-        source: what stands for the input beside it; None where there is none.
-        moves: along which the curvature is.
+        first: the gradient at the output, without the Hessian's part.
+        source: the Hessian-vector term that multiplies `first` in the weight gradient, or None.
+        moves: the displacements of the parameters, the vectors of the product.
     """
 
     first: Tensor
@@ -69,20 +81,36 @@ class HvpTerms:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: where, and the shapes of the tensors in and out of it."""
+    """One call of a unit: its path, and the shapes of its input and output tensors."""
 
     path: str
     shapes: tuple[torch.Size, ...]
 
 
 class CallSequenceChangedError(Exception):
+    """The units were called in a different sequence than when the layouts were learned; Hooks catches it."""
+
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
 
 
 class Capture:
-    """Replaces the units' forwards while it is open, and notes what passes through them."""
+    """A context in which the units' forwards are replaced, and their inputs and output edges recorded.
+
+    Args:
+        model: the module.
+        layouts: the learned layout of each call, in order; None while they are being learned.
+        size: the number of examples.
+        whole: paths of units that are computed by vmap; `_generic` adds to it.
+        moves: displacements of each example's parameters, if gradients are evaluated there.
+        curved: whether to record what Hessian products need.
+        norms: measured norms of Jacobians, kept from call to call.
+    Attributes:
+        taps: the places where gradients are needed, in the order of the forward pass.
+        calls: the calls of units, in order.
+        by_products: paths of units without a rule that consist of linear maps and convolutions.
+    """
 
     def __init__(
         self,
@@ -97,7 +125,7 @@ class Capture:
     ) -> None:
         self._model, self._layouts, self.size, self._whole, self._moves = model, layouts, size, whole, moves
         self._norms = JacobianNorms() if norms is None else norms
-        self._curved = curved  # whether what curvature needs is noted
+        self._curved = curved
         self.by_products = set[str]()
         self.taps: list[Tap] = []
         self.calls: list[Call] = []
@@ -107,9 +135,9 @@ class Capture:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Capture":
-        # Compiled code knows nothing of replaced forwards.
+        # Compiled code ignores replaced forwards.
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        # Nor does attention's kernel for inference, which cannot be differentiated.
+        # Attention's kernel for inference ignores them too, and cannot be differentiated.
         self._stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         for module in self._model.modules():
@@ -138,7 +166,12 @@ class Capture:
         self._stack.close()
 
     def finish(self) -> None:
-        """The forward pass is over: check it, and note nothing from here on."""
+        """End the recording after the forward pass, and check that pass.
+
+        Raises:
+            UnsupportedModuleError: the pass wrote to parameters or buffers.
+            CallSequenceChangedError: it made fewer calls than there are layouts.
+        """
         self._finished = True
         written = [name for name, parameter, version in self._parameters if parameter._version != version]
         if written:
@@ -146,15 +179,15 @@ class Capture:
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
             remedy = (
-                "do not write to buffers in training, for what is written there is private; if it is made of "
-                f"parameters alone, as spectral_norm's vectors are, {REMEDY}, or call .eval() on the module"
+                "do not write to buffers in training, because the written values are private; if they depend on "
+                f"parameters only, like spectral_norm's vectors, {REMEDY}, or call .eval() on the module"
             )
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
         if self._layouts is not None and len(self.calls) != len(self._layouts):
             raise CallSequenceChangedError(self._layouts[len(self.calls)][0])
 
     def _enter(self, path: str) -> Layout | None:
-        """The layout of the next call; None while layouts are learned."""
+        """Return the layout of the next call; None while layouts are being learned."""
         if self._layouts is None:
             return None
         if self._finished:
@@ -179,7 +212,7 @@ class Capture:
         source: Tensor | None = None,
         bent: bool = False,
     ) -> Tensor:
-        """Note the tensor's place in the graph; return it, or what to go on with."""
+        """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self._finished and tensor.requires_grad:
             self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions, delta, source, bent))
@@ -201,44 +234,44 @@ class Capture:
         weights: Mapping[str, Tensor],
         x: Tensor,
     ) -> Tensor:
-        """One call of a rule: the weights replaced by stand-ins, the output tapped."""
+        """Compute one call by a layer's rule from detached weights, and add a tap at the output."""
         standardized = _standardized(layer, weights)
         each = self._each(layer, weights, standardized) if self._moves else {}
         layout = self._enter(path)
-        stand_ins = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
+        detached = {name: weight.detach().requires_grad_(weight.requires_grad) for name, weight in weights.items()}
         if layout is not None:
             x = self._with_examples(path, x, layout[0])
             if layout[0] is not None and layout[0][0] != 0:
-                raise misplaced(path)
+                raise misplaced(path, f"dimension {layout[0][0]}")
         if self._curved:
             rule, x = rule.bilinear(layer, x)
         moves = self._moves.of(weights) | {name: own.move() for name, own in each.items()} if self._moves else {}
         if self._curved and x.requires_grad:
-            x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a place in the graph that is this layer's alone
-        output = rule.moved(layer, stand_ins, moves, x) if moves else rule.forward(layer, stand_ins, x)
+            x = cast(Tensor, torch.ops.aten._unsafe_view(x, x.shape))  # a node of the graph for this layer only
+        output = rule.moved(layer, detached, moves, x) if moves else rule.forward(layer, detached, x)
         self._note(path, [x, output])
         if layout is None:
             return output
 
-        # What is noted may not lead back here: a cycle would keep all that the pass holds until the collector comes.
+        # The functions below must not refer to self: a cycle would keep the pass in memory until garbage collection.
         curved, norms = self._curved, self._norms
 
-        def factors(grad: Tensor, bend: HvpTerms | None = None) -> dict[Tensor, Factor]:
+        def factors(grad: Tensor, terms: HvpTerms | None = None) -> dict[Tensor, Factor]:
             found: dict[Tensor, Factor] = {}
             for name, weight in weights.items():
                 if not weight.requires_grad:
                     continue
-                factor, more = rule.factor(layer, name, stand_ins, x.detach(), grad), None
+                factor, more = rule.factor(layer, name, detached, x.detach(), grad), None
                 if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     got, remedy = type(factor).__name__, "return Dense, Outer or another factor of privgrad.gradient"
                     raise refused(f"factor of the rule for '{path}'", "to return a Factor", got, remedy)
-                if bend is not None and bend.source is not None and name == "weight":
-                    more = rule.factor(layer, name, stand_ins, bend.source, bend.first)
+                if terms is not None and terms.source is not None and name == "weight":
+                    more = rule.factor(layer, name, detached, terms.source, terms.first)
                 known = standardized.get(name)
                 if name in each:
                     parts = each[name].pull(factor)
-                elif known is not None and bend is not None:
-                    parts = known.bent(factor, more, bend.moves.of(known.own))
+                elif known is not None and terms is not None:
+                    parts = known.bent(factor, more, terms.moves.of(known.own))
                 elif known is not None and (curved or known.takes(factor)):
                     parts = known.pull(factor)
                 else:
@@ -252,7 +285,7 @@ class Capture:
             found = moves.of(weights)
             for name, own in standardized.items():
                 if own_moves := moves.of(own.own):
-                    if not own.knows(own_moves):  # the layer is called more often than for other examples
+                    if not own.knows(own_moves):  # the layer has more calls than for earlier examples
                         raise CallSequenceChangedError(path)
                     found[name] = own.tangent(own_moves)
             return rule.delta(layer, found, x) if found else None
@@ -265,7 +298,7 @@ class Capture:
     def _each(
         self, layer: Any, weights: Mapping[str, Tensor], standardized: Mapping[str, StandardizedWeight]
     ) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
-        """By name, of those weights that a parametrization computes from what moves."""
+        """Return, by name, the per-example weights that a parametrization computes from displaced parameters."""
         found: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
         for name, parametrization in _parametrizations(layer).items():
             moves = cast(Displacements, self._moves).of(
@@ -280,11 +313,11 @@ class Capture:
         layout = self._enter(path)
         self._note(path, [])
         tap: Any = _ignore if layout is None else partial(self._tap, path, inputs=())
-        # As _by_vmap returns it: dropout draws in the order of memory, and BAM's second pass must draw the same.
+        # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, adapter(module, tap, *args, **kwargs))
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """A unit without a rule: by its linear maps and convolutions, or, if they are not all, under vmap."""
+        """Compute a unit without a rule by its linear maps and convolutions, or by vmap if it has other operations."""
         if path not in self._whole:
             learning = self._layouts is None
             start, watched = len(self.calls), Watched(tree_flatten((args, kwargs))[0] if learning else [])
@@ -310,7 +343,7 @@ class Capture:
         return output
 
     def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """The unit with its own copy of the parameters for every example."""
+        """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
         layout = self._enter(path)
         leaves, structure = tree_flatten((args, kwargs))
         tensors, watched = [leaf for leaf in leaves if isinstance(leaf, Tensor)], Watched(leaves)
@@ -343,21 +376,21 @@ class Capture:
             found = tree_flatten(functional_call(unit, state, call_args, call_kwargs))
             return [leaf for leaf in found[0] if isinstance(leaf, Tensor)]
 
-        # What the unit keeps in attributes is of one example under vmap, and may meet no other in the loop.
+        # Undo changes of attributes: they hold one example's values under vmap, and must not reach others in the loop.
         isolated = partial(preserved, module, path, but=("_parameters", "_buffers"))
         try:
             with isolated():
                 produced = batched(single, (0, *dims), module=module)(copies, *mapped)
-        except Exception:  # an operation that vmap has no rule for
+        except Exception:  # an operation without a rule in vmap
             _require_unchanged(path, watched)
-            if versions != [x._version for x in mapped]:
-                remedy = f"work on a copy, or {REMEDY}"
-                raise refused(f"the input of '{path}'", "not to be changed in place", "a change", remedy) from None
+            if writes := sum(x._version - version for x, version in zip(mapped, versions, strict=True)):
+                condition, remedy = "not to be changed in place", f"work on a copy, or {REMEDY}"
+                raise refused(f"the input of '{path}'", condition, f"{writes} in-place writes", remedy) from None
             rows: list[list[Tensor]] = []
             for i in range(self.size):
                 inputs = [x if dim is None else x[i] for x, dim in zip(mapped, dims, strict=True)]
                 try:
-                    with Mended(), isolated():  # a sparse gradient of one example cannot be joined with others either
+                    with Mended(), isolated():  # Mended: sparse gradients of single examples cannot be stacked either
                         rows.append(single({name: p[i] for name, p in copies.items()}, *inputs))
                 except PrivacyError:
                     raise
@@ -380,7 +413,7 @@ class Capture:
         return output
 
     def _with_examples(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
-        """What is the same for all examples is repeated in dimension 0, as a view."""
+        """Return x; if all examples share it, expanded to one row per example in dimension 0, without a copy."""
         if place is None:
             x = x[0] if x.dim() > 0 and len(x) == 1 else x
             return x.expand(self.size, *x.shape)
@@ -390,7 +423,7 @@ class Capture:
         return x
 
     def _split(self, path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
-        """(..., B parts, ...) -> (B, ..., parts, ...): each example's part as it is in memory when it is alone."""
+        """Return (..., B parts, ...) as (B, ..., parts, ...), with the memory layout of each example alone."""
         if place is None:
             return x
         dim, parts = place
@@ -399,9 +432,10 @@ class Capture:
 
 
 class _Unit(nn.Module):
-    """A module with a given forward, so that its parameters can be swapped around that.
+    """A module with a given forward, so that functional_call can replace its parameters around that forward.
 
-    The old torch.nn.utils.weight_norm has computed a weight before any forward, and computes it again of those.
+    The old torch.nn.utils.weight_norm computes a weight in a hook before the forward. Here its hook computes the
+    weight again, from the replaced parameters.
     """
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
@@ -422,7 +456,7 @@ class _Unit(nn.Module):
 
 
 def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules that own trainable parameters, by path; each once."""
+    """Yield the units, the smallest modules that own trainable parameters, with their paths; each unit once."""
     seen = set() if seen is None else seen
     if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
         return
@@ -436,34 +470,34 @@ def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Ite
 
 
 def _parametrizations(layer: Any) -> Mapping[str, nn.Module]:
-    """By the names of the weights that they compute."""
+    """Return a layer's parametrizations, by the name of the weight that each computes."""
     is_parametrized = isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)
     return dict(cast(nn.ModuleDict, layer.parametrizations).items()) if is_parametrized else {}
 
 
 def _standardized(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, StandardizedWeight]:
-    """By name, of those weights that weight standardization computes."""
+    """Return, by name, the weights that weight standardization computes."""
     known = {name: StandardizedWeight.of(own) for name, own in _parametrizations(layer).items() if name in weights}
     return {name: weight for name, weight in known.items() if weight is not None}
 
 
 def _ignore(tensor: Tensor, *_: object) -> Tensor:
-    """Stands for a tap while layouts are learned."""
+    """Return the tensor; this replaces a tap while layouts are being learned."""
     return tensor
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The tensor, not as a view: an operation in place on a view would cut its edge off the graph."""
+    """Return the tensor, as a non-view: an in-place operation on a view would remove its edge from the graph."""
     is_view = tensor.grad_fn is not None and tensor._is_view()
     return cast(Tensor, torch.ops.aten._unsafe_view(tensor, tensor.shape)) if is_view else tensor
 
 
 def _require_unchanged(path: str, watched: Watched) -> None:
-    """Raise UnsupportedModuleError if a unit filled an argument: one example would meet what another left there."""
+    """Raise UnsupportedModuleError if a unit changed an argument: examples could then read each other's values."""
     kind = watched.changed()
     if kind is not None:
         remedy = f"call it without (model.config.use_cache = False for a cache of transformers), or {REMEDY}"
-        raise refused(f"the arguments of '{path}'", "to stay as they are while it runs", f"a changed {kind}", remedy)
+        raise refused(f"the arguments of '{path}'", "to stay unchanged during its forward", f"a changed {kind}", remedy)
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
@@ -474,14 +508,14 @@ def _restore(module: nn.Module, forward: Any) -> None:
 
 
 def _norm_of(norms: JacobianNorms, key: tuple[str, str], known: StandardizedWeight | None, jacobian: Jacobian) -> float:
-    """Return a bound on the norm of a weight's Jacobian: in closed form for weight standardization, or measured."""
+    """Return a bound on the norm of a weight's Jacobian: in closed form for weight standardization, else measured."""
     if known is not None:
         return known.stretch(jacobian.parameter)
     return norms.of((*key, id(jacobian.parameter)), jacobian)
 
 
 def _pulled(factor: Factor, weight: Tensor, norm_of: Callable[[Jacobian], float]) -> dict[Tensor, Factor]:
-    """By what the weight is computed from; of the weight itself, if it is not computed."""
+    """Return the factors of the parameters from which a weight is computed; of the weight itself if it is one."""
     leaves = {id(source): source for source in sources([weight])}.values()
     if weight.grad_fn is None:
         return dict.fromkeys(leaves, factor)
@@ -503,23 +537,34 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _joined(path: str, x: Tensor, place: tuple[int, int] | None) -> Tensor:
-    """From (B, ..., parts, ...) to (..., B parts, ...), as the module itself would return it."""
+    """Return (B, ..., parts, ...) as (..., B parts, ...), as the module itself would return it."""
     if place is None:
         return x.flatten(0, 1) if x.dim() > 1 and x.shape[1] == 1 else x
     dim, parts = place
     if x.dim() < dim + 2 or x.shape[dim + 1] != parts:
-        raise misplaced(path)
+        raise misplaced(path, f"an output of shape {tuple(x.shape[1:])} per example")
     return x.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
-    if [len(shape) for shape in one.shapes] != [len(shape) for shape in other.shapes]:
-        raise refused(f"the calls of '{one.path}'", "not to depend on the examples", "a change", REMEDY)
+    """Return the layout of a call, found by comparing it with the same call for another number of examples.
+
+    Args:
+        one: the call with sizes[0] examples.
+        other: the call with sizes[1] examples.
+        sizes: two different numbers of examples.
+    Raises:
+        UnsupportedModuleError: the calls differ in more than the size of one dimension per tensor.
+    """
+    dims, other_dims = [len(shape) for shape in one.shapes], [len(shape) for shape in other.shapes]
+    if dims != other_dims:
+        got = f"tensors of {dims} dimensions with {sizes[0]} examples, {other_dims} with {sizes[1]}"
+        raise refused(f"the calls of '{one.path}'", "not to depend on the examples", got, REMEDY)
     return tuple(_place(one.path, *shapes, sizes) for shapes in zip(one.shapes, other.shapes, strict=True))
 
 
 def mixes(unit: str, one: Call, other: Call, sizes: tuple[int, int]) -> bool:
-    """Whether this is a linear map or convolution of the unit that does not keep examples in dimension 0."""
+    """Return whether a call is a linear map or convolution inside `unit` with examples outside of dimension 0."""
     if not one.path.startswith(f"{unit}["):
         return False
     try:
@@ -529,27 +574,31 @@ def mixes(unit: str, one: Call, other: Call, sizes: tuple[int, int]) -> bool:
 
 
 def _place(path: str, more: torch.Size, fewer: torch.Size, sizes: tuple[int, int]) -> tuple[int, int] | None:
-    """The dimension that grows with the batch, and rows an example; None for what does not grow."""
+    """Return (the dimension that grows with the batch, rows per example); None if no dimension grows."""
     growing = [dim for dim in range(len(more)) if more[dim] != fewer[dim]]
     if not growing:
         return None
     dim = growing[0]
     if len(growing) > 1 or more[dim] * sizes[1] != fewer[dim] * sizes[0] or more[dim] % sizes[0] != 0:
-        raise misplaced(path)
+        got = f"shape {tuple(more)} with {sizes[0]} examples, {tuple(fewer)} with {sizes[1]}"
+        raise misplaced(path, got)
     return dim, more[dim] // sizes[0]
 
 
-def misplaced(path: str) -> UnsupportedModuleError:
+def misplaced(path: str, got: str) -> UnsupportedModuleError:
+    """Return the error for a unit whose tensors do not hold examples in dimension 0."""
     remedy = f"keep examples in dimension 0 (batch_first=True), or {REMEDY}"
-    return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", "another layout", remedy)
+    return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", got, remedy)
 
 
 def written_to(parameters: str) -> UnsupportedModuleError:
-    remedy = "do not write to parameters in training; the model now holds private values: load it anew"
+    """Return the error for a forward pass that writes to parameters, given their names."""
+    remedy = "do not write to parameters in training; the model now holds private values: load it again"
     return refused("parameters", "not to be written by the forward pass", parameters, remedy)
 
 
 def refused(name: str, condition: str, got: object, remedy: str) -> UnsupportedModuleError:
+    """Return an UnsupportedModuleError in the name of PrivateGradient."""
     return cast(
         UnsupportedModuleError, expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError)
     )

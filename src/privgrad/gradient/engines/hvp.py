@@ -1,4 +1,8 @@
-"""The Hessian's product with each example's own move, by a backward pass through the backward pass."""
+"""Compute each example's Hessian-vector product, by a backward pass through the backward pass.
+
+`hooks.Hooks.moved` uses this with `exact=True`, for BAM(mode="exact"). The vector is a displacement of the parameters,
+different for each example.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +18,13 @@ from privgrad.gradient.factors.displacement import Displacements
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward pass that can be differentiated: gradients at the taps and of their sources; None: not reached."""
+    """The result of a backward pass that can be differentiated again.
+
+    Attributes:
+        taps: the places in the graph at which gradients were computed.
+        grads: the gradients at the taps; None for a tap that the losses do not reach.
+        of_sources: the gradients of the taps' sources; None for a tap without a source, or a source not reached.
+    """
 
     taps: Sequence[Tap]
     grads: Sequence[Tensor | None]
@@ -27,7 +37,7 @@ class Backward:
 
 
 def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
-    """Gradients of the losses' sum."""
+    """Compute the gradients of the summed losses at the taps and their sources, with a graph for a second pass."""
     edges = [tap.edge for tap in taps]
     sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
     found = torch.autograd.grad(losses.sum(), [*edges, *sources], create_graph=True, allow_unused=True)
@@ -37,14 +47,15 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
 
 
 def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
-    """Gradients at the taps, with what curvature adds to them; and what else it adds to those of parameters.
+    """Compute the gradients at the taps with the Hessian's terms added, and the other terms for the weight gradients.
 
-    Computes: with b the gradient at a tap's output and x its source, phi = sum <b, delta(x)> is each example's
-    <g_i, v_i>, v_i the move. Its gradient is H_i v_i; and a layer's weight takes part twice: in the forward pass, where
-    it meets (x, d phi / d output), and in the backward pass, where it meets (d phi / d (gradient of x), b).
+    Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i. Then
+    phi = sum <b, delta(x)> equals <g_i, v_i> for each example, and its gradient is H_i v_i. A layer's weight enters phi
+    twice: in the forward pass, which gives the pair (x, d phi / d output), and in the backward pass, which gives the
+    pair (d phi / d (gradient of x), b).
     """
     total = first.detached
-    # Of phi only the gradient is wanted: <delta, d b> + <b, d delta>.
+    # Only the gradient of phi is needed: <delta, d b> + <b, d delta>.
     ends: list[Tensor] = []
     others: list[Tensor] = []
     for tap, grad in zip(first.taps, first.grads, strict=True):
@@ -55,16 +66,16 @@ def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None
                 if end.requires_grad:
                     ends.append(end)
                     others.append(other.detach().to(end.dtype))
-    if not ends:  # the losses are linear in all outputs: what bends is how weights are computed
+    if not ends:  # the losses are linear in all outputs: only the computation of weights has curvature
         pairs = zip(first.taps, total, strict=True)
         return total, [HvpTerms(grad, None, moves) if tap.bent and grad is not None else None for tap, grad in pairs]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
     second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))
     rest = iter(added[len(first.taps) :])
-    bends: list[HvpTerms | None] = []
+    terms: list[HvpTerms | None] = []
     for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
         curved = next(rest) if back is not None and back.requires_grad else None
-        bends.append(HvpTerms(grad, curved, moves) if tap.bent and grad is not None else None)
+        terms.append(HvpTerms(grad, curved, moves) if tap.bent and grad is not None else None)
     pairs = zip(total, added, strict=False)
-    return [grad if grad is None or add is None else grad + add for grad, add in pairs], bends
+    return [grad if grad is None or add is None else grad + add for grad, add in pairs], terms

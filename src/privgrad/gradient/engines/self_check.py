@@ -1,4 +1,9 @@
-"""What the fast engine goes by, tried on a few examples: that their gradients are those of each alone."""
+"""Compare the fast engine's gradients of a few examples with the gradients of each example alone.
+
+`hooks.Hooks` calls this when it learns a model, and on some rows of the 1st, 2nd, 4th, 8th ... batch. The privacy
+guarantee of the fast engine rests on these comparisons: they would detect a model or a rule that mixes examples in
+the compared rows. They do not prove that it never happens.
+"""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,12 +33,22 @@ def require_single(
     rows: Sequence[int],
     exact: bool = False,
 ) -> None:
-    """Require that rows of the factors are the gradients of these examples alone, moved if there are moves.
+    """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone.
 
-    A forward pass that writes to parameters writes to the model's: this runs where they are `restored`.
+    If the forward pass writes to parameters, it writes to the model's own. Callers therefore use `restored`.
 
+    Args:
+        model: the module.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        examples: the examples of the factors, with leading dimension B.
+        found: the factors to check, by parameter name.
+        tolerance: the largest accepted difference, relative to the norm of the parameter's gradient plus a tenth of
+            the norm over all parameters.
+        moves: displacements of each example's parameters; None if they are not displaced.
+        rows: the rows to check.
+        exact: whether the gradients include the Hessian's product with the moves, instead of being displaced.
     Raises:
-        UnsupportedModuleError: the name of a parameter for which it is not, by more than the relative tolerance.
+        UnsupportedModuleError: some gradient differs by more than the tolerance; the message names the parameter.
     """
     parameters = trainable(model)
     for index in rows:
@@ -41,46 +56,48 @@ def require_single(
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
         alone = map_examples(itemgetter(row), examples)
         single = gradients(model, loss_fn, alone, along=along, exact=exact, copied=False)
-        whole = sum(norm_of(wanted) ** 2 for wanted in single.values()) ** 0.5
-        for name, wanted in single.items():
-            got = found[name][row].dense()[0] if name in found else torch.zeros_like(wanted)
-            # What is not finite compares as false: such an example contributes zero anyway.
-            if norm_of(got - wanted) > tolerance * (norm_of(wanted) + 0.1 * whole):
+        whole = sum(norm_of(reference) ** 2 for reference in single.values()) ** 0.5
+        for name, reference in single.items():
+            value = found[name][row].dense()[0] if name in found else torch.zeros_like(reference)
+            # The comparison is false if values are not finite: such an example contributes zero anyway.
+            if norm_of(value - reference) > tolerance * (norm_of(reference) + 0.1 * whole):
                 remedy = (
                     "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
                     f"rule for this layer or the next, correct it; or {REMEDY}"
                 )
-                raise refused(f"the gradient of {name!r}", "to be that of single examples", "another", remedy)
+                condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
+                raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy)
 
 
 def norm_of(x: Tensor) -> float:
+    """Return the norm of all entries, computed in float32 or wider."""
     return float(cast(Tensor, torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))))
 
 
 @contextmanager
 def restored(model: nn.Module) -> Generator[None]:
-    """Put the parameters back, bit by bit, if what runs here writes to them or ends in an error.
+    """Run a check, and put the parameters back bit by bit if it wrote to any of them, also after an exception.
 
     Raises:
-        UnsupportedModuleError: they were written to, even past autograd's own count.
+        UnsupportedModuleError: a parameter was written to, even if autograd's version counter missed it.
     """
-    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    before = [(name, parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()]
     refusal: UnsupportedModuleError | None = None
     try:
         yield
-    except UnsupportedModuleError as error:  # which may be due to what was written
+    except UnsupportedModuleError as error:  # the write may be its cause
         refusal = error
     finally:
-        written = [parameter for parameter, held in before if not _bits(parameter).equal(_bits(held))]
+        written = [name for name, parameter, held in before if not _bits(parameter).equal(_bits(held))]
         with torch.no_grad():
-            for parameter, held in before if written else []:
+            for _, parameter, held in before if written else []:
                 parameter.data.copy_(held)
     if written:
-        raise written_to("other values") from refusal
+        raise written_to(", ".join(written)) from refusal
     if refusal is not None:
         raise refusal
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Return the numbers as integers, of which NaN equals itself."""
+    """Return the bits of the numbers as integers, so that NaN equals itself."""
     return x.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

@@ -1,4 +1,7 @@
-"""The reference engine: one gradient an example in memory, from the user's model and loss as they are.
+"""The reference engine: it computes each example by itself, with the user's model and loss unchanged.
+
+It stores one whole gradient per example. Select it by `PrivateGradient(..., engine="vmap")`; tests compare the fast
+engine with it.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
@@ -27,11 +30,12 @@ from privgrad.types import LossFunction, count_examples, map_examples
 
 
 class Vmap:
-    """The reference engine: any module, one gradient an example in memory. See `per_sample_gradients`.
+    """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
 
     Args:
-        model, loss_fn: as in `per_sample_gradients`.
-        memory_mb: MiB for gradients; at least one example is taken. None: room for all.
+        model: as in `per_sample_gradients`.
+        loss_fn: as in `per_sample_gradients`.
+        memory_mb: MiB for gradients; at least one example is computed at once. None: no limit.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, *, memory_mb: float | None = None) -> None:
@@ -40,17 +44,17 @@ class Vmap:
         self._memory_mb = memory_mb
 
     def microbatch_size(self, examples: Any) -> int:
-        """How many examples to take at once."""
+        """Return the number of examples to compute at once."""
         if self._memory_mb is None:
             return count_examples(examples)
         an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
         return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
 
     def check_again(self) -> None:
-        """Nothing is to be checked: each example is computed by itself."""
+        """Do nothing: this engine needs no check, because it computes each example by itself."""
 
     def moved_size(self, size: int, *, exact: bool) -> int:
-        """As many: all is written out in any case."""
+        """Return `size`: this engine writes out all gradients in any case."""
         del exact
         return size
 
@@ -59,8 +63,8 @@ class Vmap:
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
-        """Gradient of each example's own loss at its own point: as Hooks.moved."""
-        with torch.random.fork_rng():  # the same random draws in both passes
+        """Return the gradient of each example's own loss at its own point, as Hooks.moved does."""
+        with torch.random.fork_rng():  # so that both passes have the same random draws
             first = self(examples)
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
         along = {name: factor.mask(moving_B).dense() for name, factor in first.items()}
@@ -69,14 +73,17 @@ class Vmap:
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
-        """Gradient of each example's own loss at its own point: as Hooks.at."""
+        """Return the gradient of each example's own loss at its own point, as Hooks.at does."""
         along = {name: share * factor.dense() for name, factor in moved.items()}
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
 
 def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
-    """(radius / |g_i|, whether that is a number), both shape (B,), from norms by parameter; 0 where it is not."""
+    """Return (radius / |g_i|, whether |g_i| is finite and > 0), both of shape (B,), from the norms by parameter.
+
+    Where |g_i| is zero or not finite, the quotient is 0.
+    """
     norm_B = cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
     moving_B = torch.isfinite(norm_B) & (norm_B > 0)
     return torch.where(moving_B, radius / norm_B, 0.0), moving_B
@@ -90,26 +97,26 @@ def per_sample_gradients(
     along: Mapping[str, Tensor] | None = None,
     exact: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradient of each example's own loss: the reference engine.
+    """Compute the gradient of each example's own loss, by the reference engine.
 
-    Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one); by vmap over
-    examples, or one by one where the model has an operation that vmap cannot batch.
+    Computes: for every i, the gradient of loss_fn(model, example i alone, as a batch of one). It uses vmap over
+    examples; if the model has an operation that vmap cannot batch, it computes one example after the other.
 
     Args:
-        model: any module. Its parameters and buffers are read, never written; see `preserved` for the rest.
+        model: any module. Its parameters and buffers are read, never written; see `preserved` for other state.
         loss_fn: (model, examples) -> losses, shape (B,).
         examples: tensor or tuple, list or dict of tensors with leading dimension B >= 1.
-        along: by parameter name, shape (B, *parameter.shape): moves each example's parameters, to take its gradient
-            there.
-        exact: do not move, but add each Hessian's product with `along`.
+        along: displacements by parameter name, shape (B, *parameter.shape); row i displaces the parameters of
+            example i, and its gradient is evaluated there.
+        exact: do not displace the parameters, but add the product of each example's Hessian with `along`.
     Returns:
         grads_BP by parameter name: tensors of shape (B, *parameter.shape), without a graph.
     Raises:
         PrivacyError: loss_fn does not return one loss per example.
         UnsupportedModuleError: the forward pass writes to a buffer, or torch.func cannot differentiate it.
     Privacy:
-        NOT private. Row i depends on example i and the model alone: each example is isolated, dropout included,
-        unless model or loss_fn keep state outside the modules.
+        NOT private. Row i depends on example i and the model only, because each example is computed by itself, with
+        its own dropout. This fails if the model or loss_fn keeps state outside the modules.
     """
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
     rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
@@ -123,7 +130,7 @@ def per_sample_gradients(
         except PrivacyError:
             raise
         except Exception:
-            pass  # an operation that vmap has no rule for; what it says may hold the batch's size, which is private
+            pass  # vmap has no rule for an operation; the message may contain the batch size, which is private
         rows = [
             _alone(
                 bound,
@@ -136,7 +143,7 @@ def per_sample_gradients(
             for index in range(count_examples(examples))
         ]
     warnings.warn(
-        "vmap cannot batch this model; its examples are taken one by one, which is slow",
+        "vmap cannot batch this model; its gradients are computed one by one, which is slow",
         stacklevel=2,
     )
     return {name: torch.stack([row[name] for row in rows]) for name in parameters}
@@ -145,7 +152,10 @@ def per_sample_gradients(
 def _gradient_of_one(
     bound: BoundLoss, rest: dict[str, Tensor], exact: bool
 ) -> Callable[[dict[str, Tensor], dict[str, Tensor], Any], dict[str, Tensor]]:
-    """(parameters, along, example) -> gradient; `rest` is captured, so that torch.func refuses writes to it."""
+    """Return a function (parameters, along, example) -> gradient, for vmap.
+
+    The function captures `rest` (frozen parameters and buffers), so that torch.func refuses writes to it.
+    """
 
     def loss_of_one(parameters: dict[str, Tensor], example: Any) -> Tensor:
         state = {f"model.{name}": tensor for name, tensor in (rest | parameters).items()}
@@ -170,10 +180,10 @@ def _gradient_of_one(
 
 
 class _Differentiated(nn.Module):
-    """A loss that returns its gradient when it is called.
+    """A module that computes the loss in its forward, and returns the gradient.
 
-    The backward pass runs while other parameters are swapped in: checkpointed parts compute again from what the modules
-    hold then.
+    So functional_call replaces the parameters during the backward pass too, when checkpointed parts recompute from the
+    parameters that the modules then hold.
     """
 
     def __init__(self, bound: BoundLoss) -> None:
@@ -210,19 +220,21 @@ def _alone(
 ) -> dict[str, Tensor]:
     """Compute one example's gradient by ordinary autograd, from copies of parameters and buffers.
 
-    torch.func cannot differentiate all that autograd can: checkpointed parts, say, or an autograd.Function without
-    setup_context.
+    autograd can differentiate more than torch.func can: for instance checkpointed parts, or an autograd.Function
+    without setup_context.
 
     Args:
         bound: the model and its loss.
-        parameters, rest: by name, what is trained and what is not.
-        along: as in `per_sample_gradients`, of this example.
+        parameters: the trainable parameters, by name.
+        rest: the frozen parameters and the buffers, by name.
+        along: as in `per_sample_gradients`, for this example.
         example: a batch of one.
         exact: as in `per_sample_gradients`.
     Raises:
         UnsupportedModuleError: the forward pass writes to a copy, or cannot be differentiated.
     Privacy:
-        NOT private. What the forward pass writes goes with the copies, and never meets another example.
+        NOT private. If the forward pass writes to parameters or buffers, it writes to copies for this example only, so
+        no other example sees it.
     """
     leaves: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -253,8 +265,8 @@ def _alone(
     written = [name for name, copy in copies.items() if copy._version != versions[name]]
     if written:
         remedy = (
-            "do not write to parameters and buffers in training, for what is written there is private; or call .eval() "
-            "on the module that does"
+            "do not write to parameters and buffers in training, because the written values are private; or call "
+            ".eval() on the module that writes"
         )
         condition, got = "not to be written by the forward pass", ", ".join(written)
         raise expected("PrivateGradient", "parameters and buffers", condition, got, remedy, UnsupportedModuleError)
