@@ -1,6 +1,6 @@
 """Train one model privately in several processes, on one machine or on many.
 
-Shows   fit(processes=...): each process clips its own examples. The first process adds one noise to the sum of all
+Shows   PrivateGradient(processes=...): each process clips its own examples. The first process adds one noise to the sum of all
         and keeps the ledger. With --sharded, FSDP2 shards the model.
 Needs   pip install '.[experiments]'. torchrun is part of torch. Fifteen seconds.
 Run     torchrun --nproc-per-node 2 examples/distributed.py [--sharded]. Run it again after an interruption to resume,
@@ -42,14 +42,11 @@ def main() -> None:
         target_epsilon=3.0, delta=1e-4, max_grad_norm=1.0, num_examples=1400, expected_batch_size=140, steps=200
     )
     result = pg.fit(
-        model,
-        loss_fn,
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes),
         pg.optim.AdamBC(model.named_parameters(), lr=3e-3),
-        plan,
         TensorDataset(images[:1400], labels[:1400]),
         evaluate=lambda model: {"accuracy": (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()},
-        folder="runs/distributed-sharded" if "--sharded" in sys.argv else "runs/distributed",
-        processes=processes,
+        output_dir="runs/distributed-sharded" if "--sharded" in sys.argv else "runs/distributed",
     )
     if processes.rank == 0:
         end = result.curve[-1]

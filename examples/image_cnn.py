@@ -55,7 +55,8 @@ def main(steps: int = 200) -> float:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"accuracy": (model(images).argmax(1) == labels).float().mean().item()}
 
-    result = pg.fit(model, loss_fn, optimizer, plan, data.train, evaluate=evaluate, evaluations=4)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    result = pg.fit(private_grad, optimizer, data.train, evaluate=evaluate, num_evaluations=4)
     for row in result.curve:
         print(f"step {row['step']:3}: accuracy {row['accuracy']:.3f} at epsilon {row['epsilon']:.2f}")
     return result.curve[-1]["accuracy"]

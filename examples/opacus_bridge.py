@@ -54,7 +54,8 @@ def main(epochs: int = 10) -> tuple[float, float]:
     print(f"Opacus: accuracy {accuracy(model):.3f} at epsilon {engine.get_epsilon(1e-4):.2f}")
 
     plan = plan_of(optimizer, loader, num_examples=1400, epochs=epochs, delta=1e-4)
-    result = pg.fit(ours, loss_fn, pg.optim.AdamBC(ours.named_parameters(), lr=5e-3), plan, train_set, progress=False)
+    private_grad = pg.PrivateGradient(ours, loss_fn, plan)
+    result = pg.fit(private_grad, pg.optim.AdamBC(ours.named_parameters(), lr=5e-3), train_set, progress=False)
     print(f"privgrad: accuracy {accuracy(ours):.3f} at epsilon {result.ledger.epsilon(delta=1e-4):.2f}")
     return accuracy(model), accuracy(ours)
 

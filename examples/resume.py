@@ -1,6 +1,6 @@
 """Crash during training and resume: the process kills itself, starts again, and the ledger is complete.
 
-Shows   fit(folder=...) is durable. Each gradient is charged to the ledger on disk before it is released, so a crash
+Shows   fit(output_dir=...) is durable. Each gradient is charged to the ledger on disk before it is released, so a crash
         never makes a step free. Steps after the last checkpoint stay spent, although their updates are lost.
 Needs   pip install '.[experiments]' (scikit-learn contains the handwritten digits). Ten seconds.
 Run     python examples/resume.py
@@ -47,9 +47,8 @@ def train(folder: str, steps: int, *, kill_at: int | None = None) -> pg.FitResul
             os.kill(os.getpid(), signal.SIGKILL)  # no exception, no cleanup
 
     optimizer.register_step_post_hook(crash)
-    return pg.fit(
-        model, loss_fn, optimizer, plan, digits().train, folder=folder, checkpoint_seconds=0.2, progress=False
-    )
+    private_grad = pg.PrivateGradient(model, loss_fn, plan)
+    return pg.fit(private_grad, optimizer, digits().train, output_dir=folder, save_seconds=0.2, progress=False)
 
 
 def main(steps: int = 200) -> tuple[int, pg.FitResult]:

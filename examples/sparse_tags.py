@@ -45,7 +45,8 @@ def main(examples: int = 15_000, steps: int = 300) -> dict[str, float]:
             gradient = pg.PublicGradient(model, loss_fn, public, source="1 % of the packages, taken out of training")
             precondition = pg.precondition.public_rmsprop(gradient, epsilon=1e-5)  # the ledger records the source
         optimizer = pg.optim.SGD(model.named_parameters(), lr=320.0)
-        result = pg.fit(model, loss_fn, optimizer, plan, train, precondition=precondition)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=precondition)
+        result = pg.fit(private_grad, optimizer, train)
         inputs, wanted = data.test.tensors
         with torch.no_grad():
             likeliest = model(inputs).topk(5, dim=1).indices

@@ -40,7 +40,7 @@ def main(steps: int = 400) -> float:
     )
     private = nn.Linear(rows.shape[1], 2)
     optimizer = pg.optim.AdamBC(private.named_parameters(), lr=2e-2)
-    result = pg.fit(private, loss_fn, optimizer, plan, data.train, progress=False)
+    result = pg.fit(pg.PrivateGradient(private, loss_fn, plan), optimizer, data.train, progress=False)
 
     ordinary = nn.Linear(rows.shape[1], 2)
     plain = torch.optim.Adam(ordinary.parameters(), lr=2e-2)
