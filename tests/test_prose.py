@@ -60,7 +60,7 @@ def test_planted_phrases_sentences_and_cells_are_found_in_a_page(tmp_path: Path)
     code, found = check(tmp_path / "page.md", PAGE)
     assert code == 1
     assert found == [
-        "4: write 'resume' for 'gone on with'",
+        "4: write 'resume' or 'continue' for 'gone on with'",
         "5: the sentence 'The engine adds a term and add...' has 47 words; at most 40",
         "7: a sentence begins with 'What': name the subject",
         f"11: the table cell '{CELL[:30]}...' has {len(CELL.strip())} characters; at most 200",
@@ -77,8 +77,8 @@ def test_planted_phrases_are_found_in_docstrings_comments_and_messages(tmp_path:
         "9: write 'attach to' or 'depend on' for 'hangs on'",
         "10: write 'during' for 'amid'",
         "10: write 'during' for 'amid'",
-        "10: write 'given', 'reported' or 'recorded' for 'be told'",
-        "10: write 'given', 'reported' or 'recorded' for 'is told'",
+        "10: write 'given', 'reported' or 'recorded' for 'told'",
+        "10: write 'given', 'reported' or 'recorded' for 'told'",
     ]
 
 
