@@ -10,7 +10,7 @@ help:
 	@echo "make test   install into .venv, run the tests"
 	@echo "make slow   the tests that take minutes"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
-	@echo "make lint   format, style, types, layers"
+	@echo "make lint   format, style, types, layers, prose"
 	@echo "make docs   the documentation as a site -> site/index.html"
 	@echo "make dist   wheel and source distribution -> dist/"
 
@@ -38,6 +38,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_prose.py
 
 docs: .venv/installed
 	$(BIN)/mkdocs build --strict

@@ -11,7 +11,7 @@ _AS_ELSEWHERE = re.compile(rf"\n    ({_SECTIONS}): (.*)")
 
 
 def _one_by_one(several: re.Match[str]) -> str:
-    """`a, b: as in X` as two lines."""
+    """Write `a, b: as in X` as two lines."""
     indent, names, text = several.groups()
     return "\n".join(f"{indent}{name}:{text}" for name in names.split(", "))
 
@@ -25,7 +25,7 @@ def _plain(line: str) -> str:
 
 
 def rewritten(text: str) -> str:
-    """The docstring as Markdown: formulas, which are indented before the sections, are blocks of their own."""
+    """Return the docstring as Markdown; formulas, indented before the sections, become blocks of their own."""
     text = _SEVERAL.sub(_one_by_one, text)
     # "Raises: as X" among the arguments is a section of its own.
     for name, said in _AS_ELSEWHERE.findall(text):
@@ -47,6 +47,6 @@ class Sections(griffe.Extension):
     """Rewrites each docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for every object that griffe has found."""
+        """Rewrite the docstring of an object that griffe has found."""
         if obj.docstring:
             obj.docstring.value = rewritten(obj.docstring.value)

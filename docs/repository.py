@@ -27,7 +27,7 @@ def uri_of(path: str) -> str:
 
 
 def _folder_page(folder: Path) -> str:
-    """A page for a folder without a README: its table, its plots, its files."""
+    """Return a page for a folder without a README: its table, its plots, its files."""
     parts = [f"# {folder.relative_to(ROOT)}"]
     for path in sorted(folder.iterdir()):
         parts.append(f"![{path.stem}]({path.name})" if path.suffix == ".png" else f"- [{path.name}]({path.name})")

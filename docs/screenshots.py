@@ -22,7 +22,7 @@ PICTURES = (
 
 
 def taken(page: Page, first: str, last: str) -> bytes:
-    """The part of the page from one element to another, with a margin."""
+    """Return a picture of the page from one element to another, with a margin."""
     top, bottom = (page.locator(selector).bounding_box() for selector in (first, last))
     assert top is not None
     assert bottom is not None
@@ -34,6 +34,7 @@ def taken(page: Page, first: str, last: str) -> bytes:
 
 
 def main() -> None:
+    """Take every picture of the report."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for name, width, ends in PICTURES:
