@@ -522,12 +522,14 @@ def test_stackoverflow_is_read_by_user(tmp_path: Path):
     assert len(loaded.test) == 7
     assert loaded.public_counts is not None
     assert loaded.public_counts.tolist() == [0, 90, 50, 40]
-    with pytest.raises(pg.PrivacyError, match="limit and validation to fit the users, got 4 with at least 3"):
+    with pytest.raises(pg.PrivacyError, match="at least 3 tagged posts to be at least 5 and 1, got 4"):
         data.stackoverflow(tmp_path, tags=2, limit=5, minimum=3)
 
 
 def test_stackoverflow_that_cannot_be_read_is_refused(tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match="stackoverflow: expected the data to be found"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"stackoverflow: expected the data folder to contain stackoverflow_train.h5"
+    ):
         data.stackoverflow(tmp_path)
     write_stackoverflow(tmp_path)
     for name in ("stackoverflow_test.h5", "stackoverflow.tag_count", "stackoverflow.word_count"):
