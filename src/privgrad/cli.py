@@ -44,7 +44,8 @@ _err = Console(stderr=True)
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[
-    Path | None, typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<name of SPEC>.")
+    Path | None,
+    typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<name of SPEC or ITEM>."),
 ]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Move an existing folder aside and start again, instead of resuming.")
@@ -233,7 +234,8 @@ def audit(
         count, each = len(games), 1 - (1 - confidence) / len(games)
         found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
     about = (
-        f"Claims at one delta; all bounds hold with probability {confidence:g}. A sixth of the runs chooses thresholds."
+        f"Claims at one delta; all bounds hold together with probability {confidence:g}. "
+        "A sixth of the runs chooses thresholds."
     )
     if spec is not None:
         about = f"NOT private: computed from the data of {spec.name}. Each claim is for one step at rate 1. {about}"

@@ -1,6 +1,7 @@
 """Statistics of the gradient before and after clipping and noise.
 
-Most of them are NOT private: names that begin with `raw_` or `Raw` are computed before the noise.
+Most of them are NOT private: names that begin with `raw_` or `Raw` are computed before the noise. None of them is part
+of an update.
 """
 
 from privgrad.diagnostics.alignment import raw_pairwise_cosines
