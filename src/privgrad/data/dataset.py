@@ -27,7 +27,7 @@ class DataSet:
         frequency_edges: for very unequal classes, whose results are reported by class frequency: the lower ends of the
             groups of counts; () groups classes of equal count. None: results are not grouped.
         vocabulary: for inputs that are ids of words or tokens: ids are in [0, vocabulary).
-        public_counts: how often each id occurs in text that shares nothing with the examples, shape (vocabulary,).
+        public_counts: how often each id occurs in text outside of all examples, shape (vocabulary,).
         score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
         public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
         other_public: public examples from another source, with another distribution; None if there are none.

@@ -54,8 +54,8 @@ def imdb(
     25,000 training (less `validation`) and 25,000 test reviews.
 
     Ids: 0 is padding, 1 the start, 2 an unknown word; from 3 on come the most frequent words of the 50,000 unlabeled
-    reviews, by falling frequency. `public_counts` also comes from these reviews. A review is cut or padded to `length`;
-    it keeps its beginning.
+    reviews, by falling frequency. `public_counts` also comes from these reviews. A review is the
+    start and then its words, cut or padded to `length`.
 
     Features "words": ids, int64 (n, length). "counts": how often each id occurs, padding included, divided by `length`,
     packed (see `packed`). "tf-idf": the counts times log10(unlabeled reviews / unlabeled reviews with the word), where
@@ -165,7 +165,7 @@ def tweets(
 
 
 class _Features:
-    """An encoder of texts as tensors, with a vocabulary from texts that share nothing with the examples."""
+    """An encoder of texts as tensors, with a vocabulary from texts outside of the examples."""
 
     def __init__(self, function: str, apart: Iterable[str], features: Features, words: int, length: int) -> None:
         require_integer(function, "words", words, _SPECIAL + 1)
