@@ -1,7 +1,7 @@
 """Train one model privately in several processes, on one machine or on many.
 
-Shows   PrivateGradient(processes=...): each process clips its own examples. The first process adds one noise to the sum of all
-        and keeps the ledger. With --sharded, FSDP2 shards the model.
+Shows   PrivateGradient(processes=...): each process clips its own examples. The first process adds one noise to the
+        sum of all and keeps the ledger. With --sharded, FSDP2 shards the model.
 Needs   pip install '.[experiments]'. torchrun is part of torch. Fifteen seconds.
 Run     torchrun --nproc-per-node 2 examples/distributed.py [--sharded]. Run it again after an interruption to resume,
         with any number of processes.

@@ -165,7 +165,7 @@ def test_any_function_of_a_data_set_can_be_audited():
     assert found.trials == sum(found.counts["any"][1::2]) == 8_000 - 8_000 // 6
     assert not audit.distinguish(users_game(0.1), trials=4_000, confidence=CERTAIN).passed
     assert audit.distinguish(users_game(1.0), trials=4_000, confidence=CERTAIN).bounds.keys() == {"any"}
-    with pytest.raises(PrivacyError, match="to move what is released"):
+    with pytest.raises(PrivacyError, match="to move the released vector"):
         audit.directions(lambda users: torch.zeros(3), honest.data, 1)
 
 

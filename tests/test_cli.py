@@ -302,7 +302,7 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Pa
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.terminate()
-    assert "go on" in process.communicate(timeout=60)[1]
+    assert "to resume" in process.communicate(timeout=60)[1]
     assert process.returncode == 130
     done = last_json(here("train", "one.toml", "--json"))
     assert done["methods"][0]["updates"] == 400  # what the signal came amid was finished, and saved

@@ -81,7 +81,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, how: str):
     with pytest.raises(pg.PrivacyError, match="t10k-images"):
         data.fashion_mnist(tmp_path)
     path.unlink()
-    with pytest.raises(pg.PrivacyError, match="no such file"):
+    with pytest.raises(pg.PrivacyError, match="No such file"):
         data.fashion_mnist(tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_cifar10_from_its_public_source(tmp_path: Path, monkeypatch: pytest.Monk
         pg.PrivacyError, match=r"served.*give the folder cifar-10-batches-py or its .tar.gz, or go online"
     ):
         data.cifar10()
-    with pytest.raises(pg.PrivacyError, match=r"none in .*nothing; give the folder"):
+    with pytest.raises(pg.PrivacyError, match=r"path to hold .*, got .*nothing; give the folder"):
         data.cifar10(tmp_path / "nothing")
 
 
@@ -271,7 +271,7 @@ def test_damaged_or_hostile_batches_are_refused(tmp_path: Path):
         "data_batch_3.*pickled batch": whole[:-100],
         "KeyError": pickle.dumps({b"labels": []}),
         "an array of b'u2'": whole.replace(b"U\x02u1", b"U\x02u2"),
-        "3,.* labels of 4": python2_pickle(np.zeros((4, 3072), dtype=np.uint8), [1, 2, 3]),
+        r"labels of shape \(3,\) for 4": python2_pickle(np.zeros((4, 3072), dtype=np.uint8), [1, 2, 3]),
         "ValueError|RuntimeError": python2_pickle(np.zeros((4, 3000), dtype=np.uint8), [1, 2, 3, 4]),
     }
     for message, content in cases.items():
@@ -280,7 +280,7 @@ def test_damaged_or_hostile_batches_are_refused(tmp_path: Path):
             data.cifar10(tmp_path)
     assert not mark.exists()
     (tmp_path / "data_batch_3").unlink()
-    with pytest.raises(pg.PrivacyError, match=r"data_batch_3.*no such file"):
+    with pytest.raises(pg.PrivacyError, match=r"data_batch_3.*the file is missing"):
         data.cifar10(tmp_path)
     (tmp_path / "archive.tar.gz").write_bytes(b"hello")
     with pytest.raises(pg.PrivacyError, match="archive"):

@@ -107,7 +107,7 @@ def test_diagnostics_refuse_what_they_cannot_watch():
         diagnostics.RawMoments(private_grad, betas=(1, 2))
     twins = diagnostics.RawMoments(private_grad)
     for ask in (twins.table, twins.updates):
-        with pytest.raises(pg.PrivacyError, match="a step"):
+        with pytest.raises(pg.PrivacyError, match="observed steps"):
             ask()
 
 
@@ -154,7 +154,7 @@ def test_watch_tells_noise_from_clipping(max_grad_norm: float, noise_multiplier:
     verdict = watch.verdict()
     assert says in verdict
     assert verdict.startswith("NOT PRIVATE")
-    assert ("Adam would divide by that, AdamBC subtracts it." in verdict) is (watch.summary()["noise_share"] > 0.5)
+    assert ("Adam would divide by its root, AdamBC subtracts it." in verdict) is (watch.summary()["noise_share"] > 0.5)
     assert {row["name"] for row in watch.layers()} == {name for name, _ in make_model().named_parameters()}
     assert watch.table().row_count == 4
 
@@ -190,7 +190,7 @@ def test_groups_by_frequency():
     assert [(g["from"], g["to"], g["classes"]) for g in few] == [(400, 400, 1), (10, 20, 3)]
     with pytest.raises(pg.PrivacyError, match="labels"):
         diagnostics.by_frequency(losses, correct, labels + 1, counts)
-    with pytest.raises(pg.PrivacyError, match="one length"):
+    with pytest.raises(pg.PrivacyError, match="to be equal"):
         diagnostics.by_frequency(losses[1:], correct, labels, counts)
 
 

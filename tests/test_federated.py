@@ -404,11 +404,11 @@ def test_users_are_rows_of_their_own_examples():
     same = by_user(TensorDataset(torch.arange(25), torch.arange(50).view(25, 2)), OWNERS, cap=8, minimum=2)
     assert all(torch.equal(one, other) for one, other in zip(users.tensors, same.tensors, strict=True))
     wrong: list[tuple[Any, str]] = [
-        (((torch.zeros(3),), OWNERS), "users to be one an example"),
-        (((torch.zeros(2),), "ab"), "with at least 2 examples"),
-        (((torch.zeros(2),), [1.0, math.nan]), "users to be known, got nan at example 1"),
-        (((torch.zeros(2),), [None, "a"]), "users to be known, got None at example 0"),
-        (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray among them; .*torch\.as_tensor"),
+        (((torch.zeros(3),), OWNERS), "users to have one entry per example"),
+        (((torch.zeros(2),), "ab"), "the most examples of a user to be at least 2, got 1"),
+        (((torch.zeros(2),), [1.0, math.nan]), "the user of example 1 to be known, got nan"),
+        (((torch.zeros(2),), [None, "a"]), "the user of example 0 to be known, got None"),
+        (((torch.zeros(2), torch.zeros(2).numpy()), [1, 1]), r"tensors.*got ndarray in a tuple; .*torch\.as_tensor"),
         ((torch.zeros(2), [1, 1]), r"tensors.*got Tensor; give a tuple"),
     ]
     for arguments, message in wrong:
@@ -464,8 +464,8 @@ def test_the_command_line_says_whose_epsilon_it_is(
     with pytest.raises(SystemExit):
         cli.main()
     shown = capsys.readouterr()
-    assert "privacy of users, each with all their examples" in shown.err
-    assert "one whole user would pass" in shown.err
+    assert "the privacy unit is a user with all their examples" in shown.err
+    assert "one whole user would be allowed" in shown.err
     assert "user" in next(line for line in shown.out.splitlines() if "privacy unit" in line)
 
 

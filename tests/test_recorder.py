@@ -145,7 +145,7 @@ def test_the_sums_of_coordinates_on_the_floor_are_the_fraction():
 ENDS = {
     "DP-SGD": "",
     "DP-Adam": "is noise; AdamBC subtracts it (docs/choosing.md says when that helped).",
-    "DP-AdamBC": "was noise, and is taken out.",
+    "DP-AdamBC": "was noise variance, which the optimizer subtracts.",
 }
 
 

@@ -1,4 +1,4 @@
-"""Differentially private training for PyTorch that takes the bias out of private gradients."""
+"""Differentially private training for PyTorch that corrects the bias in private gradients."""
 
 from privgrad import audit, federated, optim, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError

@@ -1,4 +1,4 @@
-"""`python -m privgrad` is `privgrad`."""
+"""Let `python -m privgrad` do the same as the command `privgrad`."""
 
 from privgrad.cli import main
 

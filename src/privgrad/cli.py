@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints."""
+"""The command line: it parses the arguments, calls the library and prints the results."""
 
 import importlib
 import json
@@ -34,7 +34,7 @@ from privgrad.gradient.validation import find_problems
 from privgrad.ledger import Ledger
 
 app = typer.Typer(
-    help="Differentially private training for PyTorch that takes the bias out of private gradients.",
+    help="Differentially private training for PyTorch that corrects the bias in private gradients.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,16 +42,17 @@ app = typer.Typer(
 _out = Console()
 _err = Console(stderr=True)
 
-SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; see examples/.")]
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[
-    Path | None, typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<spec's name>.")
+    Path | None,
+    typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<name of SPEC or ITEM>."),
 ]
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Displacement an existing folder aside instead of going on where it stopped.")
+    bool, typer.Option("--restart", help="Move an existing folder aside and start again, instead of resuming.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as one JSON object, on the last line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object, on the last line.")]
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
-SampleRate = Annotated[float | None, typer.Option(help="Poisson rate q, in (0, 1].")]
+SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
 Steps = Annotated[int | None, typer.Option(help="Number of steps T.")]
 NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier sigma.")]
 
@@ -65,10 +66,10 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def privgrad(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version, and exit.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before a command."""
+    """Handle the options that come before a command."""
 
 
 @app.command()
@@ -77,12 +78,12 @@ def train(
     out: OutFolder = None,
     seed: Annotated[
         int | None,
-        typer.Option(help="Research seed: repeatable, and NOT private. Without it, the system's entropy."),
+        typer.Option(help="Research seed: makes the run reproducible and NOT private. Default: the system's entropy."),
     ] = None,
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one method privately, with ledger, checkpoints and a report. Run again to go on after a stop."""
+    """Train one method privately; write ledger, checkpoints and a report. Run it again to resume."""
     loaded, folder = _prepare(spec, out, restart)
     with _stoppable():
         records = runs.train(loaded, folder, seed=seed, progress=not as_json)
@@ -91,7 +92,7 @@ def train(
 
 @app.command()
 def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_json: AsJson = False) -> None:
-    """Train several methods under one budget, tuned on one grid, over several seeds. Run again to go on."""
+    """Train several methods under one budget, tuned on one grid, over several seeds. Run it again to resume."""
     loaded, folder = _prepare(spec, out, restart)
     with _stoppable():
         records = runs.compare(loaded, folder, progress=not as_json)
@@ -100,17 +101,19 @@ def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_
 
 @app.command()
 def reproduce(
-    item: Annotated[str | None, typer.Argument(metavar="PAPER/ITEM", help="Without it, all are listed.")] = None,
+    item: Annotated[
+        str | None, typer.Argument(metavar="PAPER/ITEM", help="The table or figure. Without it, list all of them.")
+    ] = None,
     out: OutFolder = None,
-    data: Annotated[Path | None, typer.Option(help="The paper's own data, where a stand-in is used.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The paper's own data, where the default is a stand-in.")] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="A tiny version, seconds to minutes; its numbers mean nothing.")
+        bool, typer.Option("--smoke", help="Run a tiny version (seconds to minutes); its numbers mean nothing.")
     ] = False,
-    so_far: Annotated[bool, typer.Option("--so-far", help="Run nothing; show what there is so far.")] = False,
+    so_far: Annotated[bool, typer.Option("--so-far", help="Run nothing; show the results so far.")] = False,
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """A table or figure of a paper, run here and set beside the paper's numbers. Run again to go on."""
+    """Reproduce a table or figure of a paper and show it next to the paper's numbers. Run it again to resume."""
     from privgrad.experiments import reproduce as papers
 
     if item is None:
@@ -120,10 +123,11 @@ def reproduce(
     if smoke and out is None:
         folder = folder.with_name(f"{folder.name}-smoke")
     if restart and so_far:
-        remedy = "leave one out: --so-far runs nothing, --restart moves away what it would show"
-        raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", "both", remedy)
+        remedy = "leave one out: --so-far shows the results so far, and --restart moves them aside"
+        got = "--so-far and --restart"
+        raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", got, remedy)
     if restart and (aside := runs.restart(folder)):
-        _err.print(f"{folder} is now {aside}")
+        _err.print(f"moved {folder} to {aside}")
     with _stoppable():
         found, table = papers.reproduce(
             item, folder, data=data, smoke=smoke, so_far=so_far, progress=not as_json, command=_command()
@@ -139,14 +143,18 @@ def reproduce(
 def epsilon(
     delta: Delta,
     ledger: Annotated[
-        list[Path] | None, typer.Argument(help="Ledger files, also added up; or give the three numbers.")
+        list[Path] | None,
+        typer.Argument(help="Ledger files; several are also composed. Or give the three numbers instead."),
     ] = None,
     noise_multiplier: NoiseMultiplier = None,
     sample_rate: SampleRate = None,
     steps: Steps = None,
     as_json: AsJson = False,
 ) -> None:
-    """What the releases of ledgers have cost, recomputed from the files alone; or what a plan would cost."""
+    """Compute the epsilon that the releases in ledgers have cost, or that a plan would cost.
+
+    The cost of a ledger is recomputed from its file alone.
+    """
     answer: dict[str, Any] = {"delta": delta}
     if ledger and noise_multiplier is sample_rate is steps is None:
         records = {path: Ledger(path, read_only=True) for path in ledger}
@@ -156,12 +164,17 @@ def epsilon(
         answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
         answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
     else:
+        options = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate, "--steps": steps}
+        given = ["LEDGER"] * bool(ledger) + [name for name, value in options.items() if value is not None]
+        condition = f"to be either LEDGER or {', '.join(options)}"
         remedy = "give a ledger, or --noise-multiplier, --sample-rate and --steps"
-        raise expected(
-            "privgrad epsilon", "a ledger or the numbers", "to be given", "both, or neither in whole", remedy
-        )
+        raise expected("privgrad epsilon", "the arguments", condition, ", ".join(given) or "no arguments", remedy)
     if answer.get("covered_by_accountant") is False:
-        _tell("note", "yellow", "fixed-size batches: epsilon is as if they were Poisson; no accountant covers it")
+        _tell(
+            "note",
+            "yellow",
+            "batches of fixed size: epsilon is computed as if they were Poisson, and no accountant covers that",
+        )
     if "ledgers" in answer and not as_json:
         _out.print(_ledger_table(answer))
     else:
@@ -170,20 +183,21 @@ def epsilon(
 
 @app.command()
 def calibrate(
-    target_epsilon: Annotated[float, typer.Option(help="Epsilon to stay within.")],
+    target_epsilon: Annotated[float, typer.Option(help="The largest epsilon allowed.")],
     delta: Delta,
     sample_rate: Annotated[
-        float, typer.Option(help="Poisson rate q = expected batch size / examples, or cohort / users, in (0, 1].")
+        float,
+        typer.Option(help="Poisson sampling rate q, in (0, 1]: expected batch size / examples, or cohort / users."),
     ],
     steps: Steps = None,
     noise_multiplier: NoiseMultiplier = None,
     as_json: AsJson = False,
 ) -> None:
-    """The noise multiplier for a number of steps; or, given a noise multiplier, how many steps it pays for."""
+    """Compute the noise multiplier for a number of steps, or the number of steps for a noise multiplier."""
     if (steps is None) == (noise_multiplier is None):
-        got = "neither" if steps is None else "both"
-        remedy = "give the one you know; the other is the answer"
-        raise expected("privgrad calibrate", "--steps or --noise-multiplier", "to be given", got, remedy)
+        got = f"--steps {steps} and --noise-multiplier {noise_multiplier}"
+        remedy = "give the one that you know; the command computes the other"
+        raise expected("privgrad calibrate", "one of --steps and --noise-multiplier", "to be given", got, remedy)
     budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
     if noise_multiplier is None:
         assert steps is not None
@@ -197,21 +211,21 @@ def calibrate(
 @app.command()
 def audit(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC.toml", help="Audit one step of its methods, on its data.")
+        Path | None, typer.Argument(metavar="SPEC.toml", help="Experiment: audit one step of its methods, on its data.")
     ] = None,
     epsilon: Annotated[
         list[float] | None,
-        typer.Option(help="Epsilon that is claimed; may be repeated. Default: 1, 3, 8; of a SPEC its noise."),
+        typer.Option(help="Claimed epsilon; may be repeated. Default: 1, 3, 8; with a SPEC, from its noise."),
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help="Only this method; may be repeated.")] = None,
-    trials: Annotated[int, typer.Option(help="Guesses about one step.")] = 60_000,
-    confidence: Annotated[float, typer.Option(help="That all bounds hold together.")] = 0.95,
+    method: Annotated[list[str] | None, typer.Option(help="Audit only this method; may be repeated.")] = None,
+    trials: Annotated[int, typer.Option(help="Number of guesses about one step.")] = 60_000,
+    confidence: Annotated[float, typer.Option(help="Probability that all bounds hold together.")] = 0.95,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for audits.jsonl and audits.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Attack the library's methods, and bound epsilon from below. Exit code 1 if a bound passes its claim.
+    """Attack the library's methods and bound epsilon from below. Exit code 1 if a bound exceeds its claim.
 
-    NOT private with a SPEC: what is printed was made of its data.
+    NOT private with a SPEC: the output is computed from the data of the SPEC.
     """
     if spec is None:
         count, found = auditing.rows(method, epsilon or (1.0, 3.0, 8.0), trials=trials, confidence=confidence)
@@ -220,10 +234,11 @@ def audit(
         count, each = len(games), 1 - (1 - confidence) / len(games)
         found = (auditing.distinguish(game, trials=trials, confidence=each) for game in games)
     about = (
-        f"Claims at one delta; all bounds hold together with {confidence:g}. A sixth of the runs chooses thresholds."
+        f"Claims at one delta; all bounds hold together with probability {confidence:g}. "
+        "A sixth of the runs chooses thresholds."
     )
     if spec is not None:
-        about = f"NOT private: made of the data of {spec.name}. Each claim is of one step of rate 1. {about}"
+        about = f"NOT private: computed from the data of {spec.name}. Each claim is for one step at rate 1. {about}"
     done = _audited(count, found, out, about)
     passed = all(one.passed for one in done)
     if as_json:
@@ -237,19 +252,19 @@ def audit(
 @app.command()
 def doctor(
     factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="A function (or class) that makes the model.")
+        str, typer.Argument(metavar="MODULE:FACTORY", help="A function (or class) that returns the model.")
     ],
     as_json: AsJson = False,
 ) -> None:
-    """What in a model blocks private training, by module path, with the remedy. Exit code 1 if anything does."""
+    """List the modules that block private training, with a remedy for each. Exit code 1 if there are any."""
     problems = find_problems(_make(factory))
     if as_json:
         print(json.dumps({"problems": [asdict(problem) for problem in problems]}))  # noqa: T201
     elif not problems:
         _out.print("Nothing in the structure of this model blocks private training.")
     else:
-        table = Table(title=f"{len(problems)} in the way of private training")
-        for name in ("module", "is", "problem", "remedy"):
+        table = Table(title=f"Problems that block private training: {len(problems)}")
+        for name in ("module", "type", "problem", "remedy"):
             table.add_column(name, overflow="fold")
         for problem in problems:
             table.add_row(problem.path or "(the model)", problem.module, problem.what, problem.remedy)
@@ -258,7 +273,7 @@ def doctor(
 
 
 def main() -> None:
-    """Entry point: bad input ends in one line and exit code 2."""
+    """Run the command line. Report bad input in one line and exit with code 2."""
     warnings.showwarning = _show_warning
     _note.cache_clear()
     try:
@@ -274,20 +289,23 @@ def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
 
 @cache
 def _note(message: str) -> None:
-    """Once: a plan is made anew for each training, and warns each time."""
+    """Print a note once, although every training builds a plan and every plan warns."""
     _tell("note", "yellow", message)
 
 
 def _tell(kind: str, color: str, message: object) -> None:
-    """One line on stderr. Text, not markup: messages quote what users wrote."""
+    """Print one line on stderr. It is text, not markup, because messages quote user input."""
     _err.print(Text.assemble((f"{kind}: ", color), str(message)), soft_wrap=True)
 
 
 @contextmanager
 def _stoppable(
-    go_on: str = "run the same command again, without --restart, to go on",
+    go_on: str = "run the same command again, without --restart, to resume",
 ) -> Generator[None]:
-    """SIGINT and SIGTERM end a training in order: fit saves what it has, and the user learns how to go on."""
+    """Let SIGINT and SIGTERM end a training in order, and print how to resume.
+
+    `fit` saves its state when it is interrupted.
+    """
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -306,12 +324,12 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
     loaded = load_spec(spec)
     folder = Path("runs") / spec.stem if out is None else out
     if restart and (aside := runs.restart(folder)):
-        _err.print(f"{folder} is now {aside}")
+        _err.print(f"moved {folder} to {aside}")
     return loaded, folder
 
 
 def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bool) -> None:
-    # matplotlib is an extra, and slow to import: only what draws pays for it.
+    # matplotlib is an optional extra and slow to import, so only commands that draw import it.
     from privgrad.experiments.context import context
     from privgrad.experiments.records import in_phase, summarize
     from privgrad.experiments.report import summary_table, total_text, write_report
@@ -328,13 +346,13 @@ def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bo
 
 
 def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, about: str) -> list[auditing.Audit]:
-    """All audits, each on disk once it is done."""
+    """Return all audits; write each to disk as soon as it is done."""
     if out is not None and out.exists() and not out.is_dir():
-        raise expected("privgrad audit", "--out", "to be a folder", f"the file {out}", "give another --out")
+        raise expected("privgrad audit", "--out", "to be a folder", f"the file {out}", "give a folder")
     run = {"command": _command(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
     head = f"{run['date']}, `{run['command']}`. {about}\n\n"
     done: list[auditing.Audit] = []
-    with _stoppable("what is done is in --out"), Progress(console=_err) as bar:
+    with _stoppable("finished audits are in the folder of --out, if it was given"), Progress(console=_err) as bar:
         task = bar.add_task("", total=count)
         for one in found:
             done.append(one)
@@ -384,27 +402,36 @@ def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
 
 
 def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
-    """What one ledger says and costs; notes on it are told."""
+    """Return the facts and the epsilons of one ledger, and print the notes on it."""
     facts = ledger.plan_facts
     covered = facts["sampling"] == "poisson"
     for note in _notes(ledger):
         _tell("note", "yellow", place + note)
     if delta > 1 / facts["num_examples"]:
         whole = "user" if facts.get("privacy_unit") == "user" else "record"
-        _tell("note", "yellow", f"{place}delta is above 1 / num_examples: publishing one whole {whole} would pass")
+        _tell(
+            "note",
+            "yellow",
+            f"{place}delta is above 1 / num_examples: even publishing one whole {whole} would be allowed",
+        )
     costs = _epsilons(lambda kind: ledger.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
     return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **costs}
 
 
 def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], delta: float) -> dict[str, Any]:
-    """What each ledger costs, and all of their releases composed: at most what the epsilons add up to."""
+    """Return the cost of each ledger, and of all their releases composed.
+
+    The composed epsilon is at most the sum of the single ones.
+    """
     promises = {
         f"{facts['neighboring_relation']} {facts.get('privacy_unit', 'example')}"
         for facts in (ledger.plan_facts for ledger in records.values())
     }
     if len(promises) > 1:
         got = " and ".join(sorted(promises))
-        raise expected("privgrad epsilon", "ledgers", "to protect the same unit", got, "give those of each unit alone")
+        raise expected(
+            "privgrad epsilon", "ledgers", "to protect the same unit", got, "give the ledgers of each unit separately"
+        )
     covered = all(one["covered_by_accountant"] for one in found.values())
     charged = [release for ledger in records.values() for release in ledger.charged]
     return {
@@ -427,15 +454,15 @@ def _ledger_table(answer: dict[str, Any]) -> Table:
 
 
 def _notes(ledger: Ledger) -> Iterator[str]:
-    """What its numbers alone would not tell."""
+    """Yield the facts about a ledger that its numbers do not show."""
     if ledger.plan_facts.get("privacy_unit") == "user":
-        yield "privacy of users, each with all their examples: read examples as users, batch as cohort, steps as rounds"
+        yield "the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round"
     if ledger.seeded_releases:
-        yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise protects nobody"
+        yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise gives no privacy"
     if not ledger.releases:
-        yield "nothing was charged here: of a model trained beside this file, the ledger is missing"
+        yield "nothing was charged to this ledger: if a model was trained in this folder, its ledger is missing"
     if ledger.was_cut_off:
-        yield "the last line was cut off as it was written: nothing was released for it, and it is not counted"
+        yield "the last line was cut off while it was written: nothing was released for it, so it is not counted"
 
 
 def _show(answer: dict[str, Any], as_json: bool) -> None:
@@ -449,7 +476,7 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no number that is not finite: null."""
+    """Replace each number that is not finite by null, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
@@ -459,7 +486,7 @@ def _finite(value: Any) -> Any:
 
 def _make(factory: str) -> nn.Module:
     module_name, separator, name = factory.partition(":")
-    remedy = "give it as package.module:function, importable from here"
+    remedy = "give package.module:function, importable from the current folder"
     if not separator or not name or not all(module_name.split(".")):
         raise expected("privgrad doctor", "factory", "to be MODULE:FACTORY", repr(factory), remedy)
     sys.path.insert(0, os.getcwd())
@@ -471,7 +498,7 @@ def _make(factory: str) -> nn.Module:
         model = made() if callable(made) and not isinstance(made, nn.Module) else made
     except TypeError as error:
         remedy = "give a function that needs no arguments"
-        raise expected("privgrad doctor", "factory", "to make a model", error, remedy) from error
+        raise expected("privgrad doctor", "factory", "to return a model", error, remedy) from error
     if not isinstance(model, nn.Module):
-        raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, remedy)
+        raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, "return the model")
     return model

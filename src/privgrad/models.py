@@ -1,4 +1,4 @@
-"""The architectures of the experiments."""
+"""The model architectures of the experiments."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,16 +21,17 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 class GlobalAverage(nn.Module):
-    """Mean over the two spatial dimensions: (B, C, H, W) -> (B, C)."""
+    """The mean over the two spatial dimensions: (B, C, H, W) -> (B, C)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean((2, 3))
 
 
 def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
-    """Five convolutions with no normalization, (B, in_channels, H, W) -> logits (B, num_classes).
+    """Return five convolutions without normalization, (B, in_channels, H, W) -> logits (B, num_classes).
 
-    28x28 and 32x32 both end on 3x3. 411,466 parameters for 3x32x32 and 10 classes; 410,890 for one channel.
+    Inputs of 28x28 and of 32x32 both end on 3x3. 411,466 parameters for 3x32x32 and 10 classes, 410,890 for one
+    channel.
 
     Reference:
         Tang, Lecuyer 2023 (DP-AdamBC), their published CNN for CIFAR-10. Deviation: torch's default initialization.
@@ -49,7 +50,7 @@ def cnn5(*, in_channels: int, num_classes: int, activation: Activation = "tanh")
 
 
 def cnn2(*, in_channels: int, num_classes: int) -> nn.Sequential:
-    """Two convolutions and a linear layer, (B, in_channels, 28, 28) -> logits (B, num_classes).
+    """Return two convolutions and a linear layer, (B, in_channels, 28, 28) -> logits (B, num_classes).
 
     Reference:
         Kunstner et al. 2024 (arXiv 2402.19449), their CNN for Barcode MNIST. 1,698,262 parameters for 330 classes.
@@ -67,7 +68,7 @@ def cnn2(*, in_channels: int, num_classes: int) -> nn.Sequential:
 
 
 def cnn_small(*, in_channels: int, num_classes: int, activation: Activation = "tanh") -> nn.Sequential:
-    """Two convolutions and two linear layers, (B, in_channels, 28, 28) -> logits (B, num_classes).
+    """Return two convolutions and two linear layers, (B, in_channels, 28, 28) -> logits (B, num_classes).
 
     Reference:
         The model of Papernot et al. 2021 (tempered sigmoids): 26,010 parameters for one channel and 10 classes.
@@ -88,7 +89,9 @@ def cnn_small(*, in_channels: int, num_classes: int, activation: Activation = "t
 
 
 def autoencoder(*, in_features: int) -> nn.Sequential:
-    """Down to 30 numbers and back, (B, ...) -> (B, in_features) in (0, 1); sigmoids but at the code.
+    """Return an autoencoder with a code of 30 numbers, (B, ...) -> (B, in_features) in (0, 1).
+
+    Every layer except the code ends in a sigmoid.
 
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963): 784-1000-500-250-30 and back, 2,837,314 parameters.
@@ -101,14 +104,22 @@ def autoencoder(*, in_features: int) -> nn.Sequential:
 
 
 def ws_conv2d(n_in: int, n_out: int, kernel: int, *, gain: bool = True, **options: Any) -> nn.Module:
-    """A convolution with standardized weights; options as in nn.Conv2d."""
+    """Return a convolution with standardized weights.
+
+    Args:
+        n_in: number of input channels.
+        n_out: number of output channels.
+        kernel: width and height of the kernel.
+        gain: whether each output channel has a trainable gain.
+        **options: as in nn.Conv2d.
+    """
     standardization = WeightStandardization(n_out if gain else None)
     layer = nn.Conv2d(n_in, n_out, kernel, **options)
     return parametrize.register_parametrization(layer, "weight", standardization)
 
 
 class Residual(nn.Sequential):
-    """x + f(x)."""
+    """A residual connection: x + f(x), where f is the sequence of modules."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
         changed = cast(Tensor, super().forward(input))
@@ -116,15 +127,17 @@ class Residual(nn.Sequential):
 
 
 def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequential:
-    """ResNet-9 with standardized weights, GroupNorm and Mish, (B, in_channels, H, W) -> logits (B, num_classes).
+    """Return a ResNet-9 with standardized weights, GroupNorm and Mish.
+
+    It maps (B, in_channels, H, W) -> logits (B, num_classes).
 
     Args:
-        in_channels: of the images, 28x28 or larger.
+        in_channels: channels of the images, 28x28 or larger.
         num_classes: number of labels.
-        width: of the first layer, a multiple of 16; 64 gives 2,447,946 parameters for 3 channels and 10 classes.
+        width: width of the first layer, a multiple of 16; 64 gives 2,447,946 parameters for 3 channels and 10 classes.
     Reference:
-        The paper on BAM trains a ResNet-9 that it does not describe; this one is of Klause et al. 2022 (arXiv
-        2203.00324), the same institute's, without their scale norm.
+        The paper on BAM trains a ResNet-9 but does not describe it. This one is the model of Klause et al. 2022 (arXiv
+        2203.00324), from the same institute, without their scale norm.
     """
 
     def block(n_in: int, n_out: int) -> list[nn.Module]:
@@ -151,7 +164,7 @@ def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequen
 
 
 class _WideBlock(nn.Module):
-    """Pre-activation block; the shortcut takes the block's input as it is, or through one convolution."""
+    """A pre-activation block; its shortcut is the identity, or one convolution where the shape changes."""
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
@@ -168,20 +181,22 @@ class _WideBlock(nn.Module):
 
 
 def wide_resnet(*, in_channels: int, num_classes: int, depth: int = 16, widen: int = 4) -> nn.Sequential:
-    """WRN-depth-widen with standardized weights and GroupNorm, (B, in_channels, H, W) -> logits (B, num_classes).
+    """Return a WRN-depth-widen with standardized weights and GroupNorm.
+
+    It maps (B, in_channels, H, W) -> logits (B, num_classes).
 
     Args:
-        in_channels: of the images.
+        in_channels: channels of the images.
         num_classes: number of labels.
         depth: 6 n + 4; 16 and widen = 4 give 2,753,818 parameters for 3 channels and 10 classes.
         widen: factor of the widths 16, 32, 64.
     Raises:
-        PrivacyError: another depth.
+        PrivacyError: depth is not 6 n + 4, or is below 10.
     Reference:
         De et al. 2022 (arXiv 2204.13650).
     """
     if depth < 10 or (depth - 4) % 6:
-        raise expected("wide_resnet", "depth", "to be 6 n + 4", depth, "16, 28 and 40 are usual")
+        raise expected("wide_resnet", "depth", "to be 6 n + 4, with n >= 1", depth, "give 16, 28 or 40")
     layers, previous = [ws_conv2d(in_channels, 16, 3, padding=1)], 16
     for index, width in enumerate((16 * widen, 32 * widen, 64 * widen)):
         for block in range((depth - 4) // 6):
@@ -192,7 +207,9 @@ def wide_resnet(*, in_channels: int, num_classes: int, depth: int = 16, widen: i
 
 
 def bag_of_words(*, vocabulary: int, num_classes: int) -> nn.EmbeddingBag:
-    """Softmax regression on mean word counts, from zero: word ids (B, L), 0 for none, -> logits (B, num_classes).
+    """Return softmax regression on mean word counts: word ids (B, L) -> logits (B, num_classes).
+
+    Id 0 means no word. The weights start at zero.
 
     Args:
         vocabulary: ids are in [0, vocabulary).
@@ -204,10 +221,11 @@ def bag_of_words(*, vocabulary: int, num_classes: int) -> nn.EmbeddingBag:
 
 
 class SparseLinear(nn.Module):
-    """A linear map of sparse rows, (column, value) pairs (B, 2, L) as `data.packed` makes them, -> (B, out_features).
+    """A linear map of sparse rows: (column, value) pairs (B, 2, L) from `data.packed` -> (B, out_features).
 
     Attributes:
-        weight: shape (in_features, out_features): a row a feature; bias: (out_features,). Both start as Linear's.
+        weight: shape (in_features, out_features), one row per feature. Initialized as in nn.Linear.
+        bias: shape (out_features,). Initialized as in nn.Linear.
 
     Args:
         in_features: columns are in [0, in_features).
@@ -226,12 +244,12 @@ class SparseLinear(nn.Module):
 
 
 class WordLSTM(nn.Module):
-    """Word ids (B, T) -> embeddings, two LSTM layers, the mean over words -> logits (B, num_classes).
+    """An LSTM classifier: word ids (B, T) -> embeddings, two LSTM layers, mean over words -> logits (B, num_classes).
 
     Args:
         vocabulary: ids are in [0, vocabulary).
         num_classes: number of labels.
-        width: of embeddings and layers.
+        width: width of the embeddings and layers.
     Reference:
         Li et al. 2022 (AdaDPS), their LSTM for IMDB: 706,690 parameters for 10,000 words, width 64 and two classes.
     """
@@ -249,7 +267,7 @@ class WordLSTM(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A small GPT-2 with random weights, token ids (B, T) -> logits of the next token (B, T, num_tokens).
+    """A small GPT-2 with random weights: token ids (B, T) -> logits of the next token (B, T, num_tokens).
 
     Args:
         num_tokens: size of the vocabulary.
@@ -258,8 +276,8 @@ class LanguageModel(nn.Module):
     Raises:
         PrivacyError: transformers is not installed.
     Reference:
-        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance) train the untied head of the pretrained GPT-2; here
-        all of a small one is trained.
+        Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance) train the untied head of the pretrained GPT-2. Deviation:
+        this model is small, and all of it is trained.
     """
 
     def __init__(self, *, num_tokens: int, length: int, width: int = 64, layers: int = 2, heads: int = 2) -> None:
@@ -285,9 +303,10 @@ class LanguageModel(nn.Module):
 
 
 class LoraLanguageModel(nn.Module):
-    """A pretrained causal language model with low-rank adapters, token ids (B, T) -> logits (B, T, num_tokens).
+    """A pretrained causal language model with low-rank adapters: token ids (B, T) -> logits (B, T, num_tokens).
 
-    Only the adapters are trained, beside the projections that PEFT chooses for the kind of model: queries and values.
+    Only the adapters are trained. PEFT adds them to the projections that it chooses for the kind of model: queries and
+    values.
 
     Args:
         path: folder of the model, as transformers saves it.
@@ -305,24 +324,24 @@ class LoraLanguageModel(nn.Module):
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError as error:
-            raise expected("models", "peft", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+            raise expected("models", "peft", "to be installed", error, "pip install 'privgrad[hf]'") from error
         try:
             base = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
             config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0)
             self.adapted: Any = get_peft_model(base, config)
         except (OSError, ValueError) as error:
-            remedy = "give the folder of a causal language model that PEFT knows"
+            remedy = "give the folder of a causal language model that PEFT supports"
             raise expected("LoraLanguageModel", "path", "to hold a model", error, remedy) from error
 
     def forward(self, ids: Tensor) -> Tensor:
-        # What pads an example comes after it, where no earlier token looks.
+        # Padding follows the example, so causal attention hides it from all tokens of the example.
         return self.adapted(input_ids=ids, use_cache=False).logits
 
 
 class PairClassifier(nn.Module):
-    """A pretrained BERT-like encoder and a linear head; its last layer, pooler and head start anew and are trained.
+    """A pretrained BERT-like encoder with a linear head: token ids and types (B, 2, T) -> logits (B, num_classes).
 
-    Takes token ids and token types, (B, 2, T) -> logits (B, num_classes).
+    The last layer, the pooler and the head get new random weights and are trained. The rest is frozen.
 
     Args:
         path: folder of the encoder, as transformers saves it.
@@ -362,7 +381,10 @@ class PairClassifier(nn.Module):
 
 
 def linear(*, in_features: int, num_classes: int) -> nn.Sequential:
-    """Softmax regression without bias, from zero, on flattened input, (B, ...) -> logits (B, num_classes)."""
+    """Return softmax regression without bias on flattened input, (B, ...) -> logits (B, num_classes).
+
+    The weights start at zero.
+    """
     layer = nn.Linear(in_features, num_classes, bias=False)
     nn.init.zeros_(layer.weight)
     return nn.Sequential(nn.Flatten(), layer)
@@ -371,7 +393,7 @@ def linear(*, in_features: int, num_classes: int) -> nn.Sequential:
 def mlp(
     *, in_features: int, hidden: int, num_classes: int, activation: Activation = "tanh", depth: int = 1
 ) -> nn.Sequential:
-    """Depth hidden layers on flattened input, (B, ...) -> logits (B, num_classes)."""
+    """Return a perceptron with `depth` hidden layers on flattened input, (B, ...) -> logits (B, num_classes)."""
     make_activation = _activation(activation)
     layers: list[nn.Module] = [nn.Flatten()]
     for fan_in in (in_features, *[hidden] * (depth - 1)):
@@ -383,7 +405,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise expected("models", "transformers", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+        raise expected("models", "transformers", "to be installed", error, "pip install 'privgrad[hf]'") from error
     return transformers
 
 

@@ -1,4 +1,4 @@
-"""Empirical lower bounds on epsilon: attack a mechanism with everything an auditor may know, and count."""
+"""Empirical lower bounds on epsilon: attack a mechanism with all that an auditor may know, and count the errors."""
 
 from privgrad.audit.bounds import (
     clopper_pearson,

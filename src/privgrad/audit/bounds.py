@@ -1,4 +1,7 @@
-"""Counts of wrong guesses -> lower bounds on epsilon. Each says what it assumes."""
+"""Lower bounds on epsilon from counts of wrong guesses. Each function states its assumptions.
+
+No privacy guarantee rests on these bounds: they test one. `audit.games` calls them.
+"""
 
 import functools
 import math
@@ -12,25 +15,25 @@ from privgrad import accounting
 from privgrad.accounting import Release
 from privgrad.errors import expected, require_delta, require_integer
 
-_DELTAS = tuple(float(delta) for delta in np.geomspace(0.6, 1e-3, 16))  # where an accountant's curve is looked at
-_NOISES = range(-4, 17)  # eighths of a power of two, from the noise that is claimed
+_DELTAS = tuple(float(delta) for delta in np.geomspace(0.6, 1e-3, 16))  # where the accountant's curve is evaluated
+_NOISES = range(-4, 17)  # k: the grid has the claimed noise times 2**(k / 8)
 
 
 def clopper_pearson(errors: Any, trials: Any, confidence: float) -> Any:
-    """Upper bound on a probability, from how often it came true.
+    """Return an upper confidence bound on a probability, from how often its event happened.
 
     Computes: the `confidence` quantile of Beta(errors + 1, trials - errors); 1 if every trial was an error.
 
     Args:
-        errors: how many, from 0 to trials; a number or an array.
-        trials: how many independent trials there were, >= 1.
-        confidence: in (0, 1): the probability, at least, that the bound holds.
+        errors: number of errors, from 0 to trials; a number or an array.
+        trials: number of independent trials, >= 1.
+        confidence: in (0, 1): the bound holds with at least this probability.
     Returns:
-        Numbers in (0, 1], shaped as the arguments.
+        Numbers in (0, 1], with the shape of the arguments.
     Raises:
         PrivacyError: confidence is not in (0, 1).
     Reference:
-        Clopper, Pearson 1934. Exact, so never below its confidence, and often above.
+        Clopper, Pearson 1934. Exact: the probability is never below the confidence, and often above it.
     """
     require_confidence("clopper_pearson", confidence)
     errors, trials = np.asarray(errors, float), np.asarray(trials, float)
@@ -39,46 +42,52 @@ def clopper_pearson(errors: Any, trials: Any, confidence: float) -> Any:
 
 
 def epsilon_of_rates(false_positive: Any, false_negative: Any, delta: float) -> Any:
-    """Epsilon that any mechanism must have whose outputs are told apart with at most these error rates.
+    """Return a lower bound on epsilon, for any mechanism, from the error rates of an attack.
+
+    A mechanism whose outputs an attack distinguishes with at most these error rates has at least this epsilon.
 
     Computes: the larger of log((1 - delta - FNR) / FPR) and log((1 - delta - FPR) / FNR), and 0.
 
     Args:
-        false_positive: upper bound on how often the canary is seen where it is not; (0, 1], number or array.
-        false_negative: upper bound on how often it is missed where it is.
+        false_positive: upper bound on the rate of "canary present" where it is absent; (0, 1], number or array.
+        false_negative: upper bound on the rate of "canary absent" where it is present; the same range.
         delta: in (0, 1).
     Returns:
-        Epsilon >= 0, shaped as the rates.
+        Epsilon >= 0, with the shape of the rates.
     Privacy:
-        Assumes nothing of the mechanism: follows from the definition of (epsilon, delta).
+        Assumes nothing about the mechanism: the bound follows from the definition of (epsilon, delta).
     Reference:
         Kairouz et al. 2015; Nasr et al. 2021 (arXiv 2101.04535), equation 2.
     """
     require_delta("epsilon_of_rates", delta)
-    one, other = np.asarray(false_positive, float), np.asarray(false_negative, float)
-    ratio = np.maximum((1 - delta - other) / one, (1 - delta - one) / other)
+    fpr, fnr = np.asarray(false_positive, float), np.asarray(false_negative, float)
+    ratio = np.maximum((1 - delta - fnr) / fpr, (1 - delta - fpr) / fnr)
     return np.log(np.maximum(ratio, 1.0))
 
 
 def mu_of_rates(false_positive: Any, false_negative: Any) -> Any:
-    """Smallest mu of a Gaussian mechanism with at most these error rates: -Phi^-1(FPR) - Phi^-1(FNR); at least 0."""
+    """Return the smallest mu of a Gaussian mechanism that an attack distinguishes with at most these error rates.
+
+    Computes: -Phi^-1(FPR) - Phi^-1(FNR); at least 0.
+    """
     return np.maximum(-stats.norm.ppf(false_positive) - stats.norm.ppf(false_negative), 0.0)
 
 
 def epsilon_of_gaussian(mu: float, delta: float) -> float:
-    """Epsilon of the Gaussian mechanism whose two outputs lie mu standard deviations apart; exact.
+    """Return the exact epsilon of a Gaussian mechanism whose two outputs lie mu standard deviations apart.
 
-    Computes: the root of Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu) = delta; 0 if there is
-    none above.
+    Computes: the root of Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu) = delta; 0 if no root
+    is above 0.
 
     Args:
-        mu: >= 0: sensitivity over the noise's standard deviation, 1 / sigma.
+        mu: >= 0: the sensitivity divided by the standard deviation of the noise, 1 / sigma.
         delta: in (0, 1).
     Returns:
         Epsilon >= 0.
     Privacy:
-        With mu from `mu_of_rates` a lower bound on epsilon of one step at q = 1, assuming that the step is a Gaussian
-        mechanism, or post-processing of one, of whatever noise and sensitivity. Of no other mechanism.
+        With mu from `mu_of_rates` the result is a lower bound on epsilon of one step at q = 1. It assumes that the
+        step is a Gaussian mechanism, or post-processing of one, with any noise and sensitivity. It holds for no other
+        mechanism.
     Reference:
         Balle, Wang 2018 (arXiv 1805.06530), theorem 8; in an audit: Nasr et al. 2023 (arXiv 2302.07956).
     """
@@ -94,21 +103,22 @@ def epsilon_of_gaussian(mu: float, delta: float) -> float:
 
 
 def epsilon_of_accountant(false_positive: float, false_negative: float, release: Release, delta: float) -> float:
-    """Epsilon of the composition of Poisson-subsampled Gaussians that must have had too little noise for the rates.
+    """Return a lower bound on epsilon for a composition of Poisson-subsampled Gaussians, from error rates.
 
-    Computes: the smallest sigma of a grid such that the trade-off curve of `release.count` steps at rate q with that
-    sigma, by the accountant, excludes the two rates; and the accountant's epsilon at that sigma. The curve: for every
-    delta', 1 - delta' <= e^epsilon(delta') FPR + FNR, and the same with the two exchanged.
+    Computes: the smallest sigma of a grid for which the accountant's trade-off curve of `release.count` steps at rate q
+    excludes the two rates; and the accountant's epsilon at that sigma. The curve: for every delta',
+    1 - delta' <= e^epsilon(delta') FPR + FNR, and the same with the two rates exchanged.
 
     Args:
-        false_positive, false_negative: upper bounds, as in `epsilon_of_rates`.
-        release: the steps' rate and count, and the noise that is claimed; the grid lies around it, in steps of 9 %.
+        false_positive: upper bound on the rate, as in `epsilon_of_rates`.
+        false_negative: upper bound on the rate, as in `epsilon_of_rates`.
+        release: rate and count of the steps, and the claimed noise. The grid lies around that noise, in steps of 9 %.
         delta: in (0, 1).
     Returns:
         Epsilon >= 0; 0 if the rates exclude nothing.
     Privacy:
-        Assumes that the training is that composition, or post-processing of it, with this q and T; only the noise is
-        taken to be unknown.
+        Assumes that the training is that composition, or post-processing of it, with this q and T. Only the noise is
+        treated as unknown.
     Reference:
         Nasr et al. 2023 (arXiv 2302.07956), section 5, with the accountant's curve in place of a simulated one.
     """
@@ -116,7 +126,7 @@ def epsilon_of_accountant(false_positive: float, false_negative: float, release:
     def noisier(eighths: int) -> Release:
         return replace(release, noise_multiplier=release.noise_multiplier * 2 ** (eighths / 8))
 
-    low, high = _NOISES[0] - 1, _NOISES[-1] + 1  # at low the rates are possible, at high they are not
+    low, high = _NOISES[0] - 1, _NOISES[-1] + 1  # the curve at low allows the rates, at high it excludes them
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _excluded(false_positive, false_negative, noisier(middle)) else (middle, high)
@@ -124,7 +134,10 @@ def epsilon_of_accountant(false_positive: float, false_negative: float, release:
 
 
 def _excluded(false_positive: float, false_negative: float, release: Release) -> bool:
-    """Whether some delta' of the curve excludes the rates; what it is short of is concave in delta'."""
+    """Return whether the rates violate the curve of `release` at some delta'.
+
+    The excess over the curve is concave in delta', so a ternary search finds its maximum.
+    """
 
     @functools.cache
     def excess(index: int) -> float:
@@ -142,15 +155,15 @@ def _excluded(false_positive: float, false_negative: float, release: Release) ->
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Probability, at most, of so many correct guesses in one run of an (epsilon, delta) mechanism.
+    """Return an upper bound on the probability of so many correct guesses in one run of an (epsilon, delta) mechanism.
 
     Computes, with W ~ Binomial(guesses, 1 / (1 + e^-epsilon)): P[W >= correct] + 2 m delta max over i of
     P[correct > W >= correct - i] / i.
 
     Args:
-        canaries: m >= 1, each included by a fair coin of its own.
-        guesses: r from 0 to m: for how many a guess was made; the auditor may abstain from the others.
-        correct: v, from 0 to r.
+        canaries: m >= 1, each included by its own fair coin.
+        guesses: r from 0 to m: the number of canaries with a guess; the auditor may abstain from the others.
+        correct: v, from 0 to r: the number of correct guesses.
         epsilon: >= 0.
         delta: in [0, 1].
     Returns:
@@ -160,8 +173,9 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     """
     require_integer("one_run_p_value", "canaries", canaries, 1)
     if not 0 <= correct <= guesses <= canaries:
-        got, remedy = f"{correct} of {guesses} of {canaries}", "count again"
-        raise expected("one_run_p_value", "correct <= guesses <= canaries", "to hold", got, remedy)
+        got, remedy = f"{correct}, {guesses} and {canaries}", "check the three counts"
+        condition = "to satisfy 0 <= correct <= guesses <= canaries"
+        raise expected("one_run_p_value", "correct, guesses and canaries", condition, got, remedy)
     truth = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(correct - 1, guesses, truth))
     if not correct:
@@ -172,17 +186,19 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
 
 
 def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, confidence: float) -> float:
-    """Largest epsilon below which so many correct guesses have a probability under 1 - confidence.
+    """Return the largest epsilon below which so many correct guesses have a probability under 1 - confidence.
 
     Args:
-        canaries, guesses, correct: as in `one_run_p_value`.
+        canaries: m, as in `one_run_p_value`.
+        guesses: r, as in `one_run_p_value`.
+        correct: v, as in `one_run_p_value`.
         delta: in (0, 1).
         confidence: in (0, 1).
     Returns:
         Epsilon >= 0; 0 if the guesses show nothing.
     Privacy:
-        Assumes nothing of the mechanism, and no independence of the guesses, but that each canary's coin is fair, is
-        its own, and decides over that canary alone.
+        Assumes nothing about the mechanism, and no independence of the guesses. It assumes that each canary has its own
+        fair coin, which decides about that canary alone.
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), algorithm 1.
     """
@@ -202,5 +218,6 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
 
 
 def require_confidence(function: str, value: float) -> None:
+    """Raise PrivacyError unless value is in (0, 1)."""
     if not 0 < value < 1:
-        raise expected(function, "confidence", "in (0, 1)", value, "0.95 is usual")
+        raise expected(function, "confidence", "to be in (0, 1)", value, "give 0.95, for instance")

@@ -1,4 +1,4 @@
-"""A mechanism, canaries, and many guesses whether each canary was there."""
+"""Games between a mechanism and an attack: from each release the attack guesses which canaries were in the data."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from privgrad.threads import one_thread
 
 Tick = Callable[[], object]
 
-_CHOOSING = 6  # one run in so many chooses the thresholds; the others are counted
+_CHOOSING = 6  # one run in 6 chooses the thresholds; the errors are counted on the others
 _THRESHOLDS = 400
 
 
@@ -34,15 +34,16 @@ class Game:
     """A mechanism to audit: any function from a data set to a released vector.
 
     Attributes:
-        name: what is audited.
-        release: data set -> what leaves, as one finite vector (P,), with fresh noise at every call.
-        data: which canaries are in, bool (K,) -> the data set. A canary is what the privacy unit says: an example, or
-            all that a user has.
-        directions: where each canary moves what is released, (K, P): the auditor's knowledge (see `directions`).
-        claim: epsilon that is claimed, at this delta.
+        name: name of the audited mechanism, for reports.
+        release: data set -> the released values, as one finite vector (P,), with fresh noise at every call.
+        data: bool (K,), True for each canary that is in -> the data set. A canary is one privacy unit: an example, or
+            all examples of a user.
+        directions: how each canary moves the released vector, (K, P). This is the auditor's knowledge (see
+            `directions`).
+        claim: the claimed epsilon, at this delta.
         delta: in (0, 1).
-        steps: what is claimed of the mechanism, for the bounds that assume its shape: `count` releases of this noise
-            multiplier and rate. None: only the bounds that assume nothing.
+        steps: the claimed form of the mechanism, for the bounds that assume one: `count` releases with this noise
+            multiplier and rate. None: only bounds that assume nothing.
     """
 
     name: str
@@ -56,19 +57,19 @@ class Game:
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        name: what was audited.
-        claim: epsilon that is claimed.
-        delta: at which.
-        bounds: lower bounds on epsilon, by what they assume: "any" mechanism, a "gaussian" mechanism, the
-            "accountant"'s composition; "one run" assumes nothing.
-        confidence: the probability, at least, that all bounds of this audit hold together.
-        trials: on how many guesses the bounds rest.
-        counts: by bound, what it was made of: [wrong where the canary was out, trials out, wrong where it was in,
-            trials in]; of one run [canaries, guesses, correct].
-        seconds: how long it took.
+        name: name of the audited mechanism.
+        claim: the claimed epsilon.
+        delta: the delta of the claim.
+        bounds: lower bounds on epsilon, by their assumption: "any" mechanism, a "gaussian" mechanism, the composition
+            of the "accountant"; "one run" assumes nothing.
+        confidence: all bounds of this audit hold together with at least this probability.
+        trials: number of guesses behind the bounds.
+        counts: by bound, the numbers it was computed from: [wrong guesses with the canary out, trials out, wrong
+            guesses with the canary in, trials in]; for "one run" [canaries, guesses, correct].
+        seconds: duration of the audit.
     """
 
     name: str
@@ -87,19 +88,26 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether no bound passes the claim. True proves nothing; False refutes the claim, with the confidence."""
+        """Whether no bound exceeds the claim.
+
+        True proves nothing. False refutes the claim, with the confidence of the audit.
+        """
         return self.bound <= self.claim
 
     def as_record(self) -> dict[str, Any]:
-        """All of it, for a line of JSON."""
+        """Return all fields, for a line of JSON."""
         return asdict(self) | {"bound": self.bound, "passed": self.passed}
 
 
 def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any], canaries: int) -> Tensor:
-    """Where each canary, alone, moves what a mechanism without noise releases; unit vectors, shape (K, P).
+    """Return how each canary, alone, moves the output of a mechanism without noise: unit vectors, shape (K, P).
 
+    Args:
+        noiseless: data set -> the vector that the mechanism would release without noise.
+        data: bool (K,), True for each canary that is in -> the data set.
+        canaries: K.
     Raises:
-        PrivacyError: a canary that moves nothing.
+        PrivacyError: a canary moves nothing.
     """
     nothing, rows = torch.zeros(canaries, dtype=torch.bool), list[Tensor]()
     without = noiseless(data(nothing)).double()
@@ -109,34 +117,35 @@ def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any]
         moved = noiseless(data(alone)).double() - without
         length = math.sqrt(float(moved.square().sum()))
         if not 0 < length < math.inf:
-            raise expected("directions", f"canary {index}", "to move what is released", length, "give it a gradient")
+            condition = "to move the released vector by a positive finite length"
+            raise expected("directions", f"canary {index}", condition, length, "give it a gradient")
         rows.append(moved / length)
     return torch.stack(rows)
 
 
 def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, tick: Tick | None = None) -> Audit:
-    """Guess from each of many runs which canaries were in, and bound epsilon by how often that is wrong.
+    """Guess from each of many runs which canaries were in, and bound epsilon by the rates of wrong guesses.
 
-    In every run each canary is in by a fair coin of its own; with one canary this is D against D and one more. Its
-    score is the projection of what was released on its direction. The first sixth of the runs gives each canary's
-    score its center and chooses thresholds; the error rates are counted on the rest, and bounded by
-    Clopper-Pearson.
+    In every run each canary is in by its own fair coin; with one canary this compares D with D plus one unit. The score
+    of a canary is the projection of the released vector on its direction. The first sixth of the runs gives each
+    canary's scores their center and chooses the thresholds. The error rates are counted on the other runs, and bounded
+    by Clopper-Pearson.
 
     Args:
         game: the mechanism.
-        trials: guesses in all, >= 80; a run serves as many as there are canaries.
-        confidence: that all bounds hold together, in (0, 1): what is left is shared evenly by the bounds, and within
-            each by its two rates.
+        trials: number of all guesses, >= 80; one run gives one guess per canary.
+        confidence: probability that all bounds hold together, in (0, 1). The bounds share 1 - confidence evenly, and
+            the two rates of each bound share its part.
         tick: called after each run.
     Returns:
-        Audit, with the bounds "any", and of a game that says its steps "gaussian" (one step of rate 1) or "accountant"
-        (others).
+        An Audit with the bound "any". For a game with `steps` also "gaussian" (one step of rate 1) or "accountant"
+        (all others).
     Raises:
-        PrivacyError: a number out of its range, or a release that is not finite.
+        PrivacyError: a number is out of its range, or a release is not finite.
     Privacy:
-        NOT private: it reads the private data as often as there are runs, and charges nothing for what it prints.
-        Guesses of one run count as independent trials. With one canary they are; with several they are where, as is
-        claimed, the noise of the coordinates is independent, and canaries have coordinates of their own.
+        NOT private: it reads the private data once per run, and charges nothing for its output. Guesses of one run
+        count as independent trials. With one canary they are independent. With several they are independent if, as
+        claimed, the noise of the coordinates is independent and canaries have separate coordinates.
     Reference:
         Nasr et al. 2021 (arXiv 2101.04535) and 2023 (arXiv 2302.07956).
     """
@@ -165,23 +174,23 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
 
 
 def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Audit:
-    """Audit one single run: guess of the canaries with the highest scores that they were in, of the lowest, out.
+    """Audit a single run: guess "in" for the canaries with the highest scores, and "out" for those with the lowest.
 
     Args:
         game: with many canaries, hundreds or more.
-        guessed: share of the canaries for which a guess is made, in (0, 1]; fixed before the run.
+        guessed: share of the canaries with a guess, in (0, 1]; fixed before the run.
         confidence: in (0, 1).
     Returns:
-        Audit, with the bound "one run".
+        An Audit with the bound "one run".
     Raises:
-        PrivacyError: a number out of its range, or a release that is not finite.
+        PrivacyError: a number is out of its range, or a release is not finite.
     Privacy:
-        NOT private, as `distinguish`. No guess need be independent of another.
+        NOT private, as `distinguish`. The guesses need not be independent of each other.
     Reference:
         Steinke, Nasr, Jagielski 2023 (arXiv 2305.08846), algorithm 1.
     """
     if not 0 < guessed <= 1:
-        raise expected("one_run", "guessed", "in (0, 1]", guessed, "0.2 is a fifth of the canaries")
+        raise expected("one_run", "guessed", "to be in (0, 1]", guessed, "give 0.2 for a fifth of the canaries")
     began, canaries = time.perf_counter(), len(game.directions)
     included = np.random.default_rng().random((1, canaries)) < 0.5
     order = np.argsort(_scores(game, included, None)[0], kind="stable")
@@ -200,10 +209,11 @@ def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
     with one_thread():
         for row in included:
             score_K = directions_KP @ game.release(game.data(torch.from_numpy(row))).double()
-            if not bool(torch.isfinite(score_K).all()):
-                # Comparisons with NaN are false, and infinities have no mean: such scores would count as bad guesses.
-                remedy = "let the mechanism release numbers: an infinity or NaN would tell where its canary is"
-                raise expected("audit", "what is released", "to be finite", "another", remedy)
+            finite_K = torch.isfinite(score_K)
+            if not bool(finite_K.all()):
+                # Comparisons with NaN are false and infinities have no mean, so such scores would count as bad guesses.
+                remedy = "make the mechanism release finite numbers: an infinity or NaN would reveal its canary"
+                raise expected("audit", "scores of a release", "to be finite", float(score_K[~finite_K][0]), remedy)
             rows.append(score_K)
             if tick is not None:
                 tick()
@@ -211,7 +221,10 @@ def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
 
 
 def _centers(scores: np.ndarray, included: np.ndarray) -> np.ndarray:
-    """Half way between each canary's mean scores out and in: noise that returns in every run is no protection."""
+    """Return the point halfway between each canary's mean scores out and in.
+
+    Centering removes noise that is the same in every run, because such noise gives no protection.
+    """
     means = [np.where(side, scores, 0).sum(0) / np.maximum(side.sum(0), 1) for side in (included, ~included)]
     return (means[0] + means[1]) / 2
 
@@ -231,7 +244,7 @@ def _bound(kind: str, false_positive: float, false_negative: float, game: Game) 
 
 @dataclass(frozen=True)
 class _Scores:
-    """Scores of the trials without and with their canary, each in ascending order."""
+    """The scores of the trials without and with their canary, each in ascending order."""
 
     out: np.ndarray
     in_: np.ndarray
@@ -244,25 +257,28 @@ class _Scores:
         return len(self.out) + len(self.in_)
 
     def wrong(self, threshold: Any) -> tuple[Any, Any]:
-        """How many without the canary score above the threshold, and how many with it do not."""
+        """Return how many trials without the canary score above the threshold, and how many with it do not."""
         above = len(self.out) - np.searchsorted(self.out, threshold, side="right")  # pyright: ignore[reportUnknownVariableType]
         return cast(Any, above), cast(Any, np.searchsorted(self.in_, threshold, side="right"))
 
     def rates(self, wrong_out: Any, wrong_in: Any, confidence: float) -> tuple[Any, Any]:
-        """Upper bounds on both error rates."""
+        """Return upper bounds on both error rates."""
         pairs = ((wrong_out, len(self.out)), (wrong_in, len(self.in_)))
         one, other = (clopper_pearson(wrong, count, confidence) for wrong, count in pairs)
         return one, other
 
     def threshold(self, kind: str, delta: float, confidence: float) -> float:
-        """The threshold whose bound on these trials is best; of a Gaussian the middle, where rates are surest."""
+        """Return the threshold with the best bound on these trials.
+
+        For "gaussian" it is the middle, where the error rates are estimated most precisely.
+        """
         if kind == "gaussian":
             return 0.0  # scores are centered
         together = np.concatenate([self.out, self.in_])
         levels = 1 / (1 + np.exp(-np.linspace(-9, 9, _THRESHOLDS)))
         candidates = np.quantile(together, levels)
         value = np.zeros(len(candidates))
-        for level in (confidence, 0.9, 0.5):  # few trials may show nothing at the confidence of the many
+        for level in (confidence, 0.9, 0.5):  # few trials may show nothing at the confidence meant for many
             if not value.any():
                 rates = self.rates(*self.wrong(candidates), level)
                 value = epsilon_of_rates(*rates, delta) if kind == "any" else mu_of_rates(*rates)

@@ -1,4 +1,4 @@
-"""Every method of the library as a game: a tiny model, and canaries and company that are the worst case."""
+"""Every method of the library as a game, with a tiny model and worst-case canaries and other examples."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,24 +24,25 @@ from privgrad.private_gradient import PrivateGradient
 Mechanism = Literal["step", "training"]
 
 _CANARIES = 256
-_RATE, _STEPS = 0.5, 4  # of a training
-_ONE_RUN = ("factored", "AdamBC")  # whose trainings are also audited by one run each
+_RATE, _STEPS = 0.5, 4  # of a "training"
+_ONE_RUN = ("factored", "AdamBC")  # methods that are also audited by one run of a training
 _ONE_RUN_CANARIES = 1000
-_PAID_STEPS = 10**9  # the private_grad serves many trainings, each of which is claimed to cost what it costs alone
-_LR = 1e-3  # weights stay near 0, so that nobody's gradient turns around
+_PAID_STEPS = 10**9  # one private_grad makes many trainings; the claim is about each of them alone
+_LR = 1e-3  # weights stay near 0, so that no gradient changes its sign
 
 
 @dataclass(frozen=True)
 class Method:
-    """What of the library is audited.
+    """One method of the library, as it is audited.
 
     Attributes:
-        optimizer: its name in privgrad.optim; with "SGD" the released gradients are looked at, with others what they
-            make of the parameters.
+        optimizer: its name in privgrad.optim. With "SGD" the audit observes the released gradients; with any other
+            optimizer it observes the parameters after the steps.
         private_grad: model -> arguments of PrivateGradient.
-        layers: linear layers side by side, that share each example's gradient.
-        group_size, noise_on_grid: of the plan.
-        canaries: in one run.
+        layers: number of parallel linear layers, which share each example's gradient.
+        group_size: of the plan.
+        noise_on_grid: of the plan.
+        canaries: number of canaries in one run.
         users: whether a row of the data is a user with two examples.
     """
 
@@ -55,7 +56,7 @@ class Method:
 
 
 class _Sum(nn.ModuleList):
-    """Linear layers, all zero, whose outputs are added up."""
+    """Linear layers, initially zero, whose outputs are added."""
 
     def __init__(self, layers: int, features: int) -> None:
         super().__init__(nn.Linear(features, 1, bias=False) for _ in range(layers))
@@ -120,7 +121,7 @@ METHODS: Mapping[str, Method] = {
         layers=2,
     ),
 } | {
-    name: Method(name)  # a new optimizer is audited without being named here
+    name: Method(name)  # so a new optimizer is audited without an entry here
     for name in optim.__all__
     if name[0].isupper() and name not in ("SGD", "PrivateOptimizer")
 }
@@ -129,22 +130,23 @@ METHODS: Mapping[str, Method] = {
 def method_game(
     name: str, mechanism: Mechanism, *, epsilon: float, delta: float = 1e-5, canaries: int | None = None
 ) -> Game:
-    """The game of one of METHODS, under a plan whose noise is calibrated for epsilon.
+    """Return the game of one of METHODS, under a plan whose noise is calibrated for epsilon.
 
-    The model is linear and starts at 0, and a canary is alone on a coordinate of it, but for one example that pulls the
-    other way by half of C: so the two cases lie around zero, where optimizers that take little more than the sign look.
-    A canary's gradient is thousands of times C. With groups the only canary turns the group around, from -C to C.
+    The model is linear and starts at 0. Each canary has a coordinate of its own, which it shares with one example that
+    pulls the other way by half of C. So the two cases lie on both sides of zero, where optimizers that use little more
+    than the sign distinguish them. A canary's gradient is thousands of times C. With groups the only canary turns the
+    mean of the group around, from -C to C.
 
     Args:
         name: of METHODS.
-        mechanism: "step" is one step of rate 1; "training" is 4 steps of rate 1/2, from the same weights each time.
-        epsilon: > 0, that the plan claims.
+        mechanism: "step" is one step of rate 1; "training" is 4 steps of rate 1/2, always from the same weights.
+        epsilon: > 0: the epsilon that the plan claims.
         delta: in (0, 1).
-        canaries: how many; None is the method's number. Of a method with groups always 1.
+        canaries: number of canaries; None is the method's number. A method with groups always has 1.
     Returns:
-        A Game. Every release draws its noise, and its batches, anew from the system's entropy.
+        A Game. Every release draws new noise, and new batches, from the system's entropy.
     Raises:
-        PrivacyError: no such method, or a number out of its range.
+        PrivacyError: no method has this name, or a number is out of its range.
     """
     method = _method(name)
     if method.group_size == 1 and canaries is not None:
@@ -172,21 +174,23 @@ def rows(
     trials: int = 60_000,
     confidence: float = 0.95,
 ) -> tuple[int, Iterator[Audit]]:
-    """Audit methods at several epsilons: one step, a training, and of some a training by one run.
+    """Audit methods at several epsilons: one step, one training, and for some methods also a training by one run.
+
+    `privgrad audit` calls it.
 
     Args:
         methods: names of METHODS; None is all.
-        epsilons: > 0, that the plans claim.
+        epsilons: each > 0: the claims of the plans.
         delta: in (0, 1).
-        trials: of one step at epsilon 1. Fewer are needed the further the cases lie apart: trials / epsilon**0.5; a
-            training has trials / 2. Where a run has one canary, and trials are dear: trials / epsilon**1.5 and
-            trials / 15.
-        confidence: that all bounds of all rows hold together, in (0, 1): half of what is left is shared evenly by the
-            single runs, the other half by the other rows.
+        trials: number of guesses about one step at epsilon 1. A larger epsilon separates the two cases better and needs
+            fewer: trials / epsilon**0.5. A training gets trials / 2. Where a run has one canary, so that each trial
+            costs a run, they are trials / epsilon**1.5 and trials / 15.
+        confidence: probability that all bounds of all rows hold together, in (0, 1). The rows of one run share half of
+            1 - confidence evenly, and the other rows share the other half.
     Returns:
-        How many rows there are; and the rows, which are audited as they are asked for.
+        The number of rows, and an iterator over the rows. Each row is audited when the iterator reaches it.
     Raises:
-        PrivacyError: an unknown method or a number out of its range.
+        PrivacyError: a name is unknown, or a number is out of its range.
     """
     require_confidence("audit.rows", confidence)
     require_integer("audit.rows", "trials", trials, 1)
@@ -218,18 +222,20 @@ def rows(
 
 
 def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
-    """What a PrivateGradient releases of a data set in its first step, as one vector, with new noise at every call.
+    """Return a function that releases the first step of a PrivateGradient on a data set, with new noise at every call.
+
+    The function gives one vector, for `Game.release`.
 
     Args:
-        private_grad: without a research seed; its plan has to pay for as many steps as there will be calls, and what is
-            claimed of one step is audited. The model is left where it is.
+        private_grad: without a research seed. Its plan has to pay for as many steps as there will be calls, but the
+            audited claim is that of one step. The model keeps its weights.
     Raises:
-        PrivacyError: a research seed, whose noise would return.
+        PrivacyError: the plan has a research seed, so every call would repeat the same noise.
     Privacy:
         Each release is charged to the private_grad's ledger.
     """
     if private_grad.plan.seed is not None:
-        raise expected("one_step", "plan.seed", "to be None", private_grad.plan.seed, "audit with the system's entropy")
+        raise expected("one_step", "plan.seed", "to be None", private_grad.plan.seed, "leave out the seed of the plan")
     beginning = private_grad.state_dict()
 
     def release(data: Any) -> Tensor:
@@ -240,14 +246,14 @@ def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
 
 
 def flat(values: Mapping[str, Tensor]) -> Tensor:
-    """All tensors as one vector of float64."""
+    """Return all tensors as one vector of float64."""
     return torch.cat([value.detach().flatten().double() for value in values.values()])
 
 
 def _method(name: str) -> Method:
     if name not in METHODS:
         remedy = did_you_mean(name, list(METHODS), f"choose among {', '.join(METHODS)}")
-        raise expected("audit", "method", "to be known", repr(name), remedy)
+        raise expected("audit", "method", "to be a name in audit.METHODS", repr(name), remedy)
     return METHODS[name]
 
 
@@ -257,7 +263,7 @@ def _directions(method: Method) -> Tensor:
 
 
 def _company(method: Method, rate: float) -> int:
-    """How many examples are always there."""
+    """Return the number of examples that are always in the data."""
     return method.canaries if method.group_size == 1 else round(method.group_size / rate)
 
 
@@ -265,7 +271,7 @@ def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
     coordinates, grouped = torch.eye(method.canaries), method.group_size > 1
     others = coordinates if not grouped else torch.ones(_company(method, rate), 1)
     pull = 1e4 if grouped else 0.25 / method.layers**0.5
-    pull = 2 * pull if method.users else pull  # which local training goes all the way to
+    pull = 2 * pull if method.users else pull  # local training moves the weight to the target, C / 2
     push = 1e8 if grouped else 1e3
 
     def data(included: Tensor) -> TensorDataset:
@@ -281,7 +287,10 @@ def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
 
 
 def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Tensor]:
-    """Data set -> released vector, by one PrivateGradient that begins anew each time, with noise of its own."""
+    """Return a function from a data set to a released vector.
+
+    It uses one PrivateGradient, which starts again at every call, with new noise.
+    """
     model, count = _Sum(method.layers, method.canaries), _company(method, claimed.sample_rate)
     plan = PrivacyPlan(
         sample_rate=claimed.sample_rate,
@@ -297,7 +306,7 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
     private_grad = PrivateGradient(model, _losses, plan, **method.private_grad(model))
     beginning = private_grad.state_dict()
     if "perturb" in beginning and "direction" in beginning["perturb"]:
-        # One step of SAT is only then another than one of SGD when something has been released before.
+        # One step of SAT differs from one of SGD only after an earlier release.
         beginning["perturb"]["direction"] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
 
     def release(data: TensorDataset) -> Tensor:

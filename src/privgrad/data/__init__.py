@@ -1,7 +1,9 @@
-"""Real data sets, each from a given path, a package or the cache, or its public source, in this order.
+"""Loaders of real data sets.
 
-What cannot be had everywhere has a stand-in, and results on a stand-in are told under its own name: Fashion-MNIST for
-MNIST and CIFAR-10, the Debian package index for tagged or paired sentences, the Brown corpus for the Penn Treebank.
+A loader looks for its files in a given path, then in a package or the cache, then at the public source. Data that not
+everyone can get has a stand-in, and results on a stand-in are reported under the stand-in's name. Fashion-MNIST
+replaces MNIST and CIFAR-10, the Debian package index replaces tagged or paired sentences, and the Brown corpus
+replaces the Penn Treebank.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What every loader returns."""
+"""The DataSet that every loader returns, and the ways to split it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,30 +8,29 @@ from torch.utils.data import TensorDataset
 
 from privgrad.errors import expected
 
-NO_LABEL = -100  # of a token that is not to be foretold: what torch's cross-entropy leaves out
+NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignores this label
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A classification task, split.
+    """A learning task, split into training, validation and test examples.
 
     Attributes:
-        name: for reports: what it is and where it came from.
-        train: (input, label) pairs, the private examples. A label is an integer, or one for each token of the input
-            (NO_LABEL where nothing is to be foretold); for tags float with one entry each, 1 for what applies; to be
-            reconstructed, the input itself.
+        name: for reports: the data and its source.
+        train: (input, label) pairs, the private examples. A label is an integer, or one integer per token of the input
+            (NO_LABEL for a token that is not a target). For tags it is a float vector, 1 for each tag that applies. For
+            reconstruction it is the input itself.
         validation: held out of the training set for tuning; may be empty.
-        test: the set's own test part.
+        test: the data's own test part.
         num_classes: number of labels.
         input_shape: shape of one input, without the batch dimension.
-        frequency_edges: where classes are so unequal that results are told by how frequent a class is: lower ends of
-            the groups' counts; () groups classes of equal count.
-        vocabulary: where inputs are ids of words or tokens: ids are in [0, vocabulary).
-        public_counts: how often each id occurs in text that is apart from all examples, shape (vocabulary,).
-        score: what models are compared by, besides their loss; None where there is nothing to get right.
-        public: (input, label) pairs that were taken out of the training set to be public; None if there are none.
-        other_public: public ones from elsewhere, which are drawn otherwise than the training set; None if there are
-            none.
+        frequency_edges: for very unequal classes, whose results are reported by class frequency: the lower ends of the
+            groups of counts; () groups classes of equal count. None: results are not grouped.
+        vocabulary: for inputs that are ids of words or tokens: ids are in [0, vocabulary).
+        public_counts: how often each id occurs in text outside of all examples, shape (vocabulary,).
+        score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
+        public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
+        other_public: public examples from another source, with another distribution; None if there are none.
     """
 
     name: str
@@ -49,7 +48,10 @@ class DataSet:
 
     @property
     def measured_on(self) -> Literal["test", "training"]:
-        """Which examples results are of; "training", NOT private, where there is nothing to generalize to."""
+        """The examples on which results are measured.
+
+        It is "training", NOT private, where there is nothing to generalize to.
+        """
         return "training" if self.test is self.train else "test"
 
 
@@ -65,25 +67,25 @@ def split(
     public_counts: Tensor | None = None,
     score: Literal["accuracy", "recall@5"] = "accuracy",
 ) -> DataSet:
-    """A DataSet whose validation part is the end of the training part.
+    """Return a DataSet whose validation part is the end of the training part.
 
     Args:
         name: as in DataSet.
         train: inputs (n, ...) and labels (n, ...).
-        test: the same of the test part.
-        validation: how many training examples to hold out, from 0 to n - 1.
+        test: inputs and labels of the test part.
+        validation: number of training examples to hold out, from 0 to n - 1.
         num_classes: None is one more than the largest training label.
         frequency_edges: as in DataSet.
         vocabulary: as in DataSet.
         public_counts: as in DataSet.
         score: as in DataSet.
     Raises:
-        PrivacyError: more held out than there is.
+        PrivacyError: validation is out of its range.
     """
     inputs, labels = train
     kept = len(labels) - validation
     if validation < 0 or kept < 1:
-        condition = f"from 0 to {len(labels) - 1} examples"
+        condition = f"to be from 0 to {len(labels) - 1} examples"
         raise expected("data", "validation", condition, validation, "hold out fewer")
     return DataSet(
         name=name,
@@ -100,14 +102,17 @@ def split(
 
 
 def whole(name: str, inputs: Tensor, labels: Tensor, *, num_classes: int) -> DataSet:
-    """A DataSet of unequal classes with nothing to generalize to: the training set is the test set."""
+    """Return a DataSet of unequal classes whose training set is also its test set.
+
+    It is for data without anything to generalize to.
+    """
     examples = TensorDataset(inputs, labels)
     nothing = TensorDataset(inputs[:0], labels[:0])
     return DataSet(name, examples, nothing, examples, num_classes, tuple(inputs.shape[1:]), frequency_edges=())
 
 
 def with_public(data: DataSet, count: int) -> DataSet:
-    """The same with `count` examples, from the end of the training part, taken out of it as public ones.
+    """Return the data set with the last `count` training examples moved to `public`.
 
     Raises:
         PrivacyError: no private example would be left.
@@ -117,30 +122,35 @@ def with_public(data: DataSet, count: int) -> DataSet:
     inputs, labels = data.train.tensors
     kept = len(labels) - count
     if kept < 1:
-        raise expected("data", "public", f"to be below {len(labels)}", count, "take fewer")
+        raise expected("data", "public", f"to be below {len(labels)}, all training examples", count, "take fewer")
     private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
     return replace(data, train=private, public=public)
 
 
 def with_other_public(data: DataSet, other: DataSet) -> DataSet:
-    """The same with another set's training part as public examples from elsewhere.
+    """Return the data set with the training part of another one as `other_public`.
 
     Raises:
-        PrivacyError: inputs of another shape, or most of them among the training inputs.
+        PrivacyError: the inputs have another shape, or most of them are also training inputs.
+    Privacy:
+        The check for equal inputs finds only exact copies. The user is responsible for data that is truly public.
     """
     if other.input_shape != data.input_shape:
-        remedy = "choose another set, or bring its inputs to that shape"
+        remedy = "choose a different set, or convert its inputs to that shape"
         raise expected("data", "elsewhere", f"to have inputs of shape {data.input_shape}", other.input_shape, remedy)
     private, public = ({hash(row.tobytes()) for row in part.train.tensors[0].numpy()} for part in (data, other))
-    # Some may be equal by chance, such as two empty texts.
-    if 2 * len(private & public) > min(len(private), len(public)):
-        remedy = "choose a set that none of the private examples are in"
-        raise expected("data", "elsewhere", "to be apart from the training examples", "many of them", remedy)
+    # Some inputs may be equal by chance, two empty texts for instance.
+    most = min(len(private), len(public)) // 2
+    if (shared := len(private & public)) > most:
+        remedy = "choose a set without any of the private examples"
+        raise expected(
+            "data", "elsewhere", f"to share at most {most} inputs with the training examples", shared, remedy
+        )
     return replace(data, other_public=other.train)
 
 
 def to_reconstruct(data: DataSet) -> DataSet:
-    """The same with every input as its own label."""
+    """Return the data set with every input as its own label."""
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
     return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)

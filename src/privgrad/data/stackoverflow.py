@@ -1,4 +1,4 @@
-"""StackOverflow as TensorFlow Federated has it: questions and answers by user, to be tagged."""
+"""StackOverflow as TensorFlow Federated distributes it: questions and answers by user, with their tags."""
 
 import json
 from collections import Counter
@@ -33,24 +33,25 @@ def stackoverflow(
     cap: int = 256,
     validation: int = 0,
 ) -> DataSet:
-    """Which of the most frequent tags does a post have? Bags of words, by user: the paper's federated task.
+    """Load the paper's federated task: predict the most frequent tags of a post. Bags of words, one row per user.
 
-    The training part is as by_user makes it: word ids (U, M, length), 0 for none, tags (U, M, tags), and how many posts
-    each user has. Title and text are one bag; posts without any of the tags are left out. Validation is posts of
-    other training users, the test part those of users of the test file, as many as train.
+    The training part has the format of by_user: word ids (U, M, length), 0 for none, tags (U, M, tags), and the number
+    of posts of each user. Title and text are one bag; posts without any of the tags are left out. The validation part
+    has the posts of other training users. The test part has the posts of users of the test file, as many as train.
 
     Args:
         path: folder with TensorFlow Federated's files; None is the cache.
-        words, tags: how many of the most frequent, by the files that come with the data; >= 1.
+        words: number of most frequent words, by the counts in the data's own files; >= 1.
+        tags: number of most frequent tags, by the counts in the data's own files; >= 1.
         length: words kept of a post, >= 1.
-        limit: how many users train, in the order of their names; >= 1.
+        limit: number of training users, in the order of their names; >= 1.
         minimum: users with fewer posts are left out, >= 1.
         cap: posts kept of a user, >= 1.
-        validation: how many users to hold out, >= 0.
+        validation: number of users to hold out, >= 0.
     Raises:
-        PrivacyError: no files, damaged ones, h5py not installed, or too few users.
+        PrivacyError: files are absent or damaged, h5py is not installed, or there are too few users.
     Privacy:
-        Which words and tags are frequent was counted over all users: NOT private.
+        The frequent words and tags were counted over all users: NOT private.
     """
     numbers = {"words": words, "tags": tags, "length": length, "limit": limit, "minimum": minimum, "cap": cap}
     for name, value in numbers.items():
@@ -72,10 +73,12 @@ def stackoverflow(
         raise expected("stackoverflow", f"the files in {folder}", "to be readable", error, _REMEDY) from error
     found = len({user for user, _, _ in train})
     if found < limit + validation or not test:
-        got = f"{found} with at least {minimum} tagged posts"
-        raise expected("stackoverflow", "limit and validation", "to fit the users", got, "ask for fewer")
+        name = f"the numbers of training and test users with at least {minimum} tagged posts"
+        got = f"{found} and {len({user for user, _, _ in test})}"
+        condition, remedy = f"to be at least {limit + validation} and 1", "lower limit, validation or minimum"
+        raise expected("stackoverflow", name, condition, got, remedy)
     private = set(list(dict.fromkeys(user for user, _, _ in train))[:limit])
-    own, others = ([row for row in train if (row[0] in private) == wanted] for wanted in (True, False))
+    own, others = ([row for row in train if (row[0] in private) == is_private] for is_private in (True, False))
     return DataSet(
         name="StackOverflow (TensorFlow Federated), tags by user",
         train=by_user(_tensors(own, length, len(known)), (user for user, _, _ in own), cap=cap),
@@ -92,7 +95,7 @@ def stackoverflow(
 def _users(
     file: Path, ids: Mapping[str, int], tags: Mapping[str, int], length: int, minimum: int, cap: int
 ) -> Iterator[_Rows]:
-    """The posts of each user who has enough of them, at most cap."""
+    """Yield the posts of each user with at least `minimum` posts; at most `cap` posts per user."""
     import h5py
 
     with h5py.File(file) as opened:
@@ -100,8 +103,8 @@ def _users(
         for user in sorted(examples):
             columns = (examples[user][name][()] for name in ("title", "tokens", "tags"))
             rows: _Rows = []
-            for title, text, told in zip(*columns, strict=True):
-                known = [tags[tag] for tag in told.decode().split("|") if tag in tags]
+            for title, text, names in zip(*columns, strict=True):
+                known = [tags[tag] for tag in names.decode().split("|") if tag in tags]
                 if known:
                     post = [ids[word] for word in f"{title.decode()} {text.decode()}".split() if word in ids]
                     rows.append((user, np.array(post[:length], np.int64), np.array(known)))

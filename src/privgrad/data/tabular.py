@@ -1,4 +1,4 @@
-"""Tables of people: incomes of the American census."""
+"""Tables of persons: incomes of the American census."""
 
 import csv
 import math
@@ -11,7 +11,7 @@ from privgrad.data.dataset import DataSet, split
 from privgrad.data.sources import PathLike, cache, find_folder
 from privgrad.errors import expected, require_integer
 
-# What the codebook of the census says that a column may hold. Taken from the data they would not be public.
+# The values that the codebook of the census allows in a column. Values taken from the data would not be public.
 _CATEGORIES = {
     "workclass": "? Federal-gov Local-gov Never-worked Private Self-emp-inc Self-emp-not-inc State-gov Without-pay",
     "education": "10th 11th 12th 1st-4th 5th-6th 7th-8th 9th Assoc-acdm Assoc-voc Bachelors Doctorate HS-grad Masters "
@@ -31,20 +31,20 @@ _FILE = "census.csv"
 
 
 def adult(path: PathLike | None = None, *, limit: int | None = None, validation: int = 0) -> DataSet:
-    """Adult (1994): does a person earn more than 50,000 dollars a year (1) or not (0)?
+    """Load Adult (1994): does a person earn more than 50,000 dollars a year (1) or not (0)?
 
-    24,421 training and 8,140 test rows: every fourth. Inputs, float (n, 65): seven columns as one-hot codes of the
-    codebook's categories, then age, years of education, capital gain and loss, and hours a week as shares of their
-    largest values, the capital's on a logarithmic scale. 76 % earn less.
+    24,421 training and 8,140 test rows; every fourth row is a test row. Inputs, float (n, 65): seven columns as one-hot
+    codes of the codebook's categories, then age, years of education, capital gain, capital loss and hours per week.
+    These are divided by their largest values, the two capitals on a logarithmic scale. 76 % earn less.
 
     Args:
         path: folder with census.csv; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/adult.
-        limit: keep so many training rows, >= 1; None keeps all.
-        validation: how many of those, from the end, to hold out.
+        limit: number of training rows to keep, >= 1; None keeps all.
+        validation: number of these rows, from the end, to hold out.
     Raises:
-        PrivacyError: no file, a damaged one, or a number out of range.
+        PrivacyError: the file is absent or damaged, or a number is out of its range.
     Privacy:
-        Categories and largest values are the codebook's, not taken from the rows.
+        Categories and largest values come from the codebook, not from the rows.
     """
     if limit is not None:
         require_integer("adult", "limit", limit, 1)
@@ -81,7 +81,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
                 labels.append(_LABELS[row["loan"].strip()])
         inputs = torch.tensor(rows).view(len(rows), sum(map(len, codes.values())) + len(_LARGEST))
         if len(rows) < 2 or not bool(((inputs >= 0) & (inputs <= 1)).all()):
-            raise ValueError(f"{len(rows)} rows, or a number out of range")
+            raise ValueError(f"{len(rows)} rows, or an input outside of [0, 1]")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
         got = f"{type(error).__name__}: {error}"
         raise expected("adult", f"{path}", "to be the table of the census", got, "fetch it again") from error

@@ -1,4 +1,4 @@
-"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and what encodes a pair."""
+"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them."""
 
 import json
 import re
@@ -21,22 +21,23 @@ _SNLI_LABELS = ("entailment", "neutral", "contradiction")
 
 
 def brown(path: PathLike | None = None, *, length: int = 35, min_count: int = 2, validation: int = 0) -> DataSet:
-    """The next word in the press part of the Brown corpus (1961), the stand-in for the Penn Treebank.
+    """Load the task: the next word in the press part of the Brown corpus (1961), the stand-in for the Penn Treebank.
 
-    The words of the files, lower-cased, punctuation marks being words, are one stream, cut into sequences. The last
-    tenth of the files is the test part. 44 files: 91,335 training tokens in 2,609 sequences, 9,219 test tokens. Inputs
-    (n, length) are ids, labels (n, length) the ids that follow. Id 0 is <unk>, the others by falling frequency.
+    The words of the files are one stream, cut into sequences. They are lower-cased, and punctuation marks are words.
+    The last tenth of the files is the test part. 44 files: 91,335 training tokens in 2,609 sequences, 9,219 test
+    tokens. Inputs (n, length) are ids, labels (n, length) the next ids. Id 0 is <unk>, the others follow by falling
+    frequency.
 
     Args:
         path: folder with the tagged files ca01, ca02, ...; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/brown.
         length: tokens of a sequence, >= 1.
-        min_count: words seen less often in the training files are <unk>, >= 1. 2 leaves 5,880 ids and makes 7 % of the
+        min_count: words that are rarer in the training files are <unk>, >= 1. 2 leaves 5,880 ids and makes 7 % of the
             training and 14 % of the test tokens <unk>; 1 would leave 12,451 ids.
-        validation: how many of the training sequences, from the end, to hold out.
+        validation: number of training sequences, from the end, to hold out.
     Raises:
-        PrivacyError: no files, a damaged one, or a number out of range.
+        PrivacyError: files are absent or damaged, or a number is out of its range.
     Privacy:
-        The vocabulary is of the private text: NOT private. An example is a sequence.
+        The vocabulary is computed from the private text: NOT private. An example is a sequence.
     """
     require_integer("brown", "min_count", min_count, 1)
     remedy = (
@@ -52,22 +53,22 @@ def brown(path: PathLike | None = None, *, length: int = 35, min_count: int = 2,
 
 
 def ptb(path: PathLike | None = None, *, length: int = 35, validation: int = 0) -> DataSet:
-    """The next word in TinyPTB: the Penn Treebank's validation part trains, its test part tests.
+    """Load the task: the next word in TinyPTB. The Penn Treebank's validation part trains, its test part tests.
 
-    Words are those of torchtext's tokenizer basic_english, as in the reference; the vocabulary is of ptb.train.txt.
-    The lines of a part are one stream, cut into sequences: inputs (n, length) are ids, labels (n, length) the ids that
-    follow. Id 0 is <unk>, the others by falling frequency.
+    The words are from torchtext's tokenizer basic_english, as in the reference. The vocabulary comes from
+    ptb.train.txt. The lines of a part are one stream, cut into sequences: inputs (n, length) are ids, labels (n,
+    length) the next ids. Id 0 is <unk>, the others follow by falling frequency.
 
     Args:
         path: folder with ptb.train.txt, ptb.valid.txt, ptb.test.txt; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/ptb.
         length: tokens of a sequence, >= 1.
-        validation: how many of the training sequences, from the end, to hold out.
+        validation: number of training sequences, from the end, to hold out.
     Raises:
-        PrivacyError: no files, or a number out of range.
+        PrivacyError: files are absent, or a number is out of its range.
     Privacy:
         An example is a sequence.
     Reference:
-        Kunstner et al. 2024 (arXiv 2402.19449). Deviation: a sequence follows another; theirs run down columns.
+        Kunstner et al. 2024 (arXiv 2402.19449). Deviation: here sequences are consecutive; theirs run down columns.
     """
     remedy = "give the folder of ptb.train.txt, ptb.valid.txt and ptb.test.txt, or put them into the cache"
     folder = find_folder("ptb", path, cache("ptb"), "ptb.train.txt", remedy)
@@ -79,20 +80,20 @@ def ptb(path: PathLike | None = None, *, length: int = 35, validation: int = 0) 
 
 
 def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: int = 128, validation: int = 0) -> DataSet:
-    """SNLI: does a sentence follow from another (0), say something else (1), or contradict it (2)?
+    """Load SNLI: does a sentence follow from another (0), is it neutral (1), or does it contradict the other (2)?
 
-    549,367 training pairs; the development part is the test part, as in the DP-AdamBC paper. Pairs without a gold
-    label are dropped. Inputs (n, 2, length): token ids, and token type ids; where the id is the tokenizer's pad id,
-    padding.
+    549,367 training pairs; the development part is the test part, as in the DP-AdamBC paper. Pairs without a gold label
+    are dropped. Inputs (n, 2, length): token ids, and token type ids; padded with the tokenizer's pad id.
 
     Args:
         path: folder with snli_1.0_train.jsonl and snli_1.0_dev.jsonl; None is
             ${XDG_CACHE_HOME:-~/.cache}/privgrad/snli.
         tokenizer: folder of a transformers tokenizer.
-        length: tokens of a pair, >= 5; a longer pair is cut, its longer sentence first.
-        validation: how many of the training pairs, from the end, to hold out.
+        length: tokens of a pair, >= 5; a longer pair loses tokens of its longer sentence first.
+        validation: number of training pairs, from the end, to hold out.
     Raises:
-        PrivacyError: no files, a damaged one, transformers is not installed, no tokenizer, or a number out of range.
+        PrivacyError: files are absent or damaged, transformers is not installed, the tokenizer is absent, or a number
+            is out of its range.
     """
     remedy = "give the folder of snli_1.0_train.jsonl and snli_1.0_dev.jsonl, or put them into the cache"
     folder = find_folder("snli", path, cache("snli"), "snli_1.0_train.jsonl", remedy)
@@ -102,22 +103,23 @@ def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: int = 128
 
 
 class PairEncoder:
-    """A transformers tokenizer for pairs of sentences, cut or padded to one length."""
+    """A transformers tokenizer for pairs of sentences; it cuts or pads each pair to one length."""
 
     def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
-        """Load the tokenizer from its folder; `function` is named in errors."""
+        """Load the tokenizer from its folder; `function` is the name for errors."""
         require_integer(function, "length", length, 5)
         self._tokenizer = _tokenizer(function, tokenizer)
         self.vocabulary = len(self._tokenizer)
         self._function, self._length = function, length
 
     def labeled(self, pairs: Sequence[tuple[str, str, int]]) -> tuple[Tensor, Tensor]:
-        """Inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
+        """Return inputs, int64 (n, 2, length): token ids, token type ids; and labels, int64 (n,)."""
         if not pairs:
-            raise expected(self._function, "a part of the data", "to hold labeled pairs", "none", "check its files")
+            name = "the number of labeled pairs in a part of the data"
+            raise expected(self._function, name, "to be at least 1", 0, "check its files")
         inputs = torch.empty(len(pairs), 2, self._length, dtype=torch.int64)
         labels = torch.tensor([label for *_, label in pairs])
-        for start in range(0, len(pairs), 4096):  # so that the tokenizer's own lists stay small
+        for start in range(0, len(pairs), 4096):  # so that the tokenizer's lists stay small
             few = pairs[start : start + 4096]
             encoded = self._tokenizer(
                 [first for first, *_ in few],
@@ -134,27 +136,28 @@ class PairEncoder:
 
 
 class ContinuationEncoder:
-    """A transformers tokenizer for a text and what follows it: the tokens of what follows are to be foretold."""
+    """A transformers tokenizer for a text and its continuation, whose tokens are the targets."""
 
     def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
-        """Load the tokenizer from its folder; `function` is named in errors."""
+        """Load the tokenizer from its folder; `function` is the name for errors."""
         require_integer(function, "length", length, 5)
         self._tokenizer = _tokenizer(function, tokenizer)
         self.vocabulary = len(self._tokenizer)
         self._function, self._length = function, length
         self._end = self._tokenizer.eos_token_id
         if self._end is None:
-            remedy = "take the tokenizer of a causal language model"
-            raise expected(function, "tokenizer", "to have a token that ends a text", "none", remedy)
+            remedy = "give the tokenizer of a causal language model"
+            raise expected(function, "the tokenizer's eos_token_id", "to be a token id", None, remedy)
 
     def labeled(self, texts: Sequence[tuple[str, str, str]]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, int64 (n, length), of (given, cue, what follows).
+        """Return inputs and labels, int64 (n, length), of texts (given, cue, continuation).
 
-        Ids, and the ids that follow them: NO_LABEL before the end of the cue, and after the end token. To fit, `given`
-        is cut before what follows is; the cue never is.
+        Inputs are ids, labels the next ids: NO_LABEL before the end of the cue, and after the end token. Texts that are
+        too long lose tokens of `given` first, then of the continuation; the cue is never cut.
         """
         if not texts:
-            raise expected(self._function, "a part of the data", "to hold texts", "none", "check its files")
+            name = "the number of texts in a part of the data"
+            raise expected(self._function, name, "to be at least 1", 0, "check its files")
         inputs = torch.full((len(texts), self._length), self._end)
         labels = torch.full_like(inputs, NO_LABEL)
         columns: list[list[list[int]]] = [self._ids([text[k] for text in texts]) for k in range(3)]
@@ -173,13 +176,13 @@ def _tokenizer(function: str, tokenizer: PathLike) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise expected(function, "transformers", "to be installed", "none", "pip install 'privgrad[hf]'") from error
+        raise expected(function, "transformers", "to be installed", error, "pip install 'privgrad[hf]'") from error
     library: Any = transformers
     folder = Path(tokenizer).absolute()
     try:
         return library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a damaged folder can raise anything
-        got = f"{folder}: {str(error).partition(chr(10))[0]}" if folder.is_dir() else f"no folder {folder}"
+        got = f"{folder}: {str(error).partition(chr(10))[0]}" if folder.is_dir() else f"{folder}, which is not a folder"
         remedy = "give a folder that AutoTokenizer.from_pretrained(...).save_pretrained(folder) wrote"
         raise expected(function, "tokenizer", "to be a folder of a transformers tokenizer", got, remedy) from error
 
@@ -213,7 +216,10 @@ def _next_words(
     length: int,
     validation: int,
 ) -> DataSet:
-    """Streams of words -> sequences of ids with the ids that follow; a word that is not among `words` is <unk>."""
+    """Return a DataSet of sequences of ids, with the next ids as labels, from streams of words.
+
+    A word that is not in `words` is <unk>.
+    """
     require_integer(function, "length", length, 1)
     ids = {word: index for index, word in enumerate(dict.fromkeys((_UNKNOWN, *words)))}
 
@@ -221,7 +227,8 @@ def _next_words(
         numbers = torch.tensor([ids.get(word, 0) for word in stream], dtype=torch.int64)
         end = (len(numbers) - 1) // length * length
         if end < 1:
-            raise expected(function, "length", "to be less than the tokens of a part", length, "give more text")
+            condition = f"to be less than {len(numbers)}, the tokens of a part"
+            raise expected(function, "length", condition, length, "give more text")
         return numbers[:end].view(-1, length), numbers[1 : end + 1].view(-1, length)
 
     return split(
@@ -240,14 +247,14 @@ def _snli_pairs(path: Path) -> list[tuple[str, str, int]]:
     number = 0
     try:
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):  # noqa: B007, told in the error
+            for number, line in enumerate(lines, start=1):  # noqa: B007, the error reports it
                 pair = json.loads(line)
                 if pair["gold_label"] != "-":
                     sentences = pair["sentence1"], pair["sentence2"]
                     if not all(isinstance(sentence, str) for sentence in sentences):
-                        raise TypeError("a sentence that is no text")
+                        raise TypeError("a sentence is not a string")
                     pairs.append((*sentences, _SNLI_LABELS.index(pair["gold_label"])))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"{type(error).__name__} in line {number}"
-        raise expected("snli", f"{path}", "to hold a JSON pair a line", got, "fetch it again") from error
+        raise expected("snli", f"{path}", "to hold one JSON pair per line", got, "fetch it again") from error
     return pairs

@@ -1,4 +1,4 @@
-"""Examples -> users, one row each: what federated training takes as a data set."""
+"""Conversion of examples to users: one row per user, the data set that federated training takes."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import cast
@@ -13,21 +13,22 @@ from privgrad.errors import expected, require_integer
 def by_user(
     tensors: Sequence[Tensor] | TensorDataset, users: Iterable[Hashable], *, cap: int, minimum: int = 1
 ) -> TensorDataset:
-    """A data set with one row a user, from one with a row an example.
+    """Return a data set with one row per user, from a data set with one row per example.
 
     Args:
-        tensors: the examples' tensors, (inputs, labels) say, each with leading dimension n; or a TensorDataset of them.
-        users: whose each example is, n of them: numbers, names or whatever compares.
-        cap: the most examples kept of a user, the first ones; >= 1.
+        tensors: the tensors of the examples, for instance (inputs, labels), each with leading dimension n; or a
+            TensorDataset of them.
+        users: the user of each example, n entries: numbers, names or any other hashable values.
+        cap: the largest number of examples kept per user, the first ones; >= 1.
         minimum: users with fewer examples are left out; >= 1.
     Returns:
-        TensorDataset of each tensor as (U, M, ...), and how many examples each user has, (U,); M <= cap is the most.
-        What is missing of M repeats the user's first example, and is not trained on. Users with more examples come
-        first, so that neighbors in a batch are of like size.
+        TensorDataset of each tensor as (U, M, ...), and the number of examples of each user, (U,). M <= cap is the
+        largest of these numbers. Rows with fewer examples are filled up with the user's first example; these copies
+        are not trained on. Users with more examples come first, so that neighbors in a batch have similar sizes.
     Raises:
-        PrivacyError: a number out of its range, what are no tensors, lengths that differ, or no user left.
+        PrivacyError: a number is out of its range, an argument is not a tensor, lengths differ, or no user is left.
     Privacy:
-        Rows are made of one user's examples each. How many users there are is to be public: it is the plan's n.
+        Each row holds examples of one user only. The number of users has to be public: it is the plan's n.
     """
     require_integer("by_user", "cap", cap, 1)
     require_integer("by_user", "minimum", minimum, 1)
@@ -36,17 +37,19 @@ def by_user(
     total = 0
     for index, named in enumerate(users):
         user: Hashable = named.item() if isinstance(named, Tensor) else named
-        if user is None or user != user:  # NaN: each would be a user of its own
-            remedy = "leave examples without a user out"
-            raise expected("by_user", "users", "to be known", f"{user} at example {index}", remedy)
+        if user is None or user != user:  # NaN differs from itself, so each would be a separate user
+            remedy = "leave out examples without a user"
+            raise expected("by_user", f"the user of example {index}", "to be known", user, remedy)
         rows.setdefault(user, []).append(index)
         total += 1
     if not tensors or any(len(tensor) != total for tensor in tensors):
-        got = f"{total} users of {', '.join(str(len(tensor)) for tensor in tensors) or 'no'} examples"
-        raise expected("by_user", "users", "to be one an example", got, "say whose each example is")
+        got = f"{total} users and tensors of lengths {[len(tensor) for tensor in tensors]}"
+        raise expected("by_user", "users", "to have one entry per example", got, "give the user of each example")
     kept = sorted((own for own in rows.values() if len(own) >= minimum), key=len, reverse=True)
     if not kept:
-        raise expected("by_user", "users", f"with at least {minimum} examples", "none", "lower minimum")
+        got = max(map(len, rows.values()), default=0)
+        condition = f"to be at least {minimum}"
+        raise expected("by_user", "the most examples of a user", condition, got, "lower minimum")
     most = min(cap, len(kept[0]))
     count_U = torch.tensor([min(cap, len(own)) for own in kept])
     place_UM = torch.tensor([(own + own[:1] * most)[:most] for own in kept])
@@ -59,7 +62,8 @@ def _require_tensors(given: object) -> tuple[Tensor, ...]:
         others = [column for column in cast("Sequence[object]", columns) if not isinstance(column, Tensor)]
         if not others:
             return tuple(cast("Sequence[Tensor]", columns))
-        got, remedy = f"{type(others[0]).__name__} among them", "turn each into one: torch.as_tensor(inputs)"
+        got = f"{type(others[0]).__name__} in a {type(columns).__name__}"
+        remedy = "convert each to a tensor: torch.as_tensor(inputs)"
     else:
-        got, remedy = type(columns).__name__, "give a tuple, (inputs, labels) say"
+        got, remedy = type(columns).__name__, "give a tuple, for instance (inputs, labels)"
     raise expected("by_user", "tensors", "to be a sequence of tensors, or a TensorDataset", got, remedy)

@@ -1,4 +1,8 @@
-"""What happens to the gradient on its way: moments with and without noise, clipping, classes. Mostly NOT private."""
+"""Statistics of the gradient before and after clipping and noise.
+
+Most of them are NOT private: names that begin with `raw_` or `Raw` are computed before the noise. None of them is part
+of an update.
+"""
 
 from privgrad.diagnostics.alignment import raw_pairwise_cosines
 from privgrad.diagnostics.bias import raw_clipping_bias

@@ -1,4 +1,4 @@
-"""How much the gradients of single examples point the same way, within a class and across classes."""
+"""How much the gradients of single examples point in the same direction, within a class and across classes."""
 
 from typing import Any
 
@@ -13,33 +13,34 @@ from privgrad.types import LossFunction
 def raw_pairwise_cosines(
     model: nn.Module, loss_fn: LossFunction, examples: Any, labels: Tensor, *, parameters: list[str] | None = None
 ) -> dict[str, Any]:
-    """Cosines between the gradients of all pairs of examples. NOT private.
+    """Return the cosines between the gradients of all pairs of examples. NOT private.
 
     Args:
         model: any module.
         loss_fn: (model, examples) -> losses, shape (B,).
-        examples: B of them, at least two.
-        labels: their classes, shape (B,).
-        parameters: names of those that count; None is all.
+        examples: B examples, at least two.
+        labels: the class of each example, shape (B,).
+        parameters: names of the parameters to use; None is all.
     Returns:
-        "order": the examples sorted by class, shape (B,); "cosines": of the pairs in that order, shape (B, B), 0 where
-        a gradient is zero; "within" and "across": mean over pairs of different examples of one class and of two (nan
-        if there is none).
+        "order": the examples sorted by class, shape (B,); "cosines": the cosines of the pairs in that order, shape
+        (B, B), 0 where a gradient is zero; "within" and "across": the mean over pairs of different examples, of one
+        class and of two classes (nan if there is no such pair).
     Raises:
-        PrivacyError: labels that do not fit, or an unknown parameter.
+        PrivacyError: the labels do not fit the examples, or a parameter is unknown.
     Reference:
         Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance in private learning), figure 1.
     """
     factors = Hooks(model, loss_fn)(examples)
     unknown = sorted(set(parameters or ()) - set(factors))
     if unknown:
-        raise expected("raw_pairwise_cosines", "parameters", f"among {sorted(factors)}", unknown, "correct the names")
+        condition = f"to be among {sorted(factors)}"
+        raise expected("raw_pairwise_cosines", "parameters", condition, unknown, "correct the names")
     order = torch.argsort(labels, stable=True)
     gram = torch.zeros(len(labels), len(labels), dtype=torch.float64)
     for name in parameters or factors:
         if factors[name].examples != len(labels):
-            got = f"{len(labels)} for {factors[name].examples} examples"
-            raise expected("raw_pairwise_cosines", "labels", "to be one an example", got, "give one each")
+            condition, remedy = f"to be {factors[name].examples}", "give one label per example"
+            raise expected("raw_pairwise_cosines", "the number of labels", condition, len(labels), remedy)
         gram += factors[name].gram().double()
     gram = gram[order][:, order]
     norms = gram.diagonal().sqrt()

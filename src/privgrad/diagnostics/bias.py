@@ -1,5 +1,6 @@
-"""What clipping does to the mean gradient: how far it moves it, along it and across it."""
+"""The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it."""
 
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
@@ -24,32 +25,34 @@ def raw_clipping_bias(
     step: int = 0,
     released: NoisyGradient | None = None,
 ) -> dict[str, float]:
-    """The bias of the clipped mean gradient, before any noise. NOT private.
+    """Compute the bias of the clipped mean gradient, before any noise. NOT private.
 
     Computes, over l examples with gradients g_i, their mean g, M_i = max(1, |g_i| / C) and s = mean of g_i / M_i:
     s = a g + c with c orthogonal to g, and |s - g|^2 = (a - 1)^2 |g|^2 + |c|^2.
 
     Args:
-        model, loss_fn: as in PrivateGradient.
-        examples: l of them, at least one. Their number divides, not the expected batch size.
+        model: as in PrivateGradient.
+        loss_fn: as in PrivateGradient.
+        examples: l examples, at least one. The divisor is l, not the expected batch size.
         max_grad_norm: C > 0.
-        perturb: where the gradients are taken: BAM(radius) at a point of each example's own, SAT(radius) along
-            `released`; None at the weights.
-        step: whose radius is taken, where that is scheduled.
-        released: the last released gradient: to compare directions with, and for SAT.
+        perturb: the point at which the gradients are taken. BAM(radius): a point for each example; SAT(radius): along
+            `released`; None: the weights.
+        step: the step whose radius is used, if the radius follows a schedule.
+        released: the last released gradient, for comparing directions and for SAT.
     Returns:
         "raw_norm" |g|; "raw_bias" |s - g|; "raw_bound" mean of max(0, |g_i| - C), which the bias never exceeds;
         "raw_along" a and "raw_across" |c|; "raw_cosine" of s with g; "raw_ascent" mean of the cosines of g_i with g;
         with `released` also "raw_released", its cosine with g. Cosines are nan where a vector is zero.
     Raises:
-        PrivacyError: C is not positive; no examples; SAT without `released`; perturb asks for the mean gradient.
-        UnsupportedModuleError: as PrivateGradient.
+        PrivacyError: C is not positive; there are no examples; SAT without `released`; perturb requests the mean
+            gradient.
+        UnsupportedModuleError: as in PrivateGradient.
     Reference:
-        The paper on BAM, theorem 1 and figures 2, 4, 5, 6. Deviation: M_i is as above, where they print its inverse;
-        and their lemma 2, that shorter gradients always mean less bias, is false: 3 and -3 at C = 1 have none, 3 and
-        -1.5 have 0.75. What holds is the bound above.
+        The paper on BAM, theorem 1 and figures 2, 4, 5, 6. Deviation: M_i is as above; the paper prints its inverse.
+        The paper's lemma 2 says that shorter gradients always have less bias. It is false: 3 and -3 at C = 1 have no
+        bias, 3 and -1.5 have 0.75. The bound above does hold.
     """
-    require_positive("raw_clipping_bias", "max_grad_norm", max_grad_norm, "give the plan's")
+    require_positive("raw_clipping_bias", "max_grad_norm", max_grad_norm, "give the max_grad_norm of the plan")
     require_supported(model)
     if isinstance(perturb, SAT) and released is None:
         raise expected("raw_clipping_bias", "released", "to be given for SAT", None, "give the last released gradient")
@@ -60,10 +63,10 @@ def raw_clipping_bias(
     if (count := count_examples(examples)) == 0:
         raise expected("raw_clipping_bias", "examples", "to be at least one", 0, "give a batch that is not empty")
     size = engine.microbatch_size(examples)
-    # Sums of g_i, of its clipped form and of g_i / |g_i|: all else follows from the three.
+    # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
     radius = chosen.radius(step)
-    with chosen.at(radius, parameters, _refuse):
+    with chosen.at(radius, parameters, partial(_refuse, type(chosen).__name__)):
         for start in range(0, count, size):
             part = map_examples(itemgetter(slice(start, start + size)), examples)
             factors = chosen.gradients(engine, part, radius)
@@ -90,8 +93,8 @@ def raw_clipping_bias(
     return found
 
 
-def _refuse() -> dict[str, Tensor]:
-    raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", "RawSAM", "take the gradients there yourself")
+def _refuse(perturb: str) -> dict[str, Tensor]:
+    raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", perturb, "use one of these")
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loss and accuracy by how frequent a class is: where heavy tails hide."""
+"""Loss and accuracy by class frequency, to show the rare classes that an overall mean hides."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -12,27 +12,28 @@ from privgrad.errors import expected
 def by_frequency(
     losses: Tensor, correct: Tensor, labels: Tensor, counts: Tensor, *, edges: Sequence[int] | None = None
 ) -> list[dict[str, float]]:
-    """Mean loss and accuracy over the examples of each group of classes, the most frequent first.
+    """Return mean loss and accuracy over the examples of each group of classes, the most frequent group first.
 
     Args:
-        losses: of each example, shape (B,).
-        correct: whether each was classified right, bool, shape (B,).
-        labels: class of each, integer in [0, K), shape (B,).
-        counts: training examples of each class, shape (K,).
-        edges: lower ends of groups of counts, in any order; None puts classes of equal count in one group.
+        losses: loss of each example, shape (B,).
+        correct: whether each example was classified correctly, bool, shape (B,).
+        labels: class of each example, integer in [0, K), shape (B,).
+        counts: number of training examples of each class, shape (K,).
+        edges: lower ends of the groups of counts, in any order; None groups classes of equal count.
     Returns:
-        For each group that has an example: smallest and largest count ("from", "to"), "classes", "examples", "loss",
+        For each group with an example: smallest and largest count ("from", "to"), "classes", "examples", "loss",
         "accuracy" (in [0, 1]).
     Raises:
         PrivacyError: shapes or labels that do not fit.
     Privacy:
-        As private as what it is given: on training examples NOT private.
+        As private as its arguments: NOT private on training examples.
     Reference:
         Kunstner et al. 2024 (arXiv 2402.19449), groups by frequency.
     """
     if not len(losses) == len(correct) == len(labels):
         got = f"{len(losses)}, {len(correct)} and {len(labels)}"
-        raise expected("by_frequency", "losses, correct and labels", "to be of one length", got, "give one an example")
+        name, remedy = "the lengths of losses, correct and labels", "give one of each per example"
+        raise expected("by_frequency", name, "to be equal", got, remedy)
     if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= len(counts)):
         got = f"{int(labels.min())} to {int(labels.max())}"
         raise expected("by_frequency", "labels", f"to be in [0, {len(counts)})", got, "give a count for each class")

@@ -1,4 +1,4 @@
-"""What an engineer asks first: is it noise or clipping that hurts?"""
+"""Statistics over a training that show whether noise or clipping hurts it more."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from privgrad.private_gradient import PrivateGradient, RawStep
 
 
 class RawGradientStats:
-    """Sums up along a training what clipping and noise do to the gradient. NOT private.
+    """The sums, over a training, of the effect of clipping and noise on the gradient. NOT private.
 
     Args:
-        private_grad: watched from here on; None if `observe` is given to `fit(..., raw_observers=...)`.
+        private_grad: observed from now on; None if you register `observe` on it later.
     Attributes:
-        steps: how many have been seen.
+        steps: number of observed steps.
     """
 
     def __init__(self, private_grad: PrivateGradient | None = None) -> None:
@@ -30,7 +30,7 @@ class RawGradientStats:
         watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
-        """Take in one step."""
+        """Add one step to the sums."""
         self.steps += 1
         norms_B, factors_B = raw.clipping.raw_norms, raw.clipping.raw_factors
         self._examples += len(norms_B)
@@ -48,8 +48,10 @@ class RawGradientStats:
                 sums[name] = sums.get(name, 0.0) + float(value)
 
     def layers(self, *, whole: bool = False) -> list[dict[str, Any]]:
-        """By parameter: "name"; "raw_signal_to_noise", the length of the clipped mean over that of its noise (NOT
-        private); "noise_share", the share of the released second moment that is noise (post-processing).
+        """Return the statistics of each parameter.
+
+        Each row has "name"; "raw_signal_to_noise", the length of the clipped mean divided by the length of its noise
+        (NOT private); "noise_share", the share of the released second moment that is noise (post-processing).
 
         Args:
             whole: put the parameters of one module together.
@@ -66,12 +68,12 @@ class RawGradientStats:
         ]
 
     def summary(self) -> dict[str, float]:
-        """Over all steps. NOT private.
+        """Return the statistics over all steps. NOT private.
 
         Returns:
-            "raw_clip_fraction": share of examples that were shortened; "raw_kept": length of the contributions over
-            that of the gradients (1: clipping took nothing); "raw_signal_to_noise"; "noise_share", about 1 where
-            Adam's denominator is noise only. nan before the first example.
+            "raw_clip_fraction": the share of examples whose gradient was shortened; "raw_kept": the length of the
+            contributions divided by the length of the gradients (1: clipping removed nothing); "raw_signal_to_noise";
+            "noise_share", about 1 where Adam's denominator is only noise. nan before the first example.
         """
         return {
             "raw_clip_fraction": _ratio(self._clipped, self._examples),
@@ -81,11 +83,11 @@ class RawGradientStats:
         }
 
     def verdict(self) -> str:
-        """The answer in plain language. NOT private."""
+        """Return the summary in plain language. NOT private."""
         return f"NOT PRIVATE. {verdict(self.summary())}"
 
     def table(self) -> Table:
-        """By parameter, for the terminal. NOT private."""
+        """Return the statistics of each parameter as a table for the terminal. NOT private."""
         table = Table("parameter", "signal / noise", "noise in the second moment", title="NOT PRIVATE")
         for row in self.layers():
             table.add_row(row["name"], f"{row['raw_signal_to_noise']:.3g}", f"{row['noise_share']:.1%}")
@@ -95,21 +97,24 @@ class RawGradientStats:
 SecondMoment = Literal["unknown", "none", "biased", "debiased"]
 
 _OF_NOISE: dict[SecondMoment, str] = {
-    "unknown": "of the released second moment is noise: Adam would divide by that, AdamBC subtracts it.",
+    "unknown": "of the released second moment is noise: Adam would divide by its root, AdamBC subtracts it.",
     "biased": "of its second moment is noise; AdamBC subtracts it (docs/choosing.md says when that helped).",
-    "debiased": "of its second moment was noise, and is taken out.",
+    "debiased": "of its second moment was noise variance, which the optimizer subtracts.",
 }
 
 
 def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown") -> str:
-    """What the numbers of `RawGradientStats.summary` say, in plain language. As private as these: NOT private.
+    """Return the result of `RawGradientStats.summary` in plain language.
+
+    The text is as private as these numbers: NOT private.
 
     Args:
         found: the numbers.
-        second_moment: of released gradients, that the optimizer divides by the root of.
+        second_moment: the second moment of released gradients whose root divides the optimizer's step: "none",
+            "biased" by the noise, "debiased", or "unknown".
     """
     if math.isnan(found["raw_clip_fraction"]):
-        return "No example has been seen yet."
+        return "No example has been observed yet."
     sentences = [
         f"Clipping shortened {found['raw_clip_fraction']:.0%} of the gradients and left {found['raw_kept']:.0%} "
         f"of their length; "
@@ -134,7 +139,7 @@ def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown")
 
 
 def by_module(values: Mapping[str, float]) -> dict[str, float]:
-    """Sums over the parameters of each module, named by what stands before a parameter's last dot."""
+    """Return the sum over the parameters of each module; its name is the part before a parameter's last dot."""
     sums: dict[str, float] = {}
     for name, value in values.items():
         module = name.rpartition(".")[0] or name
@@ -143,7 +148,7 @@ def by_module(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """part / whole; nan for 0 / 0, inf for the rest by 0."""
+    """Return part / whole; nan for 0 / 0, and inf for any other division by 0."""
     if whole == 0:
         return math.nan if part == 0 else math.inf
     return part / whole

@@ -1,4 +1,4 @@
-"""Adam's moments of the released gradient, beside the same moments of the gradient before its noise."""
+"""Adam's moments of the released gradient, together with the same moments of the gradient before its noise."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -12,18 +12,18 @@ from privgrad.private_gradient import PrivateGradient, RawStep
 
 
 class RawMoments:
-    """Moving averages of both gradients along a training. NOT private, and never part of any update.
+    """Moving averages of both gradients over a training. NOT private, and never part of any update.
 
     Computes: with the same betas, m and v of the clipped mean before the noise (clean), and of the released gradient
-        (noisy); n of the noise's variance. All start at 0.
+        (noisy); also n, the moving average of the noise's variance. All start at 0.
 
     Args:
-        private_grad: watched from here on; None if `observe` is given to `fit(..., raw_observers=...)`.
+        private_grad: observed from now on; None if you register `observe` on it later.
         betas: decays (beta1, beta2).
     Raises:
         PrivacyError: betas that are not two decays in [0, 1), or a table before the first step.
     Attributes:
-        steps: by parameter name, how many have been seen.
+        steps: number of observed steps, by parameter name.
         raw_exp_avg, raw_exp_avg_sq: clean m and v by parameter name. NOT private.
         exp_avg, exp_avg_sq, noise_var: of the released gradient. Post-processing.
     Reference:
@@ -34,7 +34,9 @@ class RawMoments:
         self, private_grad: PrivateGradient | None = None, *, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise expected("RawMoments", "betas", "to be two numbers in [0, 1)", betas, "(0.9, 0.999) is usual")
+            raise expected(
+                "RawMoments", "betas", "to be two numbers in [0, 1)", betas, "give (0.9, 0.999), for instance"
+            )
         self.betas = betas
         self.steps: dict[str, int] = {}
         self.raw_exp_avg: dict[str, Tensor] = {}
@@ -45,7 +47,7 @@ class RawMoments:
         watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
-        """Take in one step."""
+        """Add one step to the averages."""
         beta1, beta2 = self.betas
         for name, clean in raw.raw_mean.items():
             noisy = raw.released.values[name]
@@ -60,7 +62,7 @@ class RawMoments:
             self.noise_var[name] = beta2 * self.noise_var.get(name, 0.0) + (1 - beta2) * variance
 
     def table(self, *, corrected: bool = False) -> dict[str, dict[str, float]]:
-        """Five numbers and the mean of v over all coordinates, clean, noisy and debiased.
+        """Return five numbers and the mean of v over all coordinates: clean, noisy and debiased.
 
         Args:
             corrected: divide by 1 - beta2**t first; the paper's table does not.
@@ -73,12 +75,14 @@ class RawMoments:
         return {name: five_numbers(self._corrected(values, beta2)) for name, values in rows.items()}
 
     def updates(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
-        """Adam's step over its learning rate, by the denominator: clean, noisy, debiased; the numerator always clean.
+        """Return Adam's step divided by its learning rate, with three denominators: clean, noisy and debiased.
+
+        The numerator is always clean.
 
         Args:
-            debias_floor: as AdamBC's.
+            debias_floor: as in AdamBC.
         Returns:
-            "raw_clean", "raw_noisy", "raw_debiased": one number a coordinate, shape (P,). NOT private.
+            "raw_clean", "raw_noisy", "raw_debiased": one number per coordinate, shape (P,). NOT private.
         """
         beta1, beta2 = self.betas
         numerator = self._corrected(self.raw_exp_avg, beta1)
@@ -91,12 +95,12 @@ class RawMoments:
         }
 
     def over_noise(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
-        """v of all coordinates, in units of the noise's variance: 1 is a coordinate without signal.
+        """Return v of all coordinates in units of the noise's variance: 1 is a coordinate without signal.
 
         Args:
-            debias_floor: as AdamBC's.
+            debias_floor: as in AdamBC.
         Returns:
-            "raw_clean" (NOT private), "noisy" and "debiased", at its floor or above: one number a coordinate, shape
+            "raw_clean" (NOT private), "noisy" and "debiased" (at its floor or above): one number per coordinate, shape
             (P,); not finite where there is no noise.
         """
         self._corrected(self.exp_avg_sq, 0.0)
@@ -109,31 +113,36 @@ class RawMoments:
         return {kind: torch.cat(values) for kind, values in found.items()}
 
     def _debiased(self, name: str, debias_floor: float | None) -> Tensor:
-        """AdamBC's denominator, squared."""
+        """Return the square of AdamBC's denominator."""
         correction = 1 - self.betas[1] ** self.steps[name]
         noise_std = (self.noise_var[name] / correction) ** 0.5
         floor = default_floor(noise_std, self.betas[1]) if debias_floor is None else debias_floor
         return debias(self.exp_avg_sq[name] / correction, noise_std, floor=floor)
 
     def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:
-        """All coordinates, each divided by 1 - beta**t of its own parameter."""
+        """Return all coordinates as one vector, each divided by 1 - beta**t of its own parameter."""
         if not values:
-            raise expected("RawMoments", "a step", "to have been seen", "none", "release a gradient first")
+            remedy = "release a gradient first"
+            raise expected("RawMoments", "the number of observed steps", "to be at least 1", 0, remedy)
         return torch.cat([value.flatten() / (1 - beta ** self.steps[name]) for name, value in values.items()])
 
 
 def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep], None]) -> None:
-    """Hang up what watches, unless someone else will; raises PrivacyError if it is no PrivateGradient."""
+    """Register `observe` as a raw observer of private_grad; do nothing if it is None.
+
+    Raises:
+        PrivacyError: private_grad is not a PrivateGradient.
+    """
     if private_grad is None:
         return
     if not isinstance(private_grad, PrivateGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got, remedy = type(private_grad).__name__, "give the PrivateGradient that the steps are taken with"
-        raise expected("diagnostics", "what is watched", "to be a PrivateGradient", got, remedy)
+        got, remedy = type(private_grad).__name__, "give the PrivateGradient of the training"
+        raise expected("diagnostics", "private_grad", "to be a PrivateGradient", got, remedy)
     private_grad.register_raw_observer(observe)
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:
-    """min, q1, median, q3, max and mean of a tensor."""
+    """Return min, q1, median, q3, max and mean of a tensor."""
     ordered = values.double().flatten().sort().values
     places = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64) * (len(ordered) - 1)
     below, above = ordered[places.floor().long()], ordered[places.ceil().long()]

@@ -1,4 +1,4 @@
-"""What clipping, noise and debiasing did between two evaluations: rows for a training's curve."""
+"""Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations."""
 
 import math
 from typing import Any, cast
@@ -12,18 +12,18 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.optim.adaptive import Debiased
 from privgrad.private_gradient import RawStep
 
-# Eight bins a power of ten, in units of the noise's variance.
+# Eight bins per power of ten, in units of the noise's variance.
 _EDGES = [float(f"{10 ** (k / 8):.4g}") for k in range(-32, 17)]
 
 
 class RawRecorder:
-    """Sums up a training, row by row. NOT private, and never part of any update.
+    """A recorder of a training, row by row. NOT private, and never part of any update.
 
-    Give `observe` to `fit(..., raw_observers=[diary.observe])`, and let `evaluate` return `row()` with its own numbers.
-    A training that is gone on with after an interruption has a diary from there on: averages start anew.
+    Call `private_grad.register_raw_observer(recorder.observe)`, and let `evaluate` return `row()` together with its own
+    numbers. After a resume the recorder covers only the steps since then: its averages start again at 0.
 
     Args:
-        optimizer: that the watched gradients move.
+        optimizer: the optimizer that applies the observed gradients.
     """
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
@@ -33,20 +33,20 @@ class RawRecorder:
         self._twins = None if decays is None else RawMoments(betas=decays)
 
     def observe(self, raw: RawStep) -> None:
-        """Take in one step."""
+        """Add one step to the current row."""
         self._watch.observe(raw)
         if self._twins is not None:
             self._twins.observe(raw)
 
     def row(self) -> dict[str, Any]:
-        """What has happened since the last row; nothing if there was no step.
+        """Return the statistics since the last row; an empty dict if there was no step.
 
         Returns:
-            As `RawGradientStats.summary`; "raw_layers": by module "raw_signal_to_noise", "noise_share" and, of a
-            debiased optimizer, "fraction_floored"; of an optimizer that keeps an average of squares, "raw_moments":
-            counts of coordinates between "edges", in units of the noise's variance (the outermost bins hold what lies
-            beyond), for "raw_clean", "noisy" and "debiased", see `RawMoments.over_noise`. None for what is not
-            finite. NOT private.
+            As `RawGradientStats.summary`. "raw_layers": by module "raw_signal_to_noise", "noise_share" and, for a
+            debiased optimizer, "fraction_floored". For an optimizer that keeps an average of squares, "raw_moments":
+            counts of coordinates between "edges", in units of the noise's variance (the outermost bins also hold all
+            values beyond), for "raw_clean", "noisy" and "debiased", see `RawMoments.over_noise`. Values that are not
+            finite are None. NOT private.
         """
         watch, self._watch = self._watch, RawGradientStats()
         if watch.steps == 0:
@@ -63,7 +63,10 @@ class RawRecorder:
         return found | {"raw_layers": layers} | self._moments()
 
     def _moments(self) -> dict[str, Any]:
-        """Histograms of the second moment, where there is one and noise to measure it by."""
+        """Return histograms of the second moment.
+
+        Empty if the optimizer has no second moment, or if there is no noise as its unit.
+        """
         if self._twins is None:
             return {}
         floor = self._optimizer.param_groups[0].get("debias_floor")
