@@ -187,7 +187,7 @@ def test_gradient_carries_its_noise_and_assigns_to_any_optimizer():
     before = weight.detach().clone()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     torch.testing.assert_close(weight.detach(), before - 0.1 * gradient.values["0.weight"])
-    with pytest.raises(pg.PrivacyError, match="none named"):
+    with pytest.raises(pg.PrivacyError, match="without elsewhere"):
         NoisyGradient({"elsewhere": torch.zeros(1)}, 0.1).assign(model)
 
 
