@@ -559,7 +559,7 @@ def test_a_longer_run_composes(tmp_path: Path):
 def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
     model = make_model()
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
-    with pytest.raises(pg.SamplingError, match="only 31"):
+    with pytest.raises(pg.SamplingError, match="got 31 examples"):
         pg.fit(model, loss_fn, optimizer, make_plan(), make_data(31), folder=tmp_path)
     pg.Ledger(tmp_path / "ledger.jsonl").close()
 
