@@ -243,7 +243,7 @@ def test_averaged_weights_are_evaluated_and_go_on_after_an_interruption(
     _, resumed = run(tmp_path, average=0.9)
     assert resumed.averaged is not None
     assert equal(resumed.averaged, whole.averaged)
-    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of average 0.9"):
+    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got a checkpoint with average 0.9"):
         run(tmp_path, average=0.99)
     with pytest.raises(pg.PrivacyError, match=r"average to be in \[0, 1\)"):
         run(None, average=1.0)
