@@ -221,7 +221,9 @@ def test_a_checkpoint_of_another_model_is_told_from_a_damaged_one(tmp_path: Path
         if width == 4:
             pg.fit(*arguments, folder=tmp_path)
             continue
-        with pytest.raises(pg.PrivacyError, match=r"got a checkpoint with model with 0\.bias of shape \(4,\), now \(5,\); resume"):
+        with pytest.raises(
+            pg.PrivacyError, match=r"got a checkpoint with model with 0\.bias of shape \(4,\), now \(5,\); resume"
+        ):
             pg.fit(*arguments, folder=tmp_path)
 
 

@@ -390,7 +390,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         changed.train(resume_from_checkpoint=True)
     changed.private_grad.ledger.close()
     clipped = make_trainer(tmp_path / "other", bert(), texts(), clip=pg.clip.Automatic(), planned=planned)
-    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got a checkpoint with clip None, now Automatic\(gamma=0\.01\)"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"to be of this run, got a checkpoint with clip None, now Automatic\(gamma=0\.01\)"
+    ):
         clipped.train(resume_from_checkpoint=True)
 
 
