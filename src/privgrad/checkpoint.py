@@ -23,7 +23,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint: torch's file, followed by a digest that torch.load ignores.
 
     The digest is needed because torch does not notice changed bytes within a tensor. The new file replaces the old one
-    only when it is complete and on disk (fsync), so a process killed at any moment leaves one of the two.
+    only when it is complete and on disk (fsync). A process killed at any moment therefore leaves one of the two.
     """
     unfinished = path.with_suffix(".partial")
     with unfinished.open("w+b") as file:

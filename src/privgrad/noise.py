@@ -90,7 +90,7 @@ def add_noise(
         noise_generator(clipped.values.values(), on_grid=True)
         grid, sensitivity = grid_of(clipped, noise_multiplier)
     std_of_sum = noise_multiplier * sensitivity if noise_multiplier > 0 else 0.0
-    require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "bound max_grad_norm")
+    require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "give a finite max_grad_norm")
 
     # In place: to allocate new memory per step would take half as long as to draw the noise.
     values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
@@ -128,7 +128,7 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     """
     remedy = "plan without noise_on_grid: there is nothing to hide without noise"
     require_positive("grid_of", "noise_multiplier", noise_multiplier, remedy)
-    require_positive("grid_of", "sensitivity", clipped.sensitivity, "bound max_grad_norm")
+    require_positive("grid_of", "sensitivity", clipped.sensitivity, "give a finite max_grad_norm")
     root = math.sqrt(sum(value.numel() for value in clipped.values.values()) or 1)
     _, exponent = math.frexp(_ROUNDING * clipped.sensitivity * min(noise_multiplier, 1.0) / root)
     grid = math.ldexp(1.0, exponent - 1)

@@ -1,8 +1,8 @@
 """Random streams: (secret root, stream name, step) -> draws, from a cryptographic generator.
 
 Each stream has its own AES-256 key, derived from the root and the stream's name by BLAKE2b. Each step starts at its own
-counter. Therefore no two streams and no two steps share output, any step can be drawn again without the steps before
-it, and there is no state to save. A root from the operating system's entropy (seed None) is never written anywhere.
+counter. Therefore no two streams and no two steps share output. Any step can be drawn again without the steps before
+it, so there is no state to save. A root from the operating system's entropy (seed None) is never written anywhere.
 Draws are made on the CPU. Other devices draw their noise from `Stream.generator`.
 
 The privacy guarantee rests on this file: the root must stay secret, and no draw may be used for two releases.
@@ -224,8 +224,8 @@ def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.nda
 def _mend_short(radius: np.ndarray, words: np.ndarray, tail: np.ndarray | None) -> None:
     """Recompute the smallest radii from 1 - u, which is exact where u itself rounds to 1.
 
-    Near 1, u is a multiple of 2^-24 in float32. Without this correction, radii would be zero for one pair in 2^25, none
-    would lie between 0 and 3.4e-4, and radii just above that would lie on a coarse grid.
+    Near 1, u is a multiple of 2^-24 in float32. Without this correction, radii would be zero for one pair in 2^25. No
+    radius would lie between 0 and 3.4e-4, and radii just above 3.4e-4 would lie on a coarse grid.
     """
     found = (radius < _SHORT).tobytes()
     index = found.find(1)  # for so few hits, faster than np.flatnonzero

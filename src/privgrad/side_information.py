@@ -1,10 +1,11 @@
 """Scales for AdaDPS from public knowledge about features, such as word frequencies or TF-IDF weights.
 
 Each function takes counts or weights of V features, and returns `Scales` A for one two-dimensional parameter, with one
-entry per feature. Gradients are divided by A before clipping, so features with a small A gain weight. With `frequencies`
-the gradients of rare features are multiplied by up to 100 and those of frequent features are divided. With `by_rank`
-the gradients of rare features are multiplied by 20 and those of frequent features do not change. With `tfidf` the
-features with the largest total weight gain most.
+entry per feature. Gradients are divided by A before clipping, so features with a small A gain weight:
+
+- `frequencies`: multiplies the gradients of rare features by up to 100 and divides those of frequent features.
+- `by_rank`: multiplies the gradients of rare features by 20 and leaves those of frequent features as they are.
+- `tfidf`: favors the features with the largest total weight.
 
 The scales cost no privacy only if they do not depend on the private data; see `Scales` on their provenance.
 """

@@ -37,7 +37,7 @@ class Debiased(PrivateOptimizer):
             require_rule(function, group["floor_rule"])
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
             if option in group and not _are_decays(group[option], usual):
-                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"give {usual}, as usual")
+                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"give {usual}, as is usual")
         for option, usual in (("weight_decay", "1e-2"), ("momentum_decay", "4e-3")):
             require_nonnegative(function, option, group.get(option, 0.0), f"give {usual}, the usual value")
 

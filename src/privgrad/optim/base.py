@@ -71,7 +71,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if (closure is None) == (grad is None):
             got, remedy = "neither" if grad is None else "both", "call step(grad=private_grad(batch))"
             if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
-                remedy = "call privgrad.integrations.opacus.connect(optimizer), which passes on its gradient and noise"
+                remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
             raise expected(function, "grad or closure", "to be given, not both", got, remedy)
         if isinstance(closure, NoisyGradient):
             condition, got = "to be the keyword argument grad", "a positional argument"
