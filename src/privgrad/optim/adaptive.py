@@ -37,9 +37,9 @@ class Debiased(PrivateOptimizer):
             require_rule(function, group["floor_rule"])
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
             if option in group and not _are_decays(group[option], usual):
-                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"give {usual}, as is usual")
+                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"give {usual}")
         for option, usual in (("weight_decay", "1e-2"), ("momentum_decay", "4e-3")):
-            require_nonnegative(function, option, group.get(option, 0.0), f"give {usual}, the usual value")
+            require_nonnegative(function, option, group.get(option, 0.0), f"give {usual}")
 
     def fraction_floored(self) -> float:
         """Return the share of coordinates whose debiased second moment equals its floor, in [0, 1].
