@@ -137,8 +137,7 @@ def tfidf(
     matrix = weights.to_sparse_coo() if isinstance(weights, Tensor) else weights
     summed, absolute = _column_sums(matrix), _column_sums(abs(matrix))
     if not torch.equal(summed, absolute):
-        columns = (summed != absolute).nonzero().flatten().tolist()
-        got = f"negative or NaN weights in column {columns[0]}"
+        got = f"negative or NaN weights in column {int((summed != absolute).nonzero()[0, 0])}"
         raise expected("tfidf", "weights", "to be finite and >= 0", got, remedy)
     wrong = [index for index in special if not (isinstance(index, Integral) and 0 <= index < len(summed))]
     if wrong:
