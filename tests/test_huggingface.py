@@ -380,17 +380,19 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="to find a checkpoint"):
         other.train(resume_from_checkpoint=True)
     other.train()
-    with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: made beside another ledger"):
+    with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: written with a different ledger"):
         other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
     other.private_grad.ledger.close()
     model = bert()
     sgd = pg.optim.SGD(model.named_parameters(), lr=0.1)
     changed = make_trainer(tmp_path / "other", model, texts(), optimizer=sgd, planned=planned)
-    with pytest.raises(pg.PrivacyError, match="to be of this run, got one of optimizer AdamBC, now SGD"):
+    with pytest.raises(pg.PrivacyError, match="to be of this run, got a checkpoint with optimizer AdamBC, now SGD"):
         changed.train(resume_from_checkpoint=True)
     changed.private_grad.ledger.close()
     clipped = make_trainer(tmp_path / "other", bert(), texts(), clip=pg.clip.Automatic(), planned=planned)
-    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of clip None, now Automatic\(gamma=0\.01\)"):
+    with pytest.raises(
+        pg.PrivacyError, match=r"to be of this run, got a checkpoint with clip None, now Automatic\(gamma=0\.01\)"
+    ):
         clipped.train(resume_from_checkpoint=True)
 
 
@@ -570,7 +572,7 @@ def test_random_masks_of_a_collator_are_refused(tmp_path: Path):
             return {"input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.5, 1), "labels": ids}
 
     trainer = make_trainer(tmp_path, gpt2(), sentences(), data_collator=Masking(None))  # pyright: ignore
-    with pytest.raises(pg.SamplingError, match="rows that change with the others"):
+    with pytest.raises(pg.SamplingError, match="rows that depend on other examples"):
         trainer.train()
 
 

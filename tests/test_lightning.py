@@ -216,7 +216,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     clipped = PrivateStrategy(
         plan, device="cpu", ledger=tmp_path / "one" / "ledger.jsonl", clip=pg.clip.PerLayer({"": 1.0})
     )
-    with pytest.raises(pg.PrivacyError, match="to be of this run, got one of clip None, now PerLayer"):
+    with pytest.raises(pg.PrivacyError, match="to be of this run, got a checkpoint with clip None, now PerLayer"):
         fit(make_trainer(tmp_path / "one", plan, strategy=clipped), Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
 
 

@@ -130,7 +130,7 @@ def test_collating_an_example_may_not_depend_on_its_companions():
 
     with pytest.raises(pg.SamplingError, match="pad to a public length"):
         list(plan.batches(texts, collate=to_longest))
-    with pytest.raises(pg.SamplingError, match="one row an example"):
+    with pytest.raises(pg.SamplingError, match="one row per example"):
         list(plan.batches(texts, collate=lambda items: torch.cat([to_three(items)] * 2)))
     (batch,) = plan.batches(texts, collate=to_three)
     assert batch.examples.shape == (32, 3)
@@ -168,9 +168,9 @@ def test_data_sets_that_cannot_be_sampled_are_refused():
     plan = make_plan()
     with pytest.raises(pg.SamplingError, match="length"):
         plan.batches(Stream())
-    with pytest.raises(pg.SamplingError, match="none"):
+    with pytest.raises(pg.SamplingError, match="at least one example"):
         plan.batches([])
-    with pytest.raises(pg.SamplingError, match="only 31"):
+    with pytest.raises(pg.SamplingError, match="got 31 examples"):
         plan.batches(make_data(31))
     with pytest.raises(pg.SamplingError, match="TensorDataset"):
         plan.batches(make_data().tensors)

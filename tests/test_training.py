@@ -259,7 +259,7 @@ def test_averaged_weights_are_evaluated_and_go_on_after_an_interruption(
     _, resumed = run(tmp_path, ema_decay=0.9)
     assert resumed.averaged is not None
     assert equal(resumed.averaged, whole.averaged)
-    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got one of ema_decay 0.9"):
+    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got a checkpoint with ema_decay 0.9"):
         run(tmp_path, ema_decay=0.99)
     with pytest.raises(pg.PrivacyError, match=r"ema_decay to be in \[0, 1\)"):
         run(None, ema_decay=1.0)
@@ -392,7 +392,7 @@ def test_a_schedule_resumes_where_it_was(name: str, tmp_path: Path, monkeypatch:
     assert result.updates == STEPS
     assert equal(whole, resumed)
     kind = type(SCHEDULES[name](adam())).__name__
-    with pytest.raises(pg.PrivacyError, match=rf"got one of scheduler {kind}, now None"):
+    with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with scheduler {kind}, now None"):
         run(tmp_path)
 
 
@@ -666,7 +666,7 @@ def test_a_longer_run_composes(tmp_path: Path):
 def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
     model = make_model()
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
-    with pytest.raises(pg.SamplingError, match="only 31"):
+    with pytest.raises(pg.SamplingError, match="got 31 examples"):
         pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), optimizer, make_data(31), output_dir=tmp_path)
     pg.Ledger(tmp_path / "ledger.jsonl").close()
 

@@ -1,7 +1,8 @@
-"""What releases cost. The only file that imports dp_accounting.
+"""The privacy cost of releases. Only this file imports dp_accounting.
 
-Every figure is an upper bound under add-or-remove-one-unit neighbors: RDP (Mironov et al. 2019) and PLD
-(discretized pessimistically). Nothing here touches data.
+Every epsilon is an upper bound for neighboring data sets that differ by adding or removing one unit, by RDP (Mironov
+et al. 2019) or PLD (discretized pessimistically). Nothing here reads data. Every epsilon that privgrad reports rests
+on this file.
 """
 
 import functools
@@ -36,14 +37,14 @@ _RDP_ORDERS = (
     *range(11, 64),
     *(64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
 )
-_TOLERANCE = 1e-3  # how far below its target a calibrated epsilon may end, relative
+_TOLERANCE = 1e-3  # largest relative distance of a calibrated epsilon below its target
 _LARGEST_NOISE_MULTIPLIER = 1e7
 _SMALLEST_NOISE_MULTIPLIER = 1e-2
 
 
 @dataclass(frozen=True)
 class Release:
-    """One kind of release and how often it happened.
+    """A kind of release, and the number of times that it happened.
 
     Attributes:
         noise_multiplier: sigma, noise standard deviation over sensitivity. >= 0.
@@ -65,19 +66,19 @@ def epsilon(
     accountant: Accountant = "pld",
     assume_poisson: bool = False,
 ) -> float:
-    """Epsilon of all the releases together, at the given delta.
+    """Compute the epsilon of all releases together, at the given delta.
 
     Args:
-        releases: what was released; order does not matter.
+        releases: the releases; their order does not matter.
         delta: in (0, 1).
-        accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of the two, both being valid.
-        assume_poisson: account fixed-size batches as if they were Poisson. The number is then a label for
-            comparison with the literature, not a guarantee.
+        accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid.
+        assume_poisson: account for fixed-size batches as if they were Poisson samples. The number is then a label
+            for comparison with the literature, not a guarantee.
     Returns:
-        Epsilon >= 0; infinity if any release had no noise.
+        Epsilon >= 0; infinity if any release had no noise, or if no finite bound can be computed.
     Raises:
-        PrivacyError: a number out of range, or an unknown accountant.
-        SamplingError: a release from fixed-size batches, which no accountant here covers.
+        PrivacyError: a number is out of its range, or the accountant is unknown.
+        SamplingError: a release is from fixed-size batches, which no accountant here covers.
     Privacy:
         An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, add or remove one unit.
     Reference:
@@ -95,8 +96,8 @@ def epsilon(
                 "epsilon",
                 "batches",
                 "to be Poisson samples",
-                f"scheme {release.scheme!r}, not covered by the accountant",
-                "sample by Poisson, or pass assume_poisson=True for a number that is only a label",
+                f"scheme {release.scheme!r}, which is not covered by the accountant",
+                "draw Poisson samples, or pass assume_poisson=True for a number that is only a label",
                 SamplingError,
             )
         require_nonnegative("epsilon", "noise_multiplier", release.noise_multiplier, "give sigma")
@@ -113,11 +114,11 @@ def _epsilon(mechanisms: tuple[tuple[float, float, int], ...], delta: float, acc
     if not mechanisms:
         return 0.0
     if any(noise_multiplier < 1e-100 for noise_multiplier, _, _ in mechanisms):
-        return math.inf  # none, or so little that its square is none
+        return math.inf  # no noise, or so little that its square underflows to 0
     by_rdp = _compose(rdp.RdpAccountant(_RDP_ORDERS), mechanisms, delta)
     if accountant == "rdp":
         return by_rdp
-    # A grid of 1e-4 is exact enough up to epsilon 20; past it the grid grows with epsilon to bound memory.
+    # An interval of 1e-4 is accurate enough up to epsilon 20. Above, the interval grows with epsilon to bound memory.
     interval = 1e-4 * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
     by_pld = _compose(pld.PLDAccountant(value_discretization_interval=interval), mechanisms, delta)
     return min(by_rdp, by_pld)
@@ -138,7 +139,7 @@ def _compose(
             accountant.compose(event, count)
         if isinstance(accountant, rdp.RdpAccountant):
             costs, rounding = accountant.rdp, _rounding(mechanisms)
-            if (costs < rounding).any():  # rounded below zero, an order would pass for free
+            if (costs < rounding).any():  # an RDP rounded to zero or below would make an order cost nothing
                 costs = np.maximum(costs, 0.0) + rounding
                 return max(0.0, float(rdp.compute_epsilon(_RDP_ORDERS, costs.tolist(), delta)[0]))
         found = float(accountant.get_epsilon(delta))
@@ -150,22 +151,23 @@ def _compose(
 
 
 def _rounding(mechanisms: Iterable[tuple[float, float, int]]) -> np.ndarray:
-    """By how much rounding may lower the RDP of each order: under sampling, a sum of terms that nearly cancel.
+    """Return by how much rounding may lower the RDP of each order.
 
-    The largest of them is order * sample_rate, known to 2^-39 of itself. It matters at rates below 1e-10 or so.
+    Under sampling the RDP is a sum of terms that nearly cancel. The largest term is order * sample_rate, with a
+    relative error of 2^-39. This matters at rates below about 1e-10.
     """
     return 2.0**-36 * np.asarray(_RDP_ORDERS) * sum(rate * count for _, rate, count in mechanisms if rate < 1)
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """False for dp_accounting's note that an RDP order was left out: that only loosens the bound."""
+    """Return False for dp_accounting's log message that it excluded an RDP order, which only loosens the bound."""
     return "Excluding this order" not in record.getMessage()
 
 
 def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
-    """Smallest noise multiplier found whose releases cost at most the target.
+    """Find a noise multiplier, close to the smallest one, whose releases cost at most the target.
 
-    Computes: a safe sigma by RDP, then the PLD root below it, ended on the safe side.
+    Computes: a sigma that meets the target by RDP, then the root by PLD below it, rounded up to meet the target.
 
     Args:
         target_epsilon: > 0.
@@ -173,15 +175,15 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
         sample_rate: q in (0, 1].
         steps: T >= 1.
     Returns:
-        sigma with epsilon(sigma) <= target_epsilon by PLD; epsilon is within 0.1 % of the target, unless sigma
-        is near 0.01, below which it does not go.
+        sigma with epsilon(sigma) <= target_epsilon by PLD. Epsilon is within 0.1 % of the target, unless sigma is near
+        0.01, the smallest sigma that is tried.
     Raises:
-        PrivacyError: a number out of range, or a target that cannot be met.
+        PrivacyError: a number is out of its range, or no sigma meets the target.
     Privacy:
-        Errs on the safe side, always: the returned sigma has been checked.
+        Always errs on the safe side: the epsilon of the returned sigma has been checked.
     """
     function = "calibrate_noise_multiplier"
-    require_positive(function, "target_epsilon", target_epsilon, "1 to 10 is usual")
+    require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
     require_delta(function, delta)
     require_rate(function, sample_rate)
     require_integer(function, "steps", steps, 1)
@@ -211,7 +213,7 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
     above = safe
     while excess(math.log(above)) > 0:
         above *= 1 + _TOLERANCE
-        if above > 2 * safe:  # the accountant's grid is coarser than the tolerance, and safe is checked
+        if above > 2 * safe:  # the PLD interval is coarser than the tolerance; safe has been checked
             return safe
     ends = math.log(unsafe), math.log(above)
     log_found = cast(float, optimize.brentq(excess, *ends, xtol=_TOLERANCE / 4))
@@ -222,7 +224,7 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
 
 
 def _first_safe(cost: Callable[[float], float], target: float) -> float | None:
-    """A sigma that meets the target, at most 5 % above the smallest such; None if none does."""
+    """Return a sigma that meets the target, at most 5 % above the smallest one; None if no sigma meets it."""
     safe = 1.0
     while cost(safe) > target:
         safe *= 2
@@ -240,7 +242,7 @@ def _first_safe(cost: Callable[[float], float], target: float) -> float | None:
 
 
 def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
-    """Largest number of steps whose cost, by PLD, is at most the target.
+    """Find the largest number of steps whose cost, by PLD, is at most the target.
 
     Args:
         target_epsilon: > 0.
@@ -250,22 +252,23 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
     Returns:
         T >= 1.
     Raises:
-        PrivacyError: a number out of range, or one step alone costs more than the target.
+        PrivacyError: a number is out of its range, or one step alone costs more than the target.
     Privacy:
-        Errs on the safe side: the returned T has been checked, and epsilon grows with T.
+        Errs on the safe side: the epsilon of the returned T has been checked, and epsilon grows with T.
     """
     function = "steps_for_budget"
-    require_positive(function, "target_epsilon", target_epsilon, "1 to 10 is usual")
-    require_positive(function, "noise_multiplier", noise_multiplier, "without noise no number of steps is private")
+    require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
+    remedy = "give a positive sigma: without noise no step is private"
+    require_positive(function, "noise_multiplier", noise_multiplier, remedy)
 
     def cost(steps: int, accountant: Accountant) -> float:
         return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
 
-    if cost(1, "pld") > target_epsilon:
+    if (one_step := cost(1, "pld")) > target_epsilon:
         raise expected(
             function,
             "target_epsilon",
-            "to pay for one step",
+            f"to be at least {one_step:.6g}, the epsilon of one step",
             target_epsilon,
             "raise it or noise_multiplier, or lower sample_rate",
         )
@@ -274,7 +277,10 @@ def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float,
 
 
 def _last_within(is_within: Callable[[int], bool], start: int) -> int:
-    """Largest integer >= start with is_within, a condition that holds at first and then never again."""
+    """Return the largest integer >= start for which is_within holds, or one above 1e9 for which it holds.
+
+    is_within must hold at start and must not hold again after it first fails.
+    """
     within, step = start, max(1, start // 8)
     while is_within(within + step):
         within, step = within + step, 2 * step

@@ -1,4 +1,4 @@
-"""Several views of each example, whose mean gradient is clipped as one."""
+"""Augmentation multiplicity: the mean gradient over several views of each example is clipped as one gradient."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,19 +15,22 @@ Flip = Literal["horizontal", "vertical"]
 
 
 def multiplicity(loss_fn: LossFunction, augment: Callable[[Any], Any], *, views: int) -> LossFunction:
-    """The mean loss over K randomly changed views of each example: augmentation multiplicity.
+    """Return a loss function that averages the loss over K augmented views of each example.
 
-    Each example's gradient is then the mean over its views, and is clipped as one: the sensitivity stays C.
-    A perturbation sees the same views in both passes. In evaluation mode nothing is changed.
+    Each per-example gradient is then the mean over the views of the example, and is clipped as one gradient.
+    Perturbations (BAM, SAT) use the same views in both passes. In evaluation mode the views are not augmented.
 
     Args:
         loss_fn: (model, examples) -> losses, shape (B,).
-        augment: examples -> the same, changed at random, each by itself; draws from torch's global stream.
-        views: K >= 1; 1 is loss_fn itself, without any change.
+        augment: examples -> examples of the same structure, each changed at random and independently of the others.
+            It must draw from torch's global generator.
+        views: K >= 1; 1 returns loss_fn itself, without augmentation.
     Returns:
-        What PrivateGradient takes as loss_fn. The model sees K rows an example, one after the other.
+        A loss_fn for PrivateGradient. The model gets K rows per example; the rows of one example are consecutive.
     Raises:
-        PrivacyError: views is no integer >= 1.
+        PrivacyError: views is not an integer >= 1.
+    Privacy:
+        The sensitivity remains C, if augment changes each example independently of the others.
     Reference:
         De et al. 2022 (arXiv 2204.13650).
     """
@@ -43,41 +46,40 @@ def multiplicity(loss_fn: LossFunction, augment: Callable[[Any], Any], *, views:
 
 
 def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal", probability: float = 0.5) -> Tensor:
-    """Images moved by a few pixels, and mirrored: each of the two at random, for each image by itself.
+    """Shift images by a few pixels and flip them, at random and independently for each image.
 
-    What comes in from outside is mirrored at the edge, the edge included.
+    Pixels from outside the image are mirrored at its edge, the edge included.
 
     Args:
         images: shape (B, C, H, W).
         pixels: the largest shift up, down, left or right; below H and W.
-        flip: along which direction.
-        probability: of a shift, and of a flip, in [0, 1].
+        flip: direction of the flip.
+        probability: probability of a shift, and independently of a flip, in [0, 1].
     Returns:
-        The same shape.
+        The changed images, shape (B, C, H, W).
     Raises:
-        PrivacyError: an unknown direction, or a number out of range.
+        PrivacyError: images do not have four dimensions, the direction is unknown, or a number is out of its range.
     Reference:
-        De et al. 2022 shift and flip horizontally; the paper on BAM does each with probability 0.5, and says vertical.
+        De et al. 2022 shift and flip horizontally. The BAM paper does each with probability 0.5 and flips vertically.
     """
     if images.dim() != 4:
-        got, remedy = f"shape {tuple(images.shape)}", "give a batch of images"
+        got, remedy = f"shape {tuple(images.shape)}", "give a batch of images with four dimensions"
         raise expected("shift_and_flip", "images", "of shape (B, C, H, W)", got, remedy)
     size, _, height, width = images.shape
     require_integer("shift_and_flip", "pixels", pixels, 0)
     if pixels >= min(height, width) or not 0 <= probability <= 1 or flip not in get_args(Flip):
-        got = f"{pixels}, {probability}, {flip!r}"
-        condition = f"to be below {min(height, width)}, in [0, 1], and horizontal or vertical"
-        raise expected(
-            "shift_and_flip", "pixels, probability and flip", condition, got, "4, 0.5 and 'horizontal' are usual"
-        )
+        got = f"{pixels}, {probability} and {flip!r}"
+        condition = f"to be below {min(height, width)}, in [0, 1], and 'horizontal' or 'vertical'"
+        remedy = "give values in these ranges, usually 4, 0.5 and 'horizontal'"
+        raise expected("shift_and_flip", "pixels, probability and flip", condition, got, remedy)
 
     def drawn() -> Tensor:
         return torch.rand(size, 1, device=images.device) < probability
 
     moved, mirrored = drawn(), drawn()
     offsets = torch.randint(-pixels, pixels + 1, (2, size, 1), device=images.device) * moved
-    places = [torch.arange(n, device=images.device) + by for n, by in zip((height, width), offsets, strict=True)]
-    rows, columns = (_mirrored(place, n) for place, n in zip(places, (height, width), strict=True))
+    positions = [torch.arange(n, device=images.device) + by for n, by in zip((height, width), offsets, strict=True)]
+    rows, columns = (_mirrored(position, n) for position, n in zip(positions, (height, width), strict=True))
     if flip == "horizontal":
         columns = torch.where(mirrored, columns.flip(1), columns)
     else:
@@ -86,7 +88,7 @@ def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal"
     return images[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
-def _mirrored(place: Tensor, size: int) -> Tensor:
-    """Places outside [0, size), mirrored at the edge, the edge included."""
-    place = torch.where(place < 0, -1 - place, place)
-    return torch.where(place >= size, 2 * size - 1 - place, place)
+def _mirrored(position: Tensor, size: int) -> Tensor:
+    """Mirror positions outside [0, size) at the edge, the edge included."""
+    position = torch.where(position < 0, -1 - position, position)
+    return torch.where(position >= size, 2 * size - 1 - position, position)

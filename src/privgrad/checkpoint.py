@@ -1,4 +1,8 @@
-"""The file of a checkpoint: in its place whole or not at all, and refused if any byte of it has changed."""
+"""Checkpoint files: written completely or not at all, and refused if any byte has changed or the run is different.
+
+The callers are `fit` and the integrations. The privacy guarantee rests on `require_resumable`: without it, steps that
+the ledger has not charged could be used.
+"""
 
 import hashlib
 import os
@@ -12,30 +16,30 @@ import torch
 
 from privgrad.errors import expected, file_problem
 
-_DIGEST = "sha256"  # which processors have instructions for
+_DIGEST = "sha256"  # fast, because processors have instructions for it
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
-    """Put a checkpoint in its place: torch's file, and behind it, unseen by torch.load, a digest.
+    """Write a checkpoint: torch's file, followed by a digest that torch.load ignores.
 
-    torch does not notice changed bytes within a tensor. A process killed at any moment leaves the old file or the new
-    one, on disk (fsync).
+    The digest is needed because torch does not notice changed bytes within a tensor. The new file replaces the old one
+    only when it is complete and on disk (fsync). A process killed at any moment therefore leaves one of the two.
     """
     unfinished = path.with_suffix(".partial")
     with unfinished.open("w+b") as file:
         torch.save(state, file)
         file.seek(0)
-        file.write(hashlib.file_digest(file, _DIGEST).digest())  # which has read to the end
+        file.write(hashlib.file_digest(file, _DIGEST).digest())  # file_digest has moved to the end of the file
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What was written; runs no code.
+    """Return the state that `write_checkpoint` wrote. Runs no code from the file.
 
     Raises:
-        Exception: of whatever kind, for a damaged file; see `damage_refused`.
+        Exception: of any class, if the file is damaged. Call this within `damage_refused`.
     """
     if problem := file_problem(path):
         raise ValueError(f"{path} {problem}")
@@ -47,15 +51,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class OtherRunError(ValueError):
-    """What a checkpoint has that the run that asks for it has not: whole, but another's."""
+    """An error for an intact checkpoint of a different run. Its message states the differences."""
 
 
 class LedgerTooShortError(ValueError):
-    """The ledger has charged fewer steps than the checkpoint has taken: the ledger is damaged, not the checkpoint."""
+    """An error for a ledger that has charged fewer steps than the checkpoint has taken: the ledger is damaged."""
 
 
 class Record(Protocol):
-    """What is asked of the ledger beside a checkpoint."""
+    """A protocol: the part of `Ledger` that `require_resumable` uses."""
 
     @property
     def releases(self) -> int: ...
@@ -66,14 +70,21 @@ class Record(Protocol):
 def require_resumable(
     state: Mapping[str, Any], *, version: int, seed: int | None, settings: Mapping[str, str], ledger: Record
 ) -> None:
-    """Raise ValueError, which says what differs, unless the run that is described can go on from the state.
+    """Raise ValueError unless the current run can resume from the state. The message states the difference.
 
     Args:
-        state: with the keys "version", "seed", "settings", "private_grad" (of PrivateGradient), "ledger" (its head).
-        version, seed, settings: of the run that asks.
-        ledger: as it is now.
+        state: a mapping with the keys "version", "seed", "settings", "private_grad" (state of PrivateGradient) and
+            "ledger" (head of the ledger when the checkpoint was written).
+        version: version of the checkpoint format.
+        seed: seed of the current run.
+        settings: settings of the current run, by name.
+        ledger: ledger of the current run.
+    Raises:
+        OtherRunError: the seed or the settings differ.
+        LedgerTooShortError: the ledger has charged fewer steps than the state has taken.
+        ValueError: the version differs, or the ledger does not continue the one of the checkpoint.
     Privacy:
-        A state that its ledger has not charged, or that is beside another ledger, would make steps free.
+        Without these checks, steps of the state could be missing from the ledger and would not be counted in epsilon.
     """
     if state["version"] != version:
         raise ValueError(f"version {state['version']}")
@@ -84,29 +95,35 @@ def require_resumable(
         was = ", ".join(f"{n} {state['settings'].get(n)}, now {settings[n]}" for n in changed)
         raise OtherRunError(was)
     if state["private_grad"]["step"] > ledger.releases:
-        raise LedgerTooShortError(f"{state['private_grad']['step']} steps, more than its ledger has charged")
+        steps = state["private_grad"]["step"]
+        raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.releases})")
     if not ledger.went_through(state["ledger"]):
-        raise ValueError("made beside another ledger, or one that has lost lines since")
+        raise ValueError("written with a different ledger, or the ledger has lost lines since")
 
 
 @contextmanager
 def damage_refused(function: str, what: object) -> Generator[None]:
-    """Whatever goes wrong in the block, where a checkpoint is read and taken apart, becomes one PrivacyError.
+    """Turn every exception in the block into a PrivacyError. The block reads a checkpoint and restores from it.
 
-    `function` and `what`, its path, are named in it.
+    Args:
+        function: name of the public function, for the message.
+        what: path or description of the checkpoint, for the message.
+    Raises:
+        PrivacyError: the block raised. The remedy depends on whether the file is damaged, the checkpoint is of a
+            different run, or the ledger has lost lines.
     """
     try:
         yield
     except OtherRunError as error:
-        remedy = "go on with the same, or train in a new folder and add the two epsilons up"
-        raise expected(function, f"{what}", "to be of this run", f"one of {error}", remedy) from error
+        remedy = "resume with the same settings, or train in a new folder and add the two epsilons up"
+        raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
     except LedgerTooShortError as error:
         remedy = (
-            "restore the ledger from a copy that has all its lines; without one, count every step of the checkpoint as "
-            "spent and train in a new folder"
+            "restore the ledger from a copy that has all its lines; without a copy, count every step of the checkpoint "
+            "as spent and train in a new folder"
         )
         raise expected(function, f"{what}", "to have no step that is not in the ledger", f"{error}", remedy) from error
-    except Exception as error:  # a damaged file fails in as many ways as there are bytes
+    except Exception as error:  # a damaged file can raise almost any exception
         raise expected(
             function,
             f"{what}",

@@ -1,6 +1,6 @@
-"""The library's errors, and the validators that raise them.
+"""The library's errors, and the functions that check arguments and raise them.
 
-Every message reads `<function>: expected <name> <condition>, got <value>; <what to do>.`
+Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` See `expected`.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
-_ALIASES = {"gpu": "cuda"}  # which the spelling alone would take for "cpu"
+_ALIASES = {"gpu": "cuda"}  # by its spelling alone, "gpu" is nearest to "cpu"
 
 
 class PrivacyError(ValueError):
@@ -19,15 +19,15 @@ class PrivacyError(ValueError):
 
 
 class UnsupportedModuleError(PrivacyError):
-    """A model, or a part of it, whose per-example gradients cannot be bounded; names the module path."""
+    """A model or a module whose per-example gradients cannot be bounded. The message names the module's path."""
 
 
 class BudgetExceededError(PrivacyError):
-    """A release past the steps that the plan paid for. Raised before anything is released."""
+    """A release beyond the plan's number of steps. Raised before anything is released."""
 
 
 class SamplingError(PrivacyError):
-    """A batch whose sampling facts are missing, or contradict the plan."""
+    """A batch whose sampling facts are missing or contradict the plan, or a data set that cannot be sampled."""
 
 
 def expected(
@@ -38,12 +38,31 @@ def expected(
     remedy: str,
     error: type[PrivacyError] = PrivacyError,
 ) -> PrivacyError:
-    """Build (not raise) an error with the house's message."""
+    """Return an error with the library's standard message; the caller raises it.
+
+    The message reads `FUNCTION: expected NAME CONDITION, got GOT; REMEDY.`
+
+    Args:
+        function: public name of the function or class that the user called.
+        name: the argument or quantity that is wrong, in the user's words.
+        condition: the condition that it must fulfil, such as "to be in (0, 1]" or "of shape (B,)".
+        got: the actual value, of the kind that the condition names: a number, a name, a type, a shape or an index.
+            Compute it if it is not at hand. Never a pronoun or a filler such as "another", "others", "more" or
+            "none". Use `described` where the type of the value may be the mistake.
+        remedy: one imperative sentence that tells the user how to repair the call, without a capital letter at its
+            start and without a period at its end. It must work as written.
+        error: class of the error.
+    Returns:
+        The error, not raised.
+    """
     return error(f"{function}: expected {name} {condition}, got {_text(got)}; {remedy}.")
 
 
 def described(value: object) -> str:
-    """Describe a wrong value so that its type is seen where the value alone would look right: "1" and 1."""
+    """Return a value with its type, for values that look right without it: the string "1" and the number 1.
+
+    The text is cut after 60 characters. None, bools and numbers are returned without their type.
+    """
     if value is None or isinstance(value, bool | int | float):
         return _text(value)
     try:
@@ -54,15 +73,15 @@ def described(value: object) -> str:
 
 
 def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
-    """Return the remedy, after "did you mean 'x'?" where a choice is near the name."""
+    """Return the remedy, preceded by "did you mean 'x'?" if a choice is spelled like the name."""
     by_lower = {choice.lower(): choice for choice in choices}
-    wanted = f"{name}".lower()
-    near = [_ALIASES[wanted]] if _ALIASES.get(wanted) in by_lower else difflib.get_close_matches(wanted, by_lower, n=1)
+    typed = f"{name}".lower()
+    near = [_ALIASES[typed]] if _ALIASES.get(typed) in by_lower else difflib.get_close_matches(typed, by_lower, n=1)
     return f"did you mean {by_lower[near[0]]!r}? {remedy[0].upper()}{remedy[1:]}" if near else remedy
 
 
 def file_problem(path: str | os.PathLike[str]) -> str | None:
-    """Say why nothing can be read from a path: " does not exist", for instance; None if something can."""
+    """Return why no content can be read from a path, for example "does not exist"; None if it can be read."""
     place = Path(path)
     if not os.fspath(path):
         return "is an empty path"
@@ -93,7 +112,7 @@ def require_nonnegative(function: str, name: str, value: float, remedy: str) -> 
 
 
 def _is_finite(value: object) -> bool:
-    """Whether value is a number that floating point can hold: an integer of 400 digits is none."""
+    """Return whether value is a number that floating point can hold; an integer of 400 digits is not."""
     try:
         return isinstance(value, Real) and math.isfinite(value)
     except OverflowError:
@@ -115,11 +134,14 @@ def require_rate(function: str, value: float) -> None:
 def require_delta(function: str, value: float) -> None:
     """Raise PrivacyError unless value is in (0, 1)."""
     if not (isinstance(value, Real) and 0 < value < 1):
-        raise expected(function, "delta", "in (0, 1)", described(value), "1e-5, and at most 1 / num_examples, is usual")
+        raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
 
 
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:
-    """Raise PrivacyError unless value is an integer (no float, no bool) of at least minimum."""
+    """Raise PrivacyError unless value is an integer (not a float or bool) that is at least minimum.
+
+    With a minimum, the value must also be below 1e308, so that float arithmetic can hold it. -math.inf: no minimum.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         condition = "to be an integer" + (f" >= {minimum}" if minimum > -math.inf else "")
         raise expected(function, name, condition, described(value), "give a whole number")
@@ -128,23 +150,23 @@ def require_integer(function: str, name: str, value: object, minimum: float) -> 
 
 
 def require_choice(function: str, name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise PrivacyError unless value is one of the choices; name the nearest one."""
+    """Raise PrivacyError unless value is one of the choices; the message suggests the nearest one."""
     if not (isinstance(value, str) and value in choices):
-        said = [repr(choice) for choice in choices]
-        condition = f"to be {', '.join(said[:-1])} or {said[-1]}" if said[1:] else f"to be {said[0]}"
+        quoted = [repr(choice) for choice in choices]
+        condition = f"to be {', '.join(quoted[:-1])} or {quoted[-1]}" if quoted[1:] else f"to be {quoted[0]}"
         got = repr(value) if isinstance(value, str) else described(value)
         raise expected(function, name, condition, got, did_you_mean(value, choices, "choose one"))
 
 
 def require_callable(function: str, name: str, value: object, remedy: str) -> None:
-    """Raise PrivacyError unless value can be called."""
+    """Raise PrivacyError unless value is callable."""
     if not callable(value):
         raise expected(function, name, "to be a function", described(value), remedy)
 
 
 def require_path(function: str, name: str, value: object, remedy: str) -> None:
     """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike."""
-    held: object = value
-    path = os.fspath(cast("str | os.PathLike[str]", held)) if isinstance(held, str | os.PathLike) else ""
+    candidate: object = value
+    path = os.fspath(cast("str | os.PathLike[str]", candidate)) if isinstance(candidate, str | os.PathLike) else ""
     if not path or "\0" in path:
         raise expected(function, name, "to be a path", described(value), remedy)

@@ -1,13 +1,16 @@
-"""The durable record of every release: what was charged can be recomputed from the file alone.
+"""The durable record of every release. The epsilon spent can be computed from the file alone.
 
-One JSON object a line: first the plan's public numbers, then one line for each release. A line is on disk before
-the gradient that it pays for leaves the private_grad, so a process killed at any moment has charged at least what it
-released.
+The file holds one JSON object per line: first the plan's public numbers, then one line per release. PrivateGradient
+writes a line to disk before it returns the gradient that the line pays for. A process killed at any moment has
+therefore charged at least as much as it released.
 
-Each line ends with a checksum of itself and of the checksum before it, so that a line changed, removed, added or moved
-is refused on opening. Two things the file alone cannot tell. Cut back at the end of a line, it is the ledger of a
-shorter run: keep a copy, or the checkpoint, which is refused beside a ledger that lacks what it has seen. And the
-checksum finds accidents and careless edits; it is no signature: whoever computes it anew for all that follows passes.
+Each line ends with a checksum of the line and of the checksum before it. A ledger with a changed, removed, added or
+moved line is therefore refused when it is opened. The file alone cannot show two things:
+
+- If it is cut back at the end of a line, it is a valid ledger of a shorter run. Keep a copy of it, or the checkpoint:
+  a checkpoint is refused if its ledger lacks lines that the checkpoint has seen.
+- The checksum finds accidents and careless edits, but is not a signature. Anyone can edit a line and compute all
+  checksums after it again.
 """
 
 import fcntl
@@ -37,13 +40,13 @@ from privgrad.rng import this_process
 from privgrad.types import SamplingScheme
 
 _VERSION = 2
-_LONGEST_LINE = 1 << 20  # bytes: what is no ledger shall not fill the memory
+_LONGEST_LINE = 1 << 20  # bytes; a file that is not a ledger must not fill the memory
 _PATIENCE = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether someone writes to the ledger of that path now."""
+    """Return whether a writer has locked the ledger at this path now."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -53,21 +56,22 @@ def is_in_use(path: Path) -> bool:
 
 
 class Ledger:
-    """Counts releases, and their epsilon; in memory, or in a file that survives the process.
+    """A record of releases and their epsilon, in memory or in a file that survives the process.
 
-    Threads may share one. No second holder may charge to it: it can be neither copied nor pickled, and a fork may only
-    look.
+    PrivateGradient charges each release to it. Threads may share a ledger. It has one holder: it cannot be copied or
+    pickled, and a forked process can read its counts but cannot charge.
 
     Args:
-        path: file to append to, made if absent; None keeps the record in memory.
-        read_only: only look: takes no lock, and refuses every charge.
+        path: file to append to, created if absent; None keeps the record in memory.
+        read_only: open the file for reading only. Takes no lock and refuses every charge.
     Raises:
-        PrivacyError: the file is not a ledger, is damaged or of another version, cannot be written, or another process
-            is writing to it.
+        PrivacyError: the file is not a ledger, is damaged, has a different version, cannot be written, or is locked by
+            a running training.
     Attributes:
-        was_cut_off: whether the file ended in a line that was never finished, for which nothing was released.
+        was_cut_off: whether the file ended in an unfinished line. Nothing was released for that line.
     Privacy:
-        Holds public numbers and, under a research seed, hashes of released gradients: safe to publish.
+        The guarantee rests on it: the epsilon of a run is computed from its lines. It holds public numbers and, under
+        a research seed, hashes of released gradients: safe to publish.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
@@ -90,37 +94,49 @@ class Ledger:
 
     @property
     def charged(self) -> list[Release]:
-        """What has been charged, as accounting.epsilon takes it."""
+        """The releases charged so far, in the form that accounting.epsilon takes."""
         return [Release(r.noise_multiplier, r.sample_rate, r.scheme, count) for r, count in self._counts.items()]
 
     @property
     def releases(self) -> int:
-        """How many releases have been charged."""
+        """The number of releases charged so far."""
         return sum(self._counts.values())
 
     @property
     def seeded_releases(self) -> int:
-        """How many releases were drawn under a research seed: whoever knows it can take their noise away."""
+        """The number of releases drawn under a research seed. Anyone who knows the seed can remove their noise."""
         return sum(digest is not None for digest in self._draws.values())
 
     @property
     def head(self) -> str:
-        """Checksum of the last line, and with it of all before; "" without a file."""
+        """The checksum of the last line, which depends on all lines before it; "" without a file."""
         return self._head
 
     def went_through(self, head: str) -> bool:
-        """Whether `head` was once this ledger's: whether it begins with the very lines that had it."""
+        """Return whether `head` was once the head of this ledger, that is, the checksum of one of its lines.
+
+        A checkpoint stores the head of its ledger. On resume, `require_resumable` calls this to refuse a checkpoint
+        whose ledger is a different one or has lost lines.
+        """
         return head in self._heads
 
     def epsilon(self, *, delta: float, accountant: Accountant = "pld", assume_poisson: bool = False) -> float:
-        """Epsilon of everything charged so far; see accounting.epsilon."""
+        """Compute the epsilon of all releases charged so far; see accounting.epsilon.
+
+        Args:
+            delta: in (0, 1).
+            accountant: as in accounting.epsilon.
+            assume_poisson: as in accounting.epsilon.
+        """
         return epsilon(self.charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
 
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
-        """Write the plan's public numbers to a new ledger; require that an old one holds the same.
+        """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
+
+        PrivateGradient calls this once, before its first release.
 
         Raises:
-            PrivacyError: the ledger was kept under other numbers.
+            PrivacyError: the ledger was written under a different plan, or a value is not one that JSON can hold.
         """
         with self._one_at_a_time():
             if not self.plan_facts:
@@ -142,44 +158,47 @@ class Ledger:
             )
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
-        """Raise what `charge` would raise, before the work is done.
+        """Raise the error that `charge` would raise, before the gradient of the step is computed.
 
         Args:
             draw: as in charge.
             limit: as in charge.
-            repeatable: whether a draw that is already charged may be recomputed, as under a research seed.
+            repeatable: whether a draw that is already charged may be computed again, as under a research seed.
+        Raises:
+            BudgetExceededError: the limit has been reached.
+            SamplingError: the draw is already charged, and is not repeatable.
         """
         with self._one_at_a_time():
             is_known, spent = draw in self._draws, self.releases
         if is_known:
             if not repeatable:
-                remedy = "draw a new one: the accounting counts each draw once"
-                got = f"draw {draw} again"
+                remedy = "draw a new batch: the accounting counts each draw once"
+                got = f"draw {draw}, which is already charged"
                 raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
         elif spent >= limit:
             raise expected(
                 "Ledger.charge",
                 "releases",
-                f"to stay within the plan's {limit} steps",
-                f"{spent} charged and one more asked for",
-                "stop here, or make a plan with more steps and pay for it; to go on with a run that was interrupted, "
+                f"to be at most the plan's {limit} steps",
+                spent + 1,
+                "stop here, or make a plan with more steps, at a higher epsilon; to resume a run that was interrupted, "
                 "load its model and draw plan.batches(..., start=private_grad.ledger.releases)",
                 BudgetExceededError,
             )
 
     def charge(self, release: Release, *, draw: str, limit: int, digest: str | None = None) -> None:
-        """Record one release, durably, before it leaves.
+        """Record one release durably. PrivateGradient calls this before it returns the gradient.
 
         Args:
             release: one release under the plan that the ledger is bound to.
-            draw: name of the random draw that chose its examples; a draw is charged for once, and serves once.
-            limit: number of releases the plan pays for.
-            digest: hash of the released values, given only under a research seed. A draw that is already charged
-                with the same digest is the very same release, recomputed after a resume: it costs nothing again.
+            draw: name of the random draw that chose its examples. Each draw can be charged and released only once.
+            limit: the plan's number of steps.
+            digest: hash of the released values, given only under a research seed. If the draw is already charged with
+                the same digest, this is the same release, computed again after a resume. It is not charged again.
         Raises:
             BudgetExceededError: the limit has been reached.
-            SamplingError: the draw has served another release.
-            PrivacyError: not a release of this ledger's plan, or the line could not be written.
+            SamplingError: the draw was already charged, with a different digest or with none.
+            PrivacyError: the release does not belong to the ledger's plan, or the line could not be written.
         Privacy:
             When this returns, the charge is on disk (fsync), or in memory if the ledger has no path. When it raises,
             nothing was charged, and nothing may be released.
@@ -197,7 +216,7 @@ class Ledger:
                 return
             self.admit(draw, limit=limit, repeatable=False)
             if self._checked(line) != release:
-                raise expected("Ledger.charge", "release", "to count once", release, "charge each release by itself")
+                raise expected("Ledger.charge", "release", "to have count 1", release, "charge each release separately")
             self._append(line)
             self._count(release, line)
 
@@ -207,7 +226,7 @@ class Ledger:
         return self._descriptor is not None
 
     def close(self) -> None:
-        """Release the file and its lock. The ledger still answers, but takes no more charges."""
+        """Close the file and release its lock. The ledger can still be read, but refuses further charges."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -215,23 +234,33 @@ class Ledger:
 
     def __reduce__(self) -> str:
         remedy = "pass the ledger itself, or open its file with read_only=True"
-        raise expected("Ledger", "a ledger", "to have one holder", "a request to copy it", remedy)
+        raise expected("Ledger", "a ledger", "to have one holder", "a second one by copy or pickle", remedy)
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None]:
-        """From what is looked up to what is written, no other thread comes between; nor does a fork charge."""
+        """Hold the ledger's lock from lookup to write, so that no other thread charges in between.
+
+        Raises:
+            PrivacyError: this process is a fork of the one that opened the ledger.
+        """
         if this_process() != self._process:
-            remedy = "open one in the process that charges: neither would know of the other's releases"
-            raise expected("Ledger", "a ledger", "to be charged in its own process", "a charge in a fork", remedy)
+            remedy = "open a ledger in the process that charges: neither would know of the other's releases"
+            condition = f"to be charged by process {self._process[0]}, which opened it"
+            raise expected("Ledger", "a ledger", condition, f"its fork, process {os.getpid()}", remedy)
         with self._turn:
             yield
 
     def _checked(self, line: Mapping[str, Any]) -> Release:
-        """The release that a line tells of, which must be one of the plan's."""
+        """Return the release that a line records.
+
+        Raises:
+            PrivacyError: its numbers are not those of the ledger's plan.
+        """
         plan = self.plan_facts
         release = Release(line["noise_multiplier"], line["sample_rate"], line["scheme"])
         if release != Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"]):
-            raise expected("Ledger", "each release", "to be of the ledger's plan", release, "restore the file")
+            condition = "to have the noise multiplier, sample rate and sampling of the ledger's plan"
+            raise expected("Ledger", "each release", condition, release, "restore the file")
         return release
 
     def _count(self, release: Release, line: Mapping[str, Any]) -> None:
@@ -244,8 +273,8 @@ class Ledger:
                 "Ledger.charge",
                 "ledger",
                 "to be open for writing",
-                "a closed or read-only one",
-                "open it anew",
+                "a closed or read-only ledger",
+                "open its file again with Ledger(path)",
             )
         if self._descriptor is None:
             return
@@ -254,10 +283,10 @@ class Ledger:
             sealed, head = _sealed(self._head, json.dumps(line).encode())
         except TypeError as error:
             remedy = "give the plan plain numbers: float(...), int(...)"
-            raise expected("Ledger.bind", "what is recorded", "to be plain numbers", error, remedy) from error
+            raise expected("Ledger.bind", "recorded values", "to be plain numbers", error, remedy) from error
         data = sealed + b"\n"
         if len(data) > _LONGEST_LINE:
-            remedy = "shorten what describes the run"
+            remedy = "shorten the descriptions in the plan's facts, such as the source of scales"
             raise expected("Ledger.charge", "a line", f"of at most {_LONGEST_LINE} bytes", len(data), remedy)
         try:
             written = 0
@@ -266,7 +295,7 @@ class Ledger:
             os.fsync(self._descriptor)
             self._end_at(self._size + len(data), head)
         except BaseException as error:
-            # What may have been written in part must not look like a charge, nor spoil the next line.
+            # A line written in part must not look like a charge, and must not damage the next line.
             try:
                 os.ftruncate(self._descriptor, self._size)
             except OSError:
@@ -282,8 +311,8 @@ class Ledger:
             ) from error
 
     def _require_in_place(self, descriptor: int) -> None:
-        """Raise PrivacyError unless the file is still where it was opened, and ends where this writer left it."""
-        held, got = os.fstat(descriptor), "another file there"
+        """Raise PrivacyError unless the opened file is still at its path and has the size that this writer left."""
+        held, got = os.fstat(descriptor), "a different file at this path"
         try:
             in_place = self.path is not None and os.path.samestat(held, os.stat(self.path))
         except OSError as error:
@@ -291,7 +320,7 @@ class Ledger:
         if in_place and held.st_size != self._size:
             in_place, got = False, f"{held.st_size} bytes, not {self._size}"
         if not in_place:
-            remedy = "put it back as it was, then resume; nothing was charged and nothing released"
+            remedy = "restore the file as it was, then resume; nothing was charged and nothing released"
             raise expected("Ledger.charge", f"{self.path}", "to be left to its one writer", got, remedy)
 
     def _end_at(self, size: int, head: str) -> None:
@@ -299,10 +328,10 @@ class Ledger:
         self._heads.add(head)
 
     def _open(self, path: Path) -> None:
-        condition = "to be a readable file" if self._read_only else "to be a file that takes more lines"
+        condition = "to be a readable file" if self._read_only else "to be a writable file"
         try:
-            if path.exists() and not path.is_file():  # a pipe would be waited for
-                got = f"the folder {path}" if path.is_dir() else f"{path}, no file that keeps what it is given"
+            if path.exists() and not path.is_file():  # to open a pipe would block
+                got = f"the folder {path}" if path.is_dir() else f"{path}, which is not a regular file"
                 raise expected("Ledger", "path", condition, got, "give a ledger's path: ledger.jsonl in a run's folder")
             if self._read_only and (problem := file_problem(path)):
                 remedy = "give a ledger's path: ledger.jsonl in a run's folder"
@@ -315,7 +344,7 @@ class Ledger:
             if self._descriptor is not None:
                 self._end_last_line(self._descriptor)
                 directory = os.open(path.parent, os.O_RDONLY)
-                os.fsync(directory)  # a new file's name is durable only with its folder
+                os.fsync(directory)  # the name of a new file is durable only once its folder is on disk
                 os.close(directory)
         except BaseException as error:
             self.close()
@@ -325,7 +354,10 @@ class Ledger:
             raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
 
     def _lock(self, descriptor: int, path: Path) -> None:
-        """Become the file's one writer, or raise PrivacyError. Retry: a look (`is_in_use`) holds a lock, too."""
+        """Lock the file for this writer, or raise PrivacyError.
+
+        Retries for a short time, because `is_in_use` also holds a lock while it checks.
+        """
         until = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -336,11 +368,11 @@ class Ledger:
                     time.sleep(_PATIENCE / 100)
                     continue
                 remedy = "wait until it ends, or close() its ledger if it is in this process"
-                got = f"{path}, in use by another training"
+                got = f"{path}, which a running training has locked"
                 raise expected("Ledger", "path", "to have one writer", got, remedy) from error
 
     def _end_last_line(self, descriptor: int) -> None:
-        """Remove a last line that was cut off, end one that only lacks its end."""
+        """Remove an unfinished last line, or add the newline that a complete last line lacks."""
         os.ftruncate(descriptor, self._size)
         if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
             self._size += os.write(descriptor, b"\n")
@@ -350,8 +382,8 @@ class Ledger:
             got = repr(raw[:60].decode(errors="replace"))
             remedy = "restore the file from a copy"
             if number > 1:
-                remedy += f" that has all its lines; without one, at least {self.releases} releases were made, and at"
-                remedy += " most the plan's steps: start a new ledger and add the epsilon of all steps"
+                remedy += f" that has all its lines; without a copy, at least {self.releases} releases were made, and"
+                remedy += " at most the plan's steps: start a new ledger and add the epsilon of all steps"
             elif not raw.startswith(_FIRST):
                 remedy = f"give a ledger's path, or {remedy}"
             return expected("Ledger", f"line {number} of {path}", condition, got, remedy)
@@ -360,12 +392,12 @@ class Ledger:
             for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
                 if _is_cut_off(raw, _FIRST if number == 1 else _LATER):
                     self.was_cut_off = True
-                    break  # so its gradient never left the private_grad
+                    break  # the line was never finished, so its gradient was never released
                 line, body = _parsed(raw), raw.removesuffix(b"\n")
                 if number == 1 and "ledger_version" in line and line["ledger_version"] != _VERSION:
                     name, got = f"line 1 of {path}", f"version {str(line['ledger_version'])[:20]}"
-                    remedy = "go on with the privgrad that wrote it, or start a new one and add the two epsilons up"
-                    raise expected("Ledger", name, f"to be of a ledger of version {_VERSION}", got, remedy)
+                    remedy = "resume with the privgrad that wrote it, or start a new ledger and add the two epsilons up"
+                    raise expected("Ledger", name, f"to have ledger version {_VERSION}", got, remedy)
                 sealed, head = _sealed(self._head, body.rpartition(_SEAL)[0] + b"}")
                 if sealed != body:
                     raise damaged(number, raw, "to match its checksum and to follow the line before it")
@@ -375,20 +407,23 @@ class Ledger:
                     else:
                         self._count(self._checked(line), line)
                 except (ValueError, KeyError, TypeError, OverflowError) as error:
-                    raise damaged(number, raw, "to be a ledger's") from error
+                    raise damaged(number, raw, "to be a line of a ledger") from error
                 self._end_at(self._size + len(raw), head)
         if not self.plan_facts and self._read_only:
-            raise damaged(1, b"", "to be a ledger's")
+            raise damaged(1, b"", "to be a line of a ledger")
 
 
 def _sealed(head: str, body: bytes) -> tuple[bytes, str]:
-    """A line, of the JSON object `body`, with its checksum after one of checksum `head`; and that checksum."""
+    """Return the JSON object `body` with its checksum added, and that checksum, which also covers `head`."""
     checksum = hashlib.blake2b(head.encode() + body, digest_size=8, person=b"privgrad-ledger").hexdigest()
     return body[:-1] + _SEAL + checksum.encode() + b'"}', checksum
 
 
 def _is_cut_off(raw: bytes, begins: bytes) -> bool:
-    """Whether a line ends before its object does, as one that was being written when the process was killed."""
+    """Return whether a line ends before its JSON object does: the process was killed while it wrote the line.
+
+    `begins` is the text that every line of this kind begins with.
+    """
     if raw.endswith(b"\n") or len(raw) == _LONGEST_LINE or raw[: len(begins)] != begins[: len(raw)]:
         return False
     try:
@@ -397,11 +432,11 @@ def _is_cut_off(raw: bytes, begins: bytes) -> bool:
         return True
     except RecursionError:
         return False
-    return False  # whole: all that may lack is the end of the line
+    return False  # complete: at most the newline is missing
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
-    """The object of a line; empty if it is none."""
+    """Return the JSON object of a line, or an empty dict if the line holds no JSON object."""
     try:
         line: Any = json.loads(raw)
     except (ValueError, RecursionError):
@@ -410,7 +445,11 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's numbers, of which those that epsilon needs must be such."""
+    """Return the plan's numbers as a dict.
+
+    Raises:
+        PrivacyError: a number that epsilon needs is invalid.
+    """
     require_nonnegative("Ledger", "noise_multiplier", plan["noise_multiplier"], "restore the file")
     require_rate("Ledger", plan["sample_rate"])
     require_integer("Ledger", "num_examples", plan["num_examples"], 1)

@@ -1,4 +1,4 @@
-"""ClippedSum -> NoisyGradient: the only place where noise for a release is drawn."""
+"""The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,18 +13,21 @@ from privgrad.rng import BLOCK, Stream
 from privgrad.threads import in_threads
 from privgrad.types import ClippedSum, NoisyGradient
 
-_ROUNDING = 2.0**-10  # of the sensitivity: room on the grid for the rounding of norms and sums, and as much for its own
-_FAR = 2.0**51  # grid points from zero: beyond them float64 would not add integers exactly
+# Share of the sensitivity that is reserved for the rounding of norms and sums, and again for rounding to the grid.
+_ROUNDING = 2.0**-10
+_FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integers exactly
 
 
 def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
-    """What draws the noise of such values, in the words that records and reports tell it in.
+    """Return the name of the generator that draws the noise for these values, as ledgers and reports record it.
+
+    `Ledger.bind` compares this text when a run resumes: with other words here, older ledgers could not be resumed.
 
     Args:
-        values: parameters, or sums of their gradients; only their devices and dtypes are looked at.
+        values: parameters, or sums of their gradients; only their devices and dtypes are used.
         on_grid: as in add_noise.
     Raises:
-        PrivacyError: noise on a grid is asked for elsewhere than on the CPU.
+        PrivacyError: on_grid is set and a value is not on the CPU.
     """
     names: set[str] = set()
     for value in values:
@@ -44,33 +47,37 @@ def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
 def add_noise(
     clipped: ClippedSum, *, noise_multiplier: float, divisor: int, stream: Stream, step: int, on_grid: bool = False
 ) -> NoisyGradient:
-    """Add one Gaussian draw to a clipped sum, then divide by a public number.
+    """Add one Gaussian draw to a clipped sum, then divide it by a public number.
+
+    PrivateGradient calls this once per step, and charges the ledger before it returns the result.
 
     Computes: (S + sigma C z) / B with z ~ N(0, I), one independent coordinate of z for every coordinate of S, and C
     the sum's sensitivity; noise_std = sigma C / B. On a grid: (round(S / g) + round(sigma C' z / g)) g / B, where
     round is to the nearest integer, and g and C' are those of `grid_of`; noise_std = sigma C' / B.
 
     Args:
-        clipped: S and its sensitivity. Its tensors become the gradient's: it is not to be used again, neither after
-            an exception, which may leave part of it noised.
-        noise_multiplier: sigma >= 0. 0 adds nothing, and protects nobody.
+        clipped: S and its sensitivity. The noise is added in place, in the memory of its tensors. Do not use it again,
+            even after an exception, which may leave part of it with noise.
+        noise_multiplier: sigma >= 0. 0 adds no noise and protects nobody.
         divisor: B >= 1, public: the expected number of contributions, not the number drawn.
         stream: the noise stream. No other mechanism may draw from it.
-        step: index of this release; a step must never serve two different sums.
-        on_grid: round sum and noise to a public grid, and add them there. On the CPU, with sigma > 0.
+        step: index of this release. Never use the same step for two different sums.
+        on_grid: round the sum and the noise to a public grid, and add them there. Only on the CPU and with sigma > 0.
     Returns:
         NoisyGradient with the sum's names, shapes and dtypes.
     Raises:
-        PrivacyError: a number out of its range; a grid elsewhere than on the CPU, or without noise.
+        PrivacyError: a number is out of its range, or on_grid is set without noise or for a sum that is not on the
+            CPU.
     Privacy:
-        The Gaussian mechanism of multiplier sigma on a sum of that sensitivity (add or remove one unit). Drawn in
-        the sum's own precision by a cryptographic stream; on other devices than the CPU by torch's generator there,
-        which is not cryptographic (see Stream.generator). Off the grid, the values that can come out depend on the
-        sum, and their low-order bits tell of it. On it, what leaves is a function of integers n + N, where n is the
-        rounded sum and N has the same distribution whatever the data. Were z exact, this would be post-processing of
-        the Gaussian mechanism on n g, which one unit moves by at most C'. z is Box-Muller in float64, with errors of
-        about 1e-15: this changes the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1)
-        for d coordinates (an estimate, no proof), and N ends at 11.5 standard deviations.
+        The Gaussian mechanism with noise multiplier sigma, on a sum of the given sensitivity (add or remove one unit).
+        On the CPU a cryptographic stream draws the noise in the sum's own precision. On other devices torch's
+        generator draws it, which is not cryptographic (see Stream.generator).
+        Off the grid, the set of possible outputs depends on the sum, and their low-order bits reveal something of it.
+        On the grid, the output is a function of integers n + N. Here n is the rounded sum, and the distribution of N
+        does not depend on the data. If z were exact, this would be post-processing of the Gaussian mechanism on n g,
+        which one unit moves by at most C'. In fact z is Box-Muller in float64, with errors of about 1e-15. They change
+        the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1) for d coordinates (an
+        estimate, not a proof). N never exceeds 11.5 standard deviations.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realized, batch size. On the
         leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
@@ -83,42 +90,45 @@ def add_noise(
         noise_generator(clipped.values.values(), on_grid=True)
         grid, sensitivity = grid_of(clipped, noise_multiplier)
     std_of_sum = noise_multiplier * sensitivity if noise_multiplier > 0 else 0.0
-    require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "bound max_grad_norm")
+    require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "give a finite max_grad_norm")
 
-    # In place: memory that is fresh at each step would cost as much as half of the noise.
+    # In place: to allocate new memory per step would take half as long as to draw the noise.
     values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
     if std_of_sum == 0:
         for value in values.values():
             value.div_(divisor)
     else:
         for device in sorted({value.device for value in values.values()}, key=str):
-            there = [value for value in values.values() if value.device == device]
+            on_device = [value for value in values.values() if value.device == device]
             if device.type == "cpu":
                 add = _add if grid is None else partial(_add_on_grid, grid=grid)
-                _release_on_cpu(there, partial(add, std=std_of_sum, divisor=divisor), stream, step, on_grid)
+                _release_on_cpu(on_device, partial(add, std=std_of_sum, divisor=divisor), stream, step, on_grid)
             else:
-                _release_on_device(there, std_of_sum, divisor, stream, step)
+                _release_on_device(on_device, std_of_sum, divisor, stream, step)
     return NoisyGradient(values, noise_std=std_of_sum / divisor)
 
 
 def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]:
-    """The grid for a sum, and how far one unit moves the sum when it is rounded to it.
+    """Return the grid spacing g for a sum, and the sensitivity C' of the sum rounded to that grid.
 
     Computes: g, the power of two in (x / 2, x] for x = C min(sigma, 1) / (1024 sqrt(d)), where C is the sensitivity
     and d the number of coordinates; and C' = C (1 + 1/1024) + g sqrt(d), at most C (1 + 2/1024). Rounding moves each
-    coordinate of two neighboring sums by up to g / 2; the first 1/1024 is for what floating-point norms and sums may
-    exceed C by.
+    coordinate of two neighboring sums by up to g / 2. The first 1/1024 allows for the rounding of floating-point norms
+    and sums, which may exceed C.
 
     Args:
-        clipped: the sum; only its sensitivity and its shapes are looked at, both public.
+        clipped: the sum; only its sensitivity and its shapes are used, both public.
         noise_multiplier: sigma > 0.
     Returns:
         g and C', in gradient units.
     Raises:
-        PrivacyError: no noise, or an infinite sensitivity.
+        PrivacyError: noise_multiplier is 0, or the sensitivity is infinite.
+    Privacy:
+        Depends on public numbers only. The guarantee of noise on a grid rests on C'.
     """
-    require_positive("grid_of", "noise_multiplier", noise_multiplier, "there is nothing to hide without noise")
-    require_positive("grid_of", "sensitivity", clipped.sensitivity, "bound max_grad_norm")
+    remedy = "plan without noise_on_grid: there is nothing to hide without noise"
+    require_positive("grid_of", "noise_multiplier", noise_multiplier, remedy)
+    require_positive("grid_of", "sensitivity", clipped.sensitivity, "give a finite max_grad_norm")
     root = math.sqrt(sum(value.numel() for value in clipped.values.values()) or 1)
     _, exponent = math.frexp(_ROUNDING * clipped.sensitivity * min(noise_multiplier, 1.0) / root)
     grid = math.ldexp(1.0, exponent - 1)
@@ -128,11 +138,10 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
 def _release_on_cpu(
     values: list[Tensor], add: Callable[[np.ndarray, np.ndarray], None], stream: Stream, step: int, on_grid: bool
 ) -> None:
-    """Draw and add block by block, so that no draw is ever in memory as a whole.
+    """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once.
 
-    Args:
-        add: (part of the sum, as many standard normals) -> None: writes the release over the part; may use the
-            normals' memory.
+    `add(part of the sum, as many standard normals)` overwrites the part with its release. It may also overwrite the
+    normals.
     """
 
     def work(blocks: Iterable[tuple[int, list[np.ndarray]]]) -> None:
@@ -155,19 +164,22 @@ def _add(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int) ->
 
 
 def _add_on_grid(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int, grid: float) -> None:
-    """Integers added to integers; what follows is a function of their sum."""
+    """Add integers to integers. The release depends on the data through their sum alone."""
     normals *= std / grid
     np.rint(normals, out=normals)
-    piece /= grid  # exactly: it is a power of two
+    piece /= grid  # exact, because the grid spacing is a power of two
     np.rint(piece, out=piece)
-    np.clip(piece, -_FAR, _FAR, out=piece)  # no two sums move apart by it
+    np.clip(piece, -_FAR, _FAR, out=piece)  # does not increase the distance between two sums
     normals += piece
     normals /= divisor / grid
     piece[:] = normals
 
 
 def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
-    """The values' own memory, in order, in blocks: at most BLOCK numbers, of one dtype, of as many tensors as fit."""
+    """Split the values' own memory, in order, into blocks of at most BLOCK numbers of one dtype.
+
+    A block may hold parts of several tensors. The arrays are views: the caller writes to the tensors through them.
+    """
     blocks: list[list[np.ndarray]] = []
     room = 0
     for value in values:

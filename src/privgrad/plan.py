@@ -25,40 +25,44 @@ from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
 
-_LARGEST_NOISE_STD = 1e15  # whose square float32 holds, with room to spare
+_LARGEST_NOISE_STD = 1e15  # float32 can hold its square
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """Everything that decides privacy, typed once.
+    """All public numbers that decide the privacy of a training run, fixed before it starts.
+
+    PrivateGradient, `fit` and the ledger read their numbers from the plan. The guarantee rests on these numbers and on
+    the checks made here.
 
     Args:
         sample_rate: q in (0, 1], the probability that an example is in a batch; 1.0 is the full batch.
-        steps: T >= 1, the number of releases paid for.
+        steps: T >= 1, the largest number of releases.
         expected_batch_size: B >= 1, the public divisor of the clipped sum: sample_rate * num_examples, rounded.
-        noise_multiplier: sigma >= 0, noise standard deviation over sensitivity. 0 adds no noise and reports
+        noise_multiplier: sigma >= 0, noise standard deviation over sensitivity. 0 adds no noise and gives
             epsilon = inf.
         max_grad_norm: C >= 1e-10, the bound on one example's gradient. Infinite only with noise_multiplier 0.
         num_examples: n >= 1, the public size of the data set.
-        delta: in (0, 1), or None if it is only given when epsilon is asked for.
-        target_epsilon: what the noise was calibrated for, or None.
-        sampling: "poisson", or "fixed" for shuffled batches of one size, whose epsilon no accountant covers.
-        seed: None for the operating system's entropy. An integer makes a run repeatable and its noise
-            predictable: for research only.
-        group_size: k >= 1, a divisor of B: examples whose mean gradient is clipped as one. For research on methods
-            that do so ("microbatches"): with k > 1 the sensitivity is 2C and the divisor B / k, so that one example's
-            noise is 2k times as large.
-        noise_on_grid: add the noise on a public grid, so that the low-order bits of what is released tell nothing of
-            the data (see noise.add_noise). On the CPU only; at most a five-hundredth more noise. False adds it to the
-            floating-point numbers as they are.
-        privacy_unit: whose presence is hidden. "example", or "user": all examples of one person or device together
-            (see federated). Every "example" above is then a user: n users, B the expected cohort, T rounds, C the
-            bound on one user's update.
+        delta: in (0, 1). None: pass it to each call of `epsilon` instead.
+        target_epsilon: the epsilon that the noise was calibrated for, or None. A record only.
+        sampling: "poisson"; or "fixed" for shuffled batches of one size. No accountant covers "fixed".
+        seed: None for the operating system's entropy. An integer makes the run reproducible and its noise
+            predictable, which voids the privacy guarantee: for research only.
+        group_size: k >= 1, a divisor of B. The mean gradient of each k examples is clipped as one gradient. For
+            research on methods that do this ("microbatches"). With k > 1 the sensitivity is 2C and the divisor is
+            B / k, so the noise in the averaged gradient is 2k times as large.
+        noise_on_grid: add the noise on a public grid. Then the low-order bits of a release reveal nothing about the
+            data (see noise.add_noise). On the CPU only; it adds at most 1/500 more noise. False adds the noise to
+            the floating-point sum directly.
+        privacy_unit: the unit whose presence is hidden: "example"; or "user", all examples of one person or device
+            together (see federated). With "user", read "user" for every "example" above: n users, B the expected
+            cohort size, T rounds, C the bound on one user's update.
     Raises:
-        PrivacyError: a number out of its range, or rate, batch size and data set size that contradict each other.
+        PrivacyError: a number is out of its range, or sample_rate, expected_batch_size and num_examples contradict
+            each other.
     Privacy:
-        Holds public numbers only. Neighboring data sets differ by adding or removing one example, or with privacy
-        unit "user" all of one user's; whatever the group size.
+        Holds public numbers only. Neighboring data sets differ by adding or removing one example or, with privacy
+        unit "user", all examples of one user. The group size does not change this relation.
     """
 
     sample_rate: float
@@ -80,7 +84,7 @@ class PrivacyPlan:
     def __post_init__(self) -> None:
         function = "PrivacyPlan"
         for name, value in vars(self).items():
-            if isinstance(value, np.generic):  # which neither a ledger nor a checkpoint could hold
+            if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
                 object.__setattr__(self, name, value.item())
         require_rate(function, self.sample_rate)
         require_integer(function, "steps", self.steps, 1)
@@ -90,7 +94,7 @@ class PrivacyPlan:
         if not (self.noise_multiplier == 0 and _is_infinite(self.max_grad_norm)):
             require_positive(function, "max_grad_norm", self.max_grad_norm, "give the clip norm C")
         if self.max_grad_norm < 1e-10:
-            remedy = "rescale the loss: squares of such gradients vanish in float32, and with them the bound"
+            remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
             raise expected(function, "max_grad_norm", "to be at least 1e-10", self.max_grad_norm, remedy)
         if self.noise_multiplier > 0 and self.noise_multiplier * self.max_grad_norm > _LARGEST_NOISE_STD:
             got, remedy = self.noise_multiplier * self.max_grad_norm, "lower one of the two"
@@ -110,24 +114,26 @@ class PrivacyPlan:
             condition = f"to divide expected_batch_size = {self.expected_batch_size}"
             raise expected(function, "group_size", condition, self.group_size, "change one of the two")
         if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            condition, remedy = "to be True or False, and False without noise", "there is nothing to hide without noise"
+            condition = "to be True or False, and to be False if noise_multiplier is 0"
+            remedy = "set noise_on_grid=False: there is nothing to hide without noise"
             raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
         require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
         if self.privacy_unit == "user" and self.group_size > 1:
-            remedy = "each user's examples are clipped as one already"
-            raise expected(function, "group_size", "to be 1 for users", self.group_size, remedy)
+            remedy = "set group_size=1: all examples of a user are clipped as one anyway"
+            raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", self.group_size, remedy)
         require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
         if self.seed is not None:
             require_integer(function, "seed", self.seed, -math.inf)
         if self.target_epsilon is not None:
-            require_positive(function, "target_epsilon", self.target_epsilon, "it is what noise was calibrated for")
+            remedy = "give the epsilon that the noise was calibrated for, or None"
+            require_positive(function, "target_epsilon", self.target_epsilon, remedy)
         if self.delta is not None:
             require_delta(function, self.delta)
             if self.delta > 1 / self.num_examples:
                 count, whole = ("num_users", "user") if self.privacy_unit == "user" else ("num_examples", "record")
                 warnings.warn(
-                    f"delta = {self.delta:g} is above 1 / {count} = {1 / self.num_examples:.3g}: a mechanism "
-                    f"that publishes one whole {whole} would pass; lower delta",
+                    f"delta = {self.delta:g} is above 1 / {count} = {1 / self.num_examples:.3g}: such a delta allows "
+                    f"a mechanism that publishes one whole {whole}; lower delta",
                     stacklevel=3,
                 )
 
@@ -147,18 +153,28 @@ class PrivacyPlan:
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
     ) -> "PrivacyPlan":
-        """The plan whose steps together cost at most target_epsilon, by PLD.
+        """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
         Args:
-            target_epsilon: > 0.
-            delta, max_grad_norm, num_examples, expected_batch_size, steps: as in PrivacyPlan.
-            sampling, seed, group_size, noise_on_grid, privacy_unit: as in PrivacyPlan.
+            target_epsilon: > 0, the epsilon that all steps together may cost.
+            delta: in (0, 1); at most 1 / num_examples.
+            max_grad_norm: as in PrivacyPlan.
+            num_examples: as in PrivacyPlan.
+            expected_batch_size: as in PrivacyPlan; at most num_examples.
+            steps: as in PrivacyPlan.
+            sampling: as in PrivacyPlan.
+            seed: as in PrivacyPlan.
+            group_size: as in PrivacyPlan.
+            noise_on_grid: as in PrivacyPlan.
+            privacy_unit: as in PrivacyPlan.
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
         Raises:
-            PrivacyError: a number out of its range, or a target that cannot be met.
+            PrivacyError: a number is out of its range, or no noise multiplier meets the target.
         Privacy:
-            Calibrated on the safe side. With sampling="fixed", calibrated as if Poisson: a label, no guarantee.
+            Calibrated on the safe side: the epsilon of the returned noise multiplier has been checked. With
+            sampling="fixed" the noise is calibrated as if batches were Poisson samples. The epsilon is then a label,
+            not a guarantee.
         """
         require_integer("for_budget", "expected_batch_size", expected_batch_size, 1)
         require_integer("for_budget", "num_examples", num_examples, 1)
@@ -197,28 +213,32 @@ class PrivacyPlan:
         seed: int | None = None,
         noise_on_grid: bool = False,
     ) -> "PrivacyPlan":
-        """The plan of a federated training, in its own words: privacy for users, rounds of cohorts.
+        """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
         Args:
             num_users: n >= 1, public.
             expected_cohort_size: K >= 1, the public divisor. Each user is in a round's cohort with probability
                 sample_rate = K / n, independently of all else.
-            rounds: T >= 1.
+            rounds: T >= 1, the number of releases.
             max_update_norm: C, the bound on one user's whole update.
             delta: in (0, 1); at most 1 / num_users.
-            target_epsilon, noise_multiplier: exactly one of the two.
-            sampling, seed, noise_on_grid: as in PrivacyPlan.
+            target_epsilon: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both.
+            noise_multiplier: sigma, as in PrivacyPlan.
+            sampling: as in PrivacyPlan.
+            seed: as in PrivacyPlan.
+            noise_on_grid: as in PrivacyPlan.
         Returns:
             A plan with privacy_unit "user".
         Raises:
-            PrivacyError: a number out of its range; both or neither of target_epsilon and noise_multiplier.
+            PrivacyError: a number is out of its range, or target_epsilon and noise_multiplier are both given or both
+                missing.
         Privacy:
-            As for_budget, between data sets that differ by all the data of one user.
+            As for_budget, for data sets that differ by all the data of one user.
         """
         if (target_epsilon is None) == (noise_multiplier is None):
-            got = "neither" if target_epsilon is None else "both"
-            remedy = "give what the training may cost, or sigma"
-            raise expected("for_users", "target_epsilon or noise_multiplier", "to be given", got, remedy)
+            got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
+            remedy = "give exactly one of the two"
+            raise expected("for_users", "target_epsilon or noise_multiplier", "to be given, not both", got, remedy)
         require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
         require_integer("for_users", "num_users", num_users, 1)
         require_integer("for_users", "rounds", rounds, 1)
@@ -243,7 +263,7 @@ class PrivacyPlan:
 
     @property
     def divisor(self) -> int:
-        """What clipped sums are divided by: the expected number of contributions, B / k."""
+        """The public divisor of a clipped sum: the expected number of contributions, B / k."""
         return self.expected_batch_size // self.group_size
 
     @property
@@ -253,12 +273,12 @@ class PrivacyPlan:
 
     @property
     def release(self) -> Release:
-        """What one step charges."""
+        """The release that one step charges to the ledger."""
         return Release(self.noise_multiplier, self.sample_rate, self.sampling)
 
     @property
     def public_facts(self) -> dict[str, Any]:
-        """The numbers that a ledger of this plan is kept under. More steps may be added later; these stay."""
+        """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later."""
         return {
             "sampling": self.sampling,
             "sample_rate": self.sample_rate,
@@ -273,14 +293,23 @@ class PrivacyPlan:
         }
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
-        """Epsilon that `steps` of the plan's steps (default: all) will cost; as if Poisson when sampling is fixed.
+        """Compute the epsilon that a number of the plan's steps costs.
 
+        Args:
+            delta: in (0, 1). None: the plan's.
+            steps: >= 0. None: all steps of the plan.
+            accountant: as in accounting.epsilon.
+        Returns:
+            Epsilon >= 0.
         Raises:
-            PrivacyError: neither the plan nor the call has a delta.
+            PrivacyError: neither the plan nor the call has a delta, or a number is out of its range.
+        Privacy:
+            An upper bound for Poisson sampling. With sampling "fixed" the number is computed as if batches were
+            Poisson samples: a label, not a guarantee.
         """
         delta = self.delta if delta is None else delta
         if delta is None:
-            raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta=1e-5, say")
+            raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         steps = self.steps if steps is None else steps
         release = Release(self.noise_multiplier, self.sample_rate, count=steps)
         return accounting.epsilon([release], delta=delta, accountant=accountant)
@@ -293,7 +322,20 @@ class PrivacyPlan:
         collate: Collate | None = None,
         processes: Processes = ALONE,
     ) -> Iterator[Batch]:
-        """The batches of steps start to steps - 1, drawn as the plan says; see sampling.batches."""
+        """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
+
+        Args:
+            dataset: as in sampling.batches.
+            start: first step, for a resumed run.
+            collate: as in sampling.batches.
+            processes: as in sampling.batches.
+        Returns:
+            An iterator of Batch.
+        Raises:
+            SamplingError: see sampling.batches.
+        Privacy:
+            Uses the sample rate that the ledger charges; see sampling.batches.
+        """
         return batches(
             dataset,
             scheme=self.sampling,
@@ -313,6 +355,6 @@ def _is_infinite(value: object) -> bool:
 
 
 def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
-    """Raise PrivacyError, in the names that were typed, unless the part is at most the whole."""
+    """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
     if size > count:
         raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")

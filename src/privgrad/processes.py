@@ -1,4 +1,4 @@
-"""The processes that train one model together: what a private step asks of them."""
+"""The interface to the processes that train one model together, and its version for a single process."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -14,60 +14,69 @@ T = TypeVar("T")
 
 
 class Processes:
-    """One process by itself; `integrations.distributed.Distributed` is several.
+    """A single process. The subclass `integrations.distributed.Distributed` implements several processes.
 
-    Each example belongs to one process, which alone takes and clips its gradient. The sums of all processes meet in the
-    first, which alone draws the noise and keeps the ledger; what it releases goes to all.
+    PrivateGradient, `plan.batches` and `fit` call these methods. Each example belongs to one process, and only this
+    process computes and clips its gradient. The first process sums the results of all, draws the noise, keeps the
+    ledger and broadcasts the released gradient. The guarantee rests on this: there is one sum, one noise and one
+    ledger.
 
     Attributes:
-        rank: of this process, from 0: the first.
-        count: how many there are.
+        rank: index of this process; 0 is the first process.
+        count: number of processes.
     """
 
     rank = 0
     count = 1
 
     def run_on_all(self, work: Callable[[], T], *, step: int = 0) -> T:
-        """What this process' work gives, once the work of all has ended well, in the same step.
+        """Run the work of this process, and return its result once the work of all processes has succeeded.
 
+        Args:
+            work: this process's part of the step.
+            step: index of the step; must be equal in all processes.
         Raises:
-            PrivacyError: another process failed, or takes another step. And whatever this one's work raised.
+            PrivacyError: the work of a different process failed, or it is at a different step. An error of this
+                process's own work is raised as it is.
         """
         del step
         return work()
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Sums over the processes, by name; in the first process only, elsewhere of no meaning. PRIVATE.
+        """Sum the values over all processes, by name. PRIVATE. Only the first process gets a meaningful result.
 
         Args:
-            values: of equal names, shapes and dtypes everywhere; their memory may be used.
+            values: values with the same names, shapes and dtypes in all processes. Their memory may be overwritten.
         """
         return values
 
     def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
-        """What the first process releases, in all. The memory of the others' values may be used."""
+        """Return the first process's gradient in all processes.
+
+        The memory of the gradients of the other processes may be overwritten.
+        """
         return gradient
 
     def broadcast_object(self, value: T) -> T:
-        """The first process' value: plain numbers, strings, tensors, and lists and dicts of these."""
+        """Return the first process's value: plain numbers, strings, tensors, and lists and dicts of these."""
         return value
 
     def begin(self, model: nn.Module) -> None:
-        """Give all processes the first one's weights and buffers."""
+        """Copy the weights and buffers of the first process to all processes."""
         del model
 
     def unsharded(self, model: nn.Module) -> AbstractContextManager[object]:
-        """The model as if it were not sharded: plain parameters, whole in each process."""
+        """Return a context in which the model is not sharded: plain parameters, complete in each process."""
         del model
         return nullcontext()
 
     def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole values, sharded as the tensors of those names are; what is not shaped like them stays as it is."""
+        """Shard complete values like the tensors of the same names. Values of a different shape stay complete."""
         del like
         return values
 
     def gather_state(self, state: T) -> T:
-        """A state of dicts, lists and tensors with every sharded tensor gathered; asked of all processes at once."""
+        """Return a state of dicts, lists and tensors with every sharded tensor gathered. All processes must call it."""
         return state
 
 
@@ -75,14 +84,16 @@ ALONE = Processes()
 
 
 def require_told(function: str, processes: Processes) -> None:
-    """Raise PrivacyError in one of several processes that has not been told of the others.
+    """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one.
 
-    Each would draw its own noise for its own sum, and a mean of their gradients would cost more than any ledger says.
+    Otherwise each process would draw its own noise for its own sum. A mean of their gradients would then cost more
+    privacy than any of their ledgers records.
     """
     if not isinstance(processes, Processes):  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = "leave it out, or give privgrad.integrations.distributed.Distributed()"
-        raise expected(function, "processes", "to be those that train together", described(processes), remedy)
-    torch_knows = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if processes.count == 1 and torch_knows and torch.distributed.get_world_size() > 1:
+        raise expected(function, "processes", "to be a Processes object", described(processes), remedy)
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if processes.count == 1 and is_initialized and (count := torch.distributed.get_world_size()) > 1:
         remedy = "pass processes=privgrad.integrations.distributed.Distributed()"
-        raise expected(function, "processes", "to be told of the others that torch.distributed knows", "none", remedy)
+        condition = f"to be all {count} processes of torch.distributed"
+        raise expected(function, "processes", condition, "1 process", remedy)

@@ -1,18 +1,18 @@
-"""Progress bars on standard error: how far, how long still, and what has been spent."""
+"""Progress bars on standard error: steps done, time left, and the epsilon spent."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-# Speed is measured over the last thousand updates, however slow: by default rich forgets what is half a minute old,
-# and then has no time left to tell of slow steps.
+# Speed is measured over the last thousand updates. By default rich forgets updates older than half a minute, and then
+# cannot estimate the remaining time of slow steps.
 _REMEMBERED_SECONDS = 24 * 3600.0
 
 
 def bars(*, shown: bool) -> Progress:
-    """Bars of one layout; each task is made with a `note`, the rest of its line.
+    """Return progress bars. Create each task with a field `note`, the text at the end of its line.
 
     Args:
-        shown: whether to show them. Where standard error is no terminal, only their end is printed, once.
+        shown: whether to show them. If standard error is not a terminal, only the final state is printed.
     """
     columns = (
         TextColumn("[bold]{task.description}"),

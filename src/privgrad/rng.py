@@ -1,9 +1,11 @@
 """Random streams: (secret root, stream name, step) -> draws, from a cryptographic generator.
 
-Each stream has its own AES-256 key, derived from the root by BLAKE2b with the stream's name; each step starts at
-its own counter. So no two streams and no two steps share output, any step can be drawn again without the ones
-before it, and there is no state to save. A root from the operating system's entropy (seed None) is never written
-anywhere. Draws are made on the CPU; `Stream.generator` is what other devices draw their noise from.
+Each stream has its own AES-256 key, derived from the root and the stream's name by BLAKE2b. Each step starts at its own
+counter. Therefore no two streams and no two steps share output. Any step can be drawn again without the steps before
+it, so there is no state to save. A root from the operating system's entropy (seed None) is never written anywhere.
+Draws are made on the CPU. Other devices draw their noise from `Stream.generator`.
+
+The privacy guarantee rests on this file: the root must stay secret, and no draw may be used for two releases.
 """
 
 import hashlib
@@ -20,24 +22,27 @@ from torch import Tensor
 
 from privgrad.errors import expected
 
-BLOCK = 1 << 18  # normals in a block: small enough for cache, large enough that threads seldom meet at the GIL
-_SHORT = 2.0**-7  # radii below it are recomputed: one pair in 32,768
-_ZEROS = bytes(8 * BLOCK)  # encrypted, they are the key stream: at most 8 bytes a normal
+BLOCK = 1 << 18  # normals per block: small enough for the cache, large enough that threads rarely wait for the GIL
+_SHORT = 2.0**-7  # smaller radii are recomputed: one pair in 32,768
+_ZEROS = bytes(8 * BLOCK)  # their encryption is the key stream: at most 8 bytes per normal
 _forks: list[None] = []
 os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 def this_process() -> tuple[int, int]:
-    """What a fork changes: the forks behind a process, and its number, which in a new namespace may be its parent's."""
+    """Return an identity that a fork changes: the process id, and the number of forks that led to this process.
+
+    The process id alone is not enough: in a new namespace a child may have the same id as its parent.
+    """
     return os.getpid(), len(_forks)
 
 
 class RandomSource:
-    """A secret root from which named, independent streams derive.
+    """A secret root from which named, independent streams derive. It cannot be copied or pickled.
 
     Args:
-        seed: None for the operating system's entropy. An integer is for research only: whoever knows it can
-            recompute the noise, so no privacy holds against them; warns when first used.
+        seed: None for the operating system's entropy. An integer is for research only: anyone who knows it can
+            recompute the noise, so it voids the privacy guarantee. The first use warns.
     """
 
     _warned = False
@@ -56,18 +61,18 @@ class RandomSource:
             )
 
     def stream(self, name: str) -> "Stream":
-        """The stream of that name: equal for equal (root, name), independent otherwise."""
+        """Return the stream with this name. Equal (root, name) give equal streams; all others are independent."""
         return Stream(hashlib.blake2b(name.encode(), key=self._root, digest_size=32).digest())
 
     def __reduce__(self) -> str:
-        remedy = "make another: two holders of one root would draw the same noise"
-        raise expected("RandomSource", "a secret root", "to have one holder", "a request to copy it", remedy)
+        remedy = "make a new RandomSource: two holders of one root would draw the same noise"
+        raise expected("RandomSource", "a secret root", "to have one holder", "a second one by copy or pickle", remedy)
 
 
 class Stream:
-    """Draws by step from one key. Stateless: the same step gives the same draws.
+    """A stateless source of draws by step from one key: the same step gives the same draws.
 
-    So that no second holder repeats them, a stream can be neither copied nor pickled, nor used in a forked process.
+    A stream cannot be copied, pickled or used in a forked process, because a second holder would repeat its draws.
 
     Args:
         key: 32 secret bytes.
@@ -79,7 +84,7 @@ class Stream:
 
     def __reduce__(self) -> str:
         remedy = "construct a new PrivateGradient: two copies would draw the same noise"
-        raise expected("Stream", "a random stream", "to have one holder", "a request to copy it", remedy)
+        raise expected("Stream", "a random stream", "to have one holder", "a second one by copy or pickle", remedy)
 
     @property
     def public_id(self) -> str:
@@ -87,11 +92,11 @@ class Stream:
         return hashlib.blake2b(self._key, person=b"privgrad-id", digest_size=8).hexdigest()
 
     def uint64(self, step: int, count: int) -> np.ndarray:
-        """`count` independent uniform 64-bit integers of that step."""
+        """Return `count` independent uniform 64-bit integers of one step, shape (count,)."""
         return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
 
     def normal(self, step: int, count: int, dtype: type[np.floating[Any]] = np.float64) -> Tensor:
-        """`count` independent standard normals of that step, shape (count,): those of `normal_blocks`, in order."""
+        """Return `count` independent standard normals of one step, shape (count,): its `normal_blocks` in order."""
         out = np.empty(count, dtype)
         draw = self.normal_blocks(step, dtype)
         for start in range(0, count, BLOCK):
@@ -100,21 +105,22 @@ class Stream:
         return torch.from_numpy(out)
 
     def normal_blocks(self, step: int, dtype: Any, *, dense: bool = False) -> Callable[[int, int], np.ndarray]:
-        """A function (block, count) -> the first `count` <= BLOCK standard normals of a block of that step.
+        """Return a function (block, count) -> the first `count` <= BLOCK standard normals of a block of the step.
 
-        It keeps its buffers: the next call overwrites what the last one returned, and each thread takes its own.
+        The function reuses its buffers: each call overwrites the result of the call before it. Each thread must
+        therefore make its own function.
 
-        Computes: Box-Muller on words of the key stream; the radius from 64 bits, so the tail reaches 9.4 standard
-        deviations; the angle from as many bits as the dtype has.
+        Computes: Box-Muller on words of the key stream. The radius uses 64 bits, so the tail reaches 9.4 standard
+        deviations. The angle uses as many bits as the dtype has.
 
         Args:
             step: index of the draw.
-            dtype: float32 or float64. A block serves one dtype: those of two share words.
-            dense: take 32 more bits for the radius, in float64, so that its values lie closer together in the tail,
-                which then reaches 11.5 standard deviations: for noise that is to reach every point of a grid.
+            dtype: float32 or float64. Draw each block in one dtype only: in two dtypes it would use the same words.
+            dense: use 32 more bits for the radius, with float64. Values in the tail then lie closer together, and the
+                tail reaches 11.5 standard deviations. For noise on a grid, which must reach every grid point.
         Privacy:
-            A block's words are its own, whoever draws it and when. They are those of a cryptographic stream.
-            Floating-point numbers are a grid, and the grid can leak (Mironov 2012): see add_noise.
+            Each block has its own words of a cryptographic stream, independently of who draws it and when.
+            Floating-point numbers form a grid, and this grid can leak (Mironov 2012): see add_noise.
         """
         z, size = np.empty(BLOCK, dtype), np.dtype(dtype).itemsize
         stream, tails = _room(len(_ZEROS)), _room(len(_ZEROS) // 4 if dense else 0)
@@ -125,7 +131,7 @@ class Stream:
             self._key_stream(step, block * len(_ZEROS) // 16).update_into(zeros, stream.data)
             words = stream[: 8 * pairs].view(np.int64)
             turns = stream[8 * pairs : (8 + size) * pairs].view(f"i{size}")
-            if dense:  # from a half of the step's counters that is theirs
+            if dense:  # the upper half of the step's counters is reserved for these bits
                 counter = (1 << 63) + block * len(_ZEROS) // 64
                 self._key_stream(step, counter).update_into(zeros[: 4 * pairs], tails.data)
                 tail = tails[: 4 * pairs].view(np.uint32)
@@ -135,11 +141,13 @@ class Stream:
         return draw
 
     def generator(self, step: int, device: torch.device) -> torch.Generator:
-        """torch's own generator on a device, for draws that should not cross the bus.
+        """Return a generator of torch on a device, so that noise need not be copied there from the CPU.
+
+        `noise.add_noise` uses it on all devices except the CPU.
 
         Privacy:
-            NOT cryptographic: Philox on CUDA, with 64 secret bits from the key, the step and the device; its float32
-            normals end at about 6.7 standard deviations.
+            NOT cryptographic: Philox on CUDA, with a 64-bit secret seed derived from the key, the step and the device.
+            Its float32 normals end at about 6.7 standard deviations.
         """
         self._require_own_process()
         name = f"{step} {device}".encode()
@@ -147,7 +155,7 @@ class Stream:
         return torch.Generator(device).manual_seed(int.from_bytes(seed, "big"))
 
     def _key_stream(self, step: int, counter: int) -> CipherContext:
-        """Turns zeros into a step's key stream, from its 16-byte unit `counter` on."""
+        """Return a cipher that encrypts zeros to the step's key stream, starting at its 16-byte unit `counter`."""
         self._require_own_process()
         nonce = step.to_bytes(8, "big") + counter.to_bytes(8, "big")
         return Cipher(algorithms.AES(self._key), modes.CTR(nonce)).encryptor()
@@ -155,36 +163,37 @@ class Stream:
     def _require_own_process(self) -> None:
         if this_process() != self._process:
             remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
-            raise expected("Stream", "a random stream", "to stay in its process", "use in a fork", remedy)
+            condition = f"to be used only in process {self._process[0]}, which made it"
+            raise expected("Stream", "a random stream", condition, f"its fork, process {os.getpid()}", remedy)
 
 
 def _room(size: int) -> np.ndarray:
-    return np.empty(size + 15, np.uint8)  # 15: older `cryptography` asks for room to spare
+    return np.empty(size + 15, np.uint8)  # older versions of `cryptography` require 15 bytes more than they write
 
 
 def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.ndarray | None = None) -> None:
-    """Turn uniform integers into standard normals, in the precision of z. Overwrites the words.
+    """Turn uniform integers into standard normals, in the precision of z, and overwrite the words.
 
     Computes: sqrt(-2 log u) * (cos a, sin a) with a = pi * (turn + 1/2) / 2^(bits - 1) and u = (|word| + h) / 2^63,
     where h = 1/2, or (tail + 1/2) / 2^32.
 
     Args:
         words: int64, shape (n,).
-        turns: int32 or int64, as wide as z's numbers, shape (n,).
+        turns: int32 or int64, of the same width as z's dtype, shape (n,).
         z: float32 or float64, shape (2n,): receives the normals.
-        tail: uint32, shape (n,): further digits of u; None for one half.
+        tail: uint32, shape (n,): further binary digits of u; None for h = 1/2.
     Privacy:
-        A normal that is exactly zero hides nothing, so none is. Small radii have their full precision: see
-        `_mend_short`. Sine and cosine are not zero at any angle that occurs.
+        A normal that is exactly zero would hide nothing, so no normal is zero. Small radii have their full precision,
+        see `_mend_short`. Sine and cosine are not zero at any angle that occurs.
     """
     pairs = len(words)
     radius, angle = z[:pairs], z[pairs:]
     np.copyto(radius, words, casting="unsafe")
     np.abs(radius, out=radius)
     if tail is None:
-        radius += 0.5  # off zero, where u has its full resolution: it lies in [2^-64, 1]
+        radius += 0.5  # avoids zero, near which u has its full resolution: u lies in [2^-64, 1]
     else:
-        np.add(tail, 0.5, out=angle)  # whose memory is not yet in use
+        np.add(tail, 0.5, out=angle)  # the memory of angle is not yet in use
         angle *= 2.0**-32
         radius += angle
     radius *= 2.0**-63
@@ -193,15 +202,15 @@ def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.nda
     np.sqrt(radius, out=radius)
     _mend_short(radius, words, tail)
     np.copyto(angle, turns, casting="unsafe")
-    angle += 0.5  # off zero, whose sine is zero
-    scratch = words.view(z.dtype)[:pairs]  # the words are spent
+    angle += 0.5  # avoids zero, whose sine is zero
+    scratch = words.view(z.dtype)[:pairs]  # the words are no longer needed
     if z.dtype == np.float32:
         angle *= math.pi * 2.0 ** (1 - 8 * turns.itemsize)
         np.cos(angle, out=scratch)
         np.sin(angle, out=angle)
         angle *= radius
         radius *= scratch
-    else:  # both of t = tan(a / 2), for numpy's float64 sine and cosine take many times as long
+    else:  # both from t = tan(a / 2), because numpy's float64 sine and cosine take many times as long
         angle *= math.pi * 2.0 ** (-8 * turns.itemsize)
         np.tan(angle, out=angle)
         np.multiply(angle, angle, out=scratch)
@@ -213,15 +222,15 @@ def box_muller(words: np.ndarray, turns: np.ndarray, z: np.ndarray, tail: np.nda
 
 
 def _mend_short(radius: np.ndarray, words: np.ndarray, tail: np.ndarray | None) -> None:
-    """Recompute the shortest radii from 1 - u, which is exact where u itself rounds to 1.
+    """Recompute the smallest radii from 1 - u, which is exact where u itself rounds to 1.
 
-    Near 1, u is a multiple of 2^-24 in float32. Without this, radii would be zero for one pair in 2^25, none would lie
-    between 0 and 3.4e-4, and those above would lie on a coarse grid.
+    Near 1, u is a multiple of 2^-24 in float32. Without this correction, radii would be zero for one pair in 2^25. No
+    radius would lie between 0 and 3.4e-4, and radii just above 3.4e-4 would lie on a coarse grid.
     """
     found = (radius < _SHORT).tobytes()
-    place = found.find(1)  # for so few, a fraction of the time that np.flatnonzero takes
-    while place >= 0:
-        half = 0.5 if tail is None else (int(tail[place]) + 0.5) * 2.0**-32
-        gap = abs((1 << 63) - abs(int(words[place])) - half) * 2.0**-63  # 1 - u; u > 1 for the word -2^63 alone
-        radius[place] = math.sqrt(-2.0 * math.log1p(-gap))
-        place = found.find(1, place + 1)
+    index = found.find(1)  # for so few hits, faster than np.flatnonzero
+    while index >= 0:
+        half = 0.5 if tail is None else (int(tail[index]) + 0.5) * 2.0**-32
+        gap = abs((1 << 63) - abs(int(words[index])) - half) * 2.0**-63  # 1 - u; u > 1 only for the word -2^63
+        radius[index] = math.sqrt(-2.0 * math.log1p(-gap))
+        index = found.find(1, index + 1)

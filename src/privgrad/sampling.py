@@ -1,6 +1,6 @@
-"""Poisson and fixed-size sampling -> Batch, with its own sampling facts.
+"""Poisson and fixed-size sampling: draws a Batch with a public record of how it was drawn.
 
-The rate that draws the batch is the field that the accountant is charged with.
+The privacy guarantee rests on this file. The sample rate that draws a batch is the one that the ledger charges.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_
 
 Collate = Callable[[list[Any]], Any]
 
-_COMPARED = 8  # items of the data set, between processes
-_REPEATS = 20  # of reading them, before a data set counts as one that does not change by chance
+_COMPARED = 8  # number of data set items that processes compare
+_REPEATS = 20  # number of equal readings after which the items count as not random
 
 
 def batches(
@@ -45,37 +45,39 @@ def batches(
     collate: Collate | None = None,
     processes: Processes = ALONE,
 ) -> Iterator[Batch]:
-    """Yield the batches of steps start, start + 1, ..., steps - 1.
+    """Return an iterator over the batches of steps start, start + 1, ..., steps - 1.
+
+    `PrivacyPlan.batches` calls this with the plan's numbers.
 
     Args:
-        dataset: map-style: len() and integer indexing. Each example is a tensor or a tuple, list or dict of what
-            default_collate takes.
+        dataset: a map-style data set, with len() and integer indexing. Each example is a tensor, or a tuple, list or
+            dict of values that default_collate takes.
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
-            batch may be empty. "fixed": expected_batch_size examples of a shuffled pass, the rest of a pass
-            dropped.
+            batch may be empty. "fixed": the next expected_batch_size examples of a shuffled pass; the remainder of
+            each pass is dropped.
         sample_rate: q in (0, 1].
         expected_batch_size: B, public.
-        num_examples: the public count; the data set must hold at least as many.
+        num_examples: the public count; the data set must hold at least this many examples.
         steps: T.
         start: first step, for a resumed run.
-        source: where the draws come from.
-        collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row is to
-            depend on its own example only: pad to a public length, not to the batch's longest.
-        processes: that train together: of several, each draws among its own examples, every so many-th of the data
-            set. Under a research seed their batches together are the one that a single process would draw. All make
-            this call, with the same data in the same order: its length and a few items, chosen anew in each call, are
-            compared, unless items change by themselves.
+        source: the source of the random stream that draws the batches.
+        collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row must
+            depend on its own example only: pad to a public length, not to the longest example of the batch.
+        processes: the processes that train together. With several, process r of k draws among the examples r, r + k,
+            r + 2k, ... Under a research seed, their batches together are the batch that a single process would draw.
+            All processes must make this call, with the same data in the same order. The call compares the length and a
+            few random items, unless the items themselves are random.
     Returns:
-        An iterator of Batch; examples have leading dimension `size`, 0 included. Batches that hold a whole
+        An iterator of Batch; examples have leading dimension `size`, which may be 0. Batches that hold a whole
         TensorDataset may share memory.
     Raises:
-        SamplingError: no length or no examples, fewer examples than num_examples, fixed batches in several processes,
-            or a data set that is not the first process' (raised by the call itself); a collate whose rows are not one
-            an example, or depend on their companions (raised by the iterator).
+        SamplingError: raised by the call: the data set has no length, no examples or fewer than num_examples; batches
+            are "fixed" in several processes; or the data set differs from the one of the first process. Raised by the
+            iterator: collate does not return one row per example, or its rows depend on other examples.
     Privacy:
-        Under "poisson" the rate is at most sample_rate, by less than 2**-63, and drawn from a cryptographic stream: one
-        a process, of its own entropy; under a seed one for all, of which each takes the words of its own examples.
-        "fixed" is covered by no accountant here.
+        Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it. Draws come from a
+        cryptographic stream. Without a seed each process has a stream of its own entropy. With a seed all processes
+        share one stream, and each uses the words of its own examples. No accountant here covers "fixed".
     """
     require_told("plan.batches", processes)
     require_integer("plan.batches", "start", start, 0)
@@ -118,21 +120,21 @@ def _require_samplable(
         raise refusal("to have a length", type(dataset).__name__, remedy)
     data = cast(Sequence[Any], dataset)
     if len(data) == 0:
-        raise refusal("to hold examples", "none", "check its path")
+        raise refusal("to hold at least one example", "0 examples", "check its path")
     if len(data) < num_examples:
-        remedy = "correct num_examples, the public count that rate and batch size rest on"
+        remedy = "correct num_examples, the public count from which sample rate and batch size follow"
         if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
             remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
-        raise refusal(f"to hold {num_examples} examples", f"only {len(data)}", remedy)
+        raise refusal(f"to hold at least {num_examples} examples", f"{len(data)} examples", remedy)
     if scheme == "fixed" and processes.count > 1:
         remedy = "draw Poisson batches, or train in one process"
         raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
 
 
 def _other_container(dataset: object) -> tuple[str, str] | None:
-    """Say what a container of data is that is no map-style data set, and how to make one of it; None for all else.
+    """Return a description of a container that is not a map-style data set, and the remedy; None for anything else.
 
-    pandas and polars are recognized by the names of their modules: neither is imported.
+    pandas and polars are recognized by the names of their modules, so that neither has to be imported.
     """
     kind, library = type(dataset).__name__, type(dataset).__module__.partition(".")[0]
     tensors = "torch.utils.data.TensorDataset"
@@ -152,11 +154,11 @@ def _other_container(dataset: object) -> tuple[str, str] | None:
     if library in ("pandas", "polars") and kind == "Series":
         return f"a {library} Series", f"pass {tensors}(torch.tensor(data.to_numpy())), with labels as a second tensor"
     if isinstance(dataset, Mapping):
-        held = cast("Mapping[object, object]", dataset)
-        if all(hasattr(part, "__getitem__") and not _is_column(part) for part in held.values()) and held:
-            name = next(iter(held))
+        parts = cast("Mapping[object, object]", dataset)
+        if all(hasattr(part, "__getitem__") and not _is_column(part) for part in parts.values()) and parts:
+            name = next(iter(parts))
             return f"a {kind} of data sets", f"pass one of them: data[{name!r}]"
-        if 0 not in held:
+        if 0 not in parts:
             line = f"{tensors}(*map(torch.as_tensor, data.values()))"
             return f"a {kind} of columns", f"pass {line}, which gives the columns in this order"
     if isinstance(dataset, np.ndarray | Tensor) and dataset.ndim == 0:
@@ -172,40 +174,42 @@ def _other_container(dataset: object) -> tuple[str, str] | None:
 
 
 def _is_column(part: object) -> bool:
-    """Whether it is a column of values, rather than a data set."""
+    """Return whether a part of a mapping is a column of values rather than a data set."""
     library = type(part).__module__.partition(".")[0]
     return isinstance(part, list | tuple | str | np.ndarray | Tensor) or library in ("pandas", "polars")
 
 
 def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Processes) -> None:
-    """Raise SamplingError in a process whose data set is not the first one's, by its length and a few of its items.
+    """Raise SamplingError in a process whose data set differs from the one of the first process.
 
-    An example belongs to the process that its place in the data set names: at another place in each, it would be
-    clipped and summed twice.
+    Compares the length and a few random items. The index of an example decides which process it belongs to. If the
+    order differed between processes, two of them could clip and sum the same example, which doubles its contribution.
     """
-    condition, remedy = "to be the first process'", "give each the same data set in the same order: shuffle by a seed"
-    places = np.random.default_rng().integers(count, size=_COMPARED).tolist()
-    first_count, places = processes.broadcast_object([count, places])
+    condition = "to be the same in every process"
+    remedy = "give each process the same data set in the same order: shuffle it with one shared seed"
+    indices = np.random.default_rng().integers(count, size=_COMPARED).tolist()
+    first_count, indices = processes.broadcast_object([count, indices])
 
     def digest() -> str:
         if count != first_count:
-            got = f"{count} examples for its {first_count}"
+            got = f"{count} examples in process {processes.rank} and {first_count} in process 0"
             raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
-        return _digest(take(torch.tensor(places)))
+        return _digest(take(torch.tensor(indices)))
 
     mine = processes.run_on_all(digest)
     first = processes.broadcast_object(mine)
 
     def require() -> None:
-        # A data set that changes its items by chance is never the same, not even here.
+        # A data set with random items differs even between two readings in one process.
         if mine != first and all(digest() == mine for _ in range(_REPEATS)):
-            raise expected("plan.batches", "dataset", condition, "other examples in places", remedy, SamplingError)
+            got = f"process {processes.rank} with examples that differ from those of process 0"
+            raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
 
     processes.run_on_all(require)
 
 
 def _digest(examples: Any) -> str:
-    """Hash of a batch's content. PRIVATE: for comparison between processes only."""
+    """Return a hash of a batch's content. PRIVATE: use it only to compare processes."""
     state = hashlib.sha256()
     for leaf in tree_flatten(examples)[0]:
         if isinstance(leaf, Tensor):
@@ -224,16 +228,16 @@ def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tenso
 
 def _fixed(stream: Stream, step: int, size: int, count: int) -> Tensor:
     if size > count:
-        got = f"{size} of {count} examples"
-        raise expected("plan.batches", "expected_batch_size", "to fit", got, "lower it", SamplingError)
+        condition = f"to be at most {count}, the size of the data set"
+        raise expected("plan.batches", "expected_batch_size", condition, size, "lower it", SamplingError)
     shuffle, position = divmod(step, count // size)
     order = np.argsort(stream.uint64(shuffle, count), kind="stable")
     return torch.from_numpy(order[position * size : (position + 1) * size])
 
 
 def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Callable[[Tensor], Any]:
-    """A function from indices to collated examples that also serves an empty selection."""
-    # Not for subclasses: theirs may be an indexing that hides or changes columns.
+    """Return a function from indices to collated examples. It also accepts an empty selection."""
+    # Not for subclasses: their indexing may hide or change columns.
     if type(dataset) is TensorDataset and collate is None:
         return _tensor_taker(dataset.tensors)
     data = cast(Sequence[Any], dataset)
@@ -241,7 +245,7 @@ def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Ca
 
     def take(chosen: Tensor) -> Any:
         if len(chosen) == 0:
-            # One example lends the structure, dtypes and shapes; none of its content is kept.
+            # Example 0 gives the structure, dtypes and shapes; its content is dropped.
             return map_examples(lambda leaf: leaf[:0], collate_list([_item(data, 0)]))
         items = [_item(data, int(index)) for index in chosen]
         examples = _collated(collate_list, items) if collate is None else collate_list(items)
@@ -262,7 +266,11 @@ def _item(data: Sequence[Any], index: int) -> Any:
 
 
 def _collated(collate: Collate, items: list[Any]) -> Any:
-    """Return what torch's default_collate makes of items, or say what it cannot make tensors of."""
+    """Collate items by torch's default_collate.
+
+    Raises:
+        SamplingError: default_collate cannot turn the items into tensors.
+    """
     try:
         return collate(items)
     except (TypeError, RuntimeError) as error:
@@ -274,7 +282,10 @@ def _collated(collate: Collate, items: list[Any]) -> Any:
 
 
 def _tensor_taker(tensors: tuple[Tensor, ...]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """As _taker; batches that hold everything share one copy until someone writes to it, or to the data set."""
+    """Return a function from indices to rows of the tensors.
+
+    Batches that hold the whole data set share one copy. A new copy is made after a write to it or to the data set.
+    """
     whole: list[Tensor] = []
     versions: list[int] = []
 
@@ -290,17 +301,20 @@ def _tensor_taker(tensors: tuple[Tensor, ...]) -> Callable[[Tensor], tuple[Tenso
 
 
 def _require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
-    """One row an example, and the first rows as if their examples had been collated alone."""
-    remedy = "treat each example by itself: pad to a public length, not to the longest of the batch"
+    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
+
+    The guarantee rests on this independence. Only the first two rows are compared with their examples collated alone.
+    """
+    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
 
     def refusal(condition: str, got: str) -> SamplingError:
         return SamplingError(f"plan.batches: expected collate {condition}, got {got}; {remedy}.")
 
     if count_examples(examples) != len(items):
-        raise refusal("to give one row an example", "another number of rows")
+        raise refusal("to return one row per example", "a different number of rows")  # both numbers are private
     for index, item in enumerate(items[:2]):
         together, _ = tree_flatten(map_examples(itemgetter(index), examples))
         alone, _ = tree_flatten(map_examples(itemgetter(0), collate([item])))
         same = len(together) == len(alone) and all(map(torch.equal, together, alone))
         if not same:
-            raise refusal("to give rows that depend on their own example only", "rows that change with the others")
+            raise refusal("to return rows that depend on their own example only", "rows that depend on other examples")

@@ -1,9 +1,13 @@
-"""Scales for AdaDPS from what is known beside the private examples: how frequent words are, how much they tell.
+"""Scales for AdaDPS from public knowledge about features, such as word frequencies or TF-IDF weights.
 
-All take counts or weights of V features and give `Scales` A for one two-dimensional parameter, one entry a feature.
-Gradients are divided by A, so what has the smallest A gains on the rest. With `frequencies` and `by_rank` these are the
-rare features: multiplied by up to 100 while frequent ones are divided, or by 20 while those stay. With `tfidf` they are
-the features that weigh most.
+Each function takes counts or weights of V features, and returns `Scales` A for one two-dimensional parameter, with one
+entry per feature. Gradients are divided by A before clipping, so features with a small A gain weight:
+
+- `frequencies`: multiplies the gradients of rare features by up to 100 and divides those of frequent features.
+- `by_rank`: multiplies the gradients of rare features by 20 and leaves those of frequent features as they are.
+- `tfidf`: favors the features with the largest total weight.
+
+The scales cost no privacy only if they do not depend on the private data; see `Scales` on their provenance.
 """
 
 from numbers import Integral
@@ -26,30 +30,31 @@ def frequencies(
     cap: float = 1e4,
     division: float = 100.0,
 ) -> Scales:
-    """Scales that grow with how frequent a feature is.
+    """Compute scales that grow with the frequency of a feature.
 
     Computes: f_j = (counts_j + 0.1) / sum counts + 1e-10; r_j = min(cap, max f / f_j) / division; A_j = 1 / r_j.
 
     Args:
-        counts: how often each feature occurs, shape (V,), finite, >= 0, not all 0.
+        counts: number of occurrences of each feature, shape (V,), finite, >= 0, not all 0.
         parameter: name of the parameter that the scales are for.
-        dim: its dimension that runs over features: 1 for the weight of a Linear, 0 for an embedding table.
-        source: what was counted, in a few words; recorded.
+        dim: dimension of the parameter that runs over features: 1 for the weight of a Linear, 0 for an embedding table.
+        source: the data that was counted, in a few words; recorded.
         provenance: see `Scales`.
-        cap: largest ratio, >= 1. division: > 0.
+        cap: largest ratio, >= 1.
+        division: divisor of the ratio, > 0.
     Returns:
         {parameter: A}, of shape (V, 1) or (1, V), positive.
     Raises:
-        PrivacyError: counts or numbers out of range.
+        PrivacyError: counts or numbers are out of their range.
     Privacy:
-        As public as the counts: of the private data they are "private-derived", and no epsilon covers them.
+        As public as the counts. Counts of the private data are "private-derived", and no epsilon covers the scales.
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), token frequencies as their code computes them.
     """
     counted = _features("frequencies", "counts", counts, "count over public text")
     if cap < 1:
-        raise expected("frequencies", "cap", "to be at least 1", cap, "1e4 is the paper's")
-    require_positive("frequencies", "division", division, "100 is the paper's")
+        raise expected("frequencies", "cap", "to be at least 1", cap, "give 1e4, the paper's value")
+    require_positive("frequencies", "division", division, "give 100, the paper's value")
     share = (counted + 0.1) / counted.sum() + 1e-10
     ratio = (share.max() / share).clamp(max=cap) / division
     return _scales("frequencies", 1 / ratio, parameter, dim, source, provenance)
@@ -65,20 +70,31 @@ def by_rank(
     frequent: int = 100,
     multiplier: float = 20.0,
 ) -> Scales:
-    """Two levels: A = 1 for the most frequent features, A = 1 / multiplier for the rest.
+    """Compute scales with two levels: 1 for the most frequent features, 1 / multiplier for the rest.
 
     Args:
-        counts, parameter, dim, source, provenance, Returns, Raises, Privacy: as `frequencies`.
-        frequent: how many features are frequent, from 1 to V.
-        multiplier: > 0; the authors take 20, and 200 in federated training.
+        counts: as in `frequencies`.
+        parameter: as in `frequencies`.
+        dim: as in `frequencies`.
+        source: as in `frequencies`.
+        provenance: as in `frequencies`.
+        frequent: number of features that count as frequent, from 1 to V.
+        multiplier: > 0; the authors use 20, and 200 in federated training.
+    Returns:
+        As `frequencies`.
+    Raises:
+        PrivacyError: counts or numbers are out of their range.
+    Privacy:
+        As `frequencies`.
     Reference:
-        Li et al. 2022 (AdaDPS), what their code does for StackOverflow.
+        Li et al. 2022 (AdaDPS), as in their code for StackOverflow.
     """
     counted = _features("by_rank", "counts", counts, "count over public text")
     require_integer("by_rank", "frequent", frequent, 1)
     if frequent > len(counted):
-        raise expected("by_rank", "frequent", f"to be at most {len(counted)}, the features", frequent, "lower it")
-    require_positive("by_rank", "multiplier", multiplier, "20 is the paper's")
+        condition = f"to be at most {len(counted)}, the number of features"
+        raise expected("by_rank", "frequent", condition, frequent, "lower it")
+    require_positive("by_rank", "multiplier", multiplier, "give 20, the paper's value")
     scale = torch.full_like(counted, 1 / multiplier)
     scale[counted.argsort(descending=True, stable=True)[:frequent]] = 1.0
     return _scales("by_rank", scale, parameter, dim, source, provenance)
@@ -93,26 +109,36 @@ def tfidf(
     provenance: Provenance = "public data",
     special: tuple[int, ...] = (),
 ) -> Scales:
-    """Scales from the TF-IDF weights of documents: what weighs much in total is divided down little.
+    """Compute scales from the TF-IDF weights of documents: small for features with a large total weight.
 
     Computes: r_j = 10 (sum over documents of weights_ij + 1e-10), 0.01 for special tokens; A_j = 1 / r_j, at most 1e9.
 
     Args:
-        weights: of documents and features, shape (n, V), finite, >= 0, not all 0, dense or sparse: what `fit_transform`
-            of scikit-learn's TfidfVectorizer or TfidfTransformer gives.
-        parameter, dim, source, provenance, Returns, Raises, Privacy: as `frequencies`.
-        special: features that are no words (padding, start, unknown), from 0 to V - 1.
+        weights: TF-IDF weights by document and feature, shape (n, V), finite, >= 0, not all 0, dense or sparse: the
+            result of `fit_transform` of scikit-learn's TfidfVectorizer or TfidfTransformer.
+        parameter: as in `frequencies`.
+        dim: as in `frequencies`.
+        source: as in `frequencies`.
+        provenance: as in `frequencies`.
+        special: indices of features that are not words (padding, start, unknown), from 0 to V - 1.
+    Returns:
+        As `frequencies`.
+    Raises:
+        PrivacyError: weights or indices are out of their range.
+    Privacy:
+        As `frequencies`.
     Reference:
         Li et al. 2022 (AdaDPS), TF-IDF as their code computes it.
     """
-    shape, remedy = getattr(weights, "shape", ()), "give what fit_transform of scikit-learn's TfidfVectorizer returns"
+    shape, remedy = getattr(weights, "shape", ()), "give the result of fit_transform of scikit-learn's TfidfVectorizer"
     if len(shape) != 2:
         got = f"{type(weights).__name__} of shape {tuple(shape)}"
         raise expected("tfidf", "weights", "to be a matrix of documents and features", got, remedy)
     matrix = weights.to_sparse_coo() if isinstance(weights, Tensor) else weights
     summed, absolute = _column_sums(matrix), _column_sums(abs(matrix))
     if not torch.equal(summed, absolute):
-        raise expected("tfidf", "weights", "to be finite and >= 0", "others", remedy)
+        got = f"negative or NaN weights in column {int((summed != absolute).nonzero()[0, 0])}"
+        raise expected("tfidf", "weights", "to be finite and >= 0", got, remedy)
     wrong = [index for index in special if not (isinstance(index, Integral) and 0 <= index < len(summed))]
     if wrong:
         raise expected("tfidf", "special", f"to be from 0 to {len(summed) - 1}", wrong, "give indices of features")
@@ -130,14 +156,14 @@ def _features(function: str, name: str, values: Any, remedy: str) -> Tensor:
     found = torch.as_tensor(values).double()
     if found.ndim != 1 or not bool((torch.isfinite(found) & (found >= 0)).all()) or float(found.sum()) <= 0:
         ends = f", from {float(found.min()):g} to {float(found.max()):g}" if found.numel() else ""
-        condition = "one a feature, finite, >= 0 and not all 0"
+        condition = "to be one number per feature, finite, >= 0 and not all 0"
         raise expected(function, name, condition, f"shape {tuple(found.shape)}{ends}", remedy)
     return found
 
 
 def _scales(function: str, scale: Tensor, parameter: str, dim: int, source: str, provenance: Provenance) -> Scales:
     if dim not in (0, 1):
-        remedy = "1 for the weight of a Linear, 0 for an embedding table"
+        remedy = "give 1 for the weight of a Linear, 0 for an embedding table"
         raise expected(function, "dim", "to be 0 or 1", dim, remedy)
     shaped = scale.unsqueeze(1 - dim)
     return Scales({parameter: shaped}, provenance=provenance, source=source)

@@ -1,4 +1,4 @@
-"""Work on blocks that stay in cache, on as many threads as torch uses; and work on one thread."""
+"""Helpers for speed: work on blocks that stay in cache, on as many threads as torch uses or on one thread."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -14,31 +14,31 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 T = TypeVar("T")
 
 _NUMBERS_A_THREAD = 1 << 19
-# Numbers in a block: what eight operators read and write stays in cache, and is still worth torch's own threads.
+# Numbers per block: small enough that the data of eight operators stays in cache, large enough for torch's threads.
 _BLOCK = 1 << 18
 
 
 def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numbers: int) -> None:
-    """Let each thread take block after block until none is left.
+    """Process all blocks, with as many threads as torch uses: each thread takes the next block until none is left.
 
-    For work outside torch's operators, which bring threads of their own. Returns, or raises what a thread raised, when
-    all have ended.
+    `noise.add_noise` uses this, because its work is outside torch's operators, which have their own threads. Returns
+    when all threads have ended, or raises the error of a thread.
 
     Args:
-        work: called once a thread, with the blocks that fall to it; may keep buffers from one to the next. Which
-            those are is chance: the result must not depend on it.
-        blocks: each falls to one thread.
-        numbers: how many they hold together; few are not worth a thread.
+        work: called once per thread, with the blocks that this thread takes. It may reuse buffers between blocks. The
+            assignment of blocks to threads is random, so the result must not depend on it.
+        blocks: the blocks; each goes to one thread.
+        numbers: how many numbers all blocks hold together. Threads are not started for few numbers.
     """
     queue = deque(blocks)
     threads = min(torch.get_num_threads(), len(queue), numbers // _NUMBERS_A_THREAD)
     if threads <= 1:
         work(queue)
         return
-    # A pool for each call: one that lasted would not survive a fork, and to start it takes a tenth of a millisecond.
+    # One pool per call, which takes 0.1 ms to start. A permanent pool would not survive a fork.
     with ThreadPoolExecutor(threads) as pool:
-        for ended in [pool.submit(work, _taken(queue)) for _ in range(threads)]:
-            ended.result()
+        for future in [pool.submit(work, _taken(queue)) for _ in range(threads)]:
+            future.result()
 
 
 def _taken(queue: deque[T]) -> Iterator[T]:
@@ -49,7 +49,7 @@ def _taken(queue: deque[T]) -> Iterator[T]:
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Let torch use one thread: small products lose more by waiting for each other than they gain."""
+    """Let torch use only one thread, which is faster for small matrix products."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -59,9 +59,10 @@ def one_thread() -> Generator[None]:
 
 
 def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
-    """The tensors in aligned blocks, each with the numbers. Whole if short, sharded, laid out otherwise or on no CPU.
+    """Split tensors into aligned blocks for elementwise work; each tuple holds one block per tensor.
 
-    For elementwise work of several operators: what one wrote, the next finds in cache.
+    Numbers and None are repeated in each tuple. With blocks, several operators in a row find their data in cache. The
+    tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]

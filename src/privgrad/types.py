@@ -1,4 +1,8 @@
-"""Frozen values that cross rooms, each carrying the facts that the next room needs."""
+"""The types that the parts of the library pass to each other: Batch -> ClippedSum -> NoisyGradient, and Scales.
+
+Each type carries the facts that its receiver needs, such as the sensitivity of a sum or the noise of a gradient. All
+are frozen dataclasses, except `Scales`, which is a dict.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +20,9 @@ LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the examples of one batch were drawn. Everything here is public.
+    """A public record of how the examples of one batch were drawn.
+
+    `sampling.batches` makes it. PrivateGradient compares it with the plan and charges the ledger for its `draw`.
 
     Attributes:
         scheme: "poisson" (every example independently with probability sample_rate) or "fixed" (shuffled,
@@ -25,9 +31,10 @@ class Sampling:
         expected_batch_size: B, the divisor of the clipped sum.
         step: index of the batch in its stream, from 0.
         stream: public name of the random stream that drew the batch. Two batches with the same (stream, step)
-            hold the same draw.
+            are the same draw.
         seed: the research seed that the stream derives from, or None for the operating system's entropy.
-        rank, processes: which of how many processes the batch was drawn for; each example belongs to one of them.
+        rank: rank of the process that the batch was drawn for. Each example belongs to exactly one process.
+        processes: number of processes that train together.
     """
 
     scheme: SamplingScheme
@@ -41,19 +48,19 @@ class Sampling:
 
     @property
     def draw(self) -> str:
-        """Name of this draw: equal for equal (stream, step)."""
+        """The name of this draw: two batches have the same name exactly if their (stream, step) are equal."""
         return f"{self.stream}:{self.step}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The examples of one step, and how they were drawn.
+    """The examples of one step, with the record of how they were drawn.
 
     Attributes:
-        examples: tensor, or tuple, list or dict of tensors, each with the same leading dimension `size`; may hold
-            zero examples.
-        size: number of examples drawn. PRIVATE under Poisson sampling: never a divisor, never reported.
-        sampling: the public facts.
+        examples: a tensor, or a tuple, list or dict of tensors, each with the same leading dimension `size`. It may
+            hold zero examples.
+        size: number of examples drawn. PRIVATE under Poisson sampling: never use it as a divisor or report it.
+        sampling: the public record of the draw.
     """
 
     examples: Any
@@ -62,15 +69,15 @@ class Batch:
 
 
 def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
-    """Apply a function to every tensor of a batch's examples, keeping their structure."""
+    """Apply a function to every tensor of a batch's examples and keep their structure."""
     return tree_map(cast("Callable[[Any], Any]", function), examples)
 
 
 def count_examples(examples: Any) -> int:
-    """The leading dimension that all tensors of the examples share.
+    """Return the number of examples: the leading dimension that all their tensors share.
 
     Raises:
-        PrivacyError: no tensor, or leading dimensions that differ.
+        PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
     """
     leaves: list[Any] = tree_leaves(examples)
     for leaf in leaves:
@@ -79,19 +86,21 @@ def count_examples(examples: Any) -> int:
             raise expected("Batch", "examples", "to be tensors", type(leaf).__name__, remedy)
     sizes = {leaf.shape[0] for leaf in cast("list[Tensor]", leaves)}
     if len(sizes) != 1:
-        remedy = "collate examples into tensors with one entry an example"
+        remedy = "collate the examples into tensors with one entry per example"
         raise expected("Batch", "examples", "to share one leading dimension", sorted(sizes), remedy)
     return sizes.pop()
 
 
 @dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped per-example gradients. PRIVATE until noise has been added.
+    """A sum of clipped per-example gradients. PRIVATE until noise has been added.
+
+    The guarantee rests on `sensitivity`: `noise.add_noise` scales the noise by it.
 
     Attributes:
         values: sum by parameter name, float32 or wider.
-        sensitivity: adding or removing one example moves the values, taken as one vector, by at most this L2
-            norm.
+        sensitivity: the largest L2 norm by which adding or removing one example (one unit of privacy) moves the
+            values, taken as one vector.
     """
 
     values: Mapping[str, Tensor]
@@ -102,32 +111,37 @@ Provenance = Literal["public data", "common knowledge", "private-derived"]
 
 
 class Scales(dict[str, Tensor]):
-    """Scales A by parameter name, and where they come from.
+    """A mapping from parameter name to scales A, with the provenance of the scales.
+
+    `precondition.fixed` divides each gradient by A before clipping.
 
     Args:
-        values: each broadcasts to its parameter.
-        provenance: "public data"; "common knowledge" (what anyone may assume, such as word frequencies of a language);
-            or "private-derived": made of the private data, so that no epsilon covers them.
-        source: what exactly, in a few words.
+        values: scales by parameter name; each broadcasts to its parameter.
+        provenance: "public data"; "common knowledge" (anyone may assume it, for example the word frequencies of a
+            language); or "private-derived": computed from the private data, so that no epsilon covers the scales.
+        source: the exact source, in a few words.
     Raises:
-        PrivacyError: an unknown provenance, or no source.
+        PrivacyError: values is not a mapping, the provenance is unknown, or the source is empty.
+    Privacy:
+        The provenance is a statement of the caller. No code can check it.
     """
 
     def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
         if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give a dict, such as {'0.weight': torch.ones(4, 5)}"
-            raise expected("Scales", "values", "to be scales by parameter name", described(values), remedy)
+            raise expected("Scales", "values", "to be a mapping of scales by parameter name", described(values), remedy)
         super().__init__(values)
         if f"{provenance}" not in get_args(Provenance) or not source:
-            condition = f"to be one of {', '.join(get_args(Provenance))}, with its source"
-            raise expected("Scales", "provenance", condition, f"{provenance!r}, {source!r}", "say where they come from")
+            condition = f"to be one of {', '.join(get_args(Provenance))}, with a source"
+            got, remedy = f"provenance {provenance!r} and source {source!r}", "say where the scales come from"
+            raise expected("Scales", "provenance", condition, got, remedy)
         self.provenance, self.source = provenance, source
 
     def __or__(self, other: Any) -> "Scales":
-        """Both together; what is private-derived stays so."""
+        """Return the union of both, with the less public provenance of the two and with both sources."""
         if not isinstance(other, Scales):
-            remedy = "make it Scales, so that both sources stay known"
-            raise expected("Scales", "what is joined to them", "to be Scales", type(other).__name__, remedy)
+            remedy = "convert it to Scales, so that both sources stay known"
+            raise expected("Scales", "the right operand of |", "to be Scales", type(other).__name__, remedy)
         order = get_args(Provenance)
         provenance = cast(Provenance, max(self.provenance, other.provenance, key=order.index))
         source = "; ".join(dict.fromkeys((self.source, other.source)))
@@ -139,29 +153,29 @@ NoiseStd = float | Mapping[str, float | Tensor]
 
 @dataclass(frozen=True)
 class NoisyGradient:
-    """A released gradient: safe to use in any way.
+    """A released gradient. Any use of it is post-processing and costs no more privacy.
 
     Attributes:
         values: averaged noisy gradient by parameter name, each shaped like its parameter.
-        noise_std: standard deviation of the noise in `values`, sigma C / B: one number, or by parameter name a
-            number or a tensor shaped like the parameter. Gradient units, >= 0.
+        noise_std: standard deviation of the noise in `values`, sigma C / B, in gradient units, >= 0. It is one number
+            for all parameters, or a mapping from parameter name to a number or to a tensor shaped like the parameter.
     """
 
     values: Mapping[str, Tensor]
     noise_std: NoiseStd
 
     def noise_std_of(self, name: str) -> float | Tensor:
-        """The noise's standard deviation for one parameter."""
+        """Return the standard deviation of the noise for one parameter."""
         return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
 
     def assign(self, model: nn.Module) -> None:
         """Write the values to the `.grad` of the model's parameters, for any torch optimizer.
 
         Raises:
-            PrivacyError: the model lacks a parameter that this gradient is for.
+            PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.
         Privacy:
-            Post-processing. The noise's size does not travel with `.grad`: the optimizers of privgrad take
-            `step(grad=...)` instead.
+            Post-processing. `.grad` does not hold `noise_std`. The optimizers of privgrad need it, so pass them the
+            gradient by `step(grad=...)` instead.
         """
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "pass the model that PrivateGradient was given"
@@ -173,7 +187,7 @@ class NoisyGradient:
                 "NoisyGradient.assign",
                 "model",
                 "to have every parameter of the gradient",
-                f"none named {', '.join(unknown)}",
+                f"a {type(model).__name__} without {', '.join(unknown)}",
                 "pass the model that PrivateGradient was given",
             )
         for name, value in self.values.items():

@@ -274,7 +274,7 @@ LEDGER = [
         "a charge of another sigma than was used",
         charged_with_another_sigma,
         "test_ledger.test_ledger_file_tells_each_release_and_its_epsilon",
-        guard="each release to be of the ledger's plan",
+        guard="of the ledger's plan",
     ),
     Mutant(
         "another sigma recorded than was used",

@@ -1,4 +1,4 @@
-"""Adaptive optimizers with the noise's variance taken out of their second moment."""
+"""Adaptive optimizers that subtract the known noise variance from their second moment."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,12 @@ State = dict[str, Any]
 
 
 class Debiased(PrivateOptimizer):
-    """What the family shares: one pass over memory, and noise that may change over time.
+    """A base class of all `*BC` optimizers. It updates in one pass over memory, and noise_std may change over time.
 
-    Computes, elementwise, with g the released gradient, noise_std its noise, and what a subclass says of a group:
-        v = keep v + add g**2;  n = keep n + add noise_std**2;  m = beta m + (1 - beta) g (where there is a beta)
-        p = (1 - decay) p - (of_gradient g + of_average m) / sqrt(debias(v, noise n, floor))
+    Computes, elementwise, with g the released gradient, noise_std its noise, and the subclass's keep, add, beta, floor,
+    of_gradient and of_average for a group:
+        v = keep v + add g**2;  n = keep n + add noise_std**2;  m = beta m + (1 - beta) g (if the subclass has a beta)
+        p = (1 - decay) p - (of_gradient g + of_average m) / sqrt(debias(v, sqrt(n), floor))
     """
 
     _square: ClassVar[str] = "exp_avg_sq"
@@ -31,19 +32,19 @@ class Debiased(PrivateOptimizer):
     def _require_options(self, group: Mapping[str, Any]) -> None:
         function, floor = type(self).__name__, group["debias_floor"]
         if floor is not None:
-            require_positive(function, "debias_floor", floor, "use None for the floor on the noise's scale")
+            require_positive(function, "debias_floor", floor, "give None for the default floor on the noise's scale")
         if "floor_rule" in group:
             require_rule(function, group["floor_rule"])
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
             if option in group and not _are_decays(group[option], usual):
-                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"{usual} is usual")
-        for option in ("weight_decay", "momentum_decay"):
-            require_nonnegative(function, option, group.get(option, 0.0), "1e-2 and 4e-3 are usual")
+                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"give {usual}")
+        for option, usual in (("weight_decay", "1e-2"), ("momentum_decay", "4e-3")):
+            require_nonnegative(function, option, group.get(option, 0.0), f"give {usual}")
 
     def fraction_floored(self) -> float:
-        """Share of coordinates whose debiased second moment sits on its floor, in [0, 1]; nan before any step.
+        """Return the share of coordinates whose debiased second moment equals its floor, in [0, 1].
 
-        Of a sharded model: of the coordinates that lie in this process.
+        It is nan before the first step. For a sharded model only the coordinates of this process count.
 
         Privacy:
             Post-processing.
@@ -53,7 +54,9 @@ class Debiased(PrivateOptimizer):
         return sum(floored for floored, _ in counts) / total if total else math.nan
 
     def floored(self) -> dict[str, tuple[int, int]]:
-        """By parameter name, how many coordinates sit on their floor, and of how many; without those never updated.
+        """Return by parameter name the number of coordinates on their floor and the number of all coordinates.
+
+        Parameters that were never updated are left out.
 
         Privacy:
             Post-processing.
@@ -66,8 +69,8 @@ class Debiased(PrivateOptimizer):
                     floor = self._floor(group, state)
                     square, noise_std = state[self._square], state[self._noise] ** 0.5
                     on_floor: Any = debias(square, noise_std, floor=floor) <= floor
-                    here = on_floor.to_local() if hasattr(on_floor, "to_local") else on_floor
-                    found[name] = int(here.sum()), here.numel()
+                    local = on_floor.to_local() if hasattr(on_floor, "to_local") else on_floor
+                    found[name] = int(local.sum()), local.numel()
         return found
 
     @torch.no_grad()
@@ -106,49 +109,49 @@ class Debiased(PrivateOptimizer):
                         values.addcdiv_(average, root, value=-of_average)
 
     def _beta(self, group: Group) -> float | None:
-        """Decay of the average of gradients; None keeps none."""
+        """Return the decay of the first moment, or None if the optimizer has no first moment."""
         return None
 
     def _weights(self, group: Group) -> tuple[float, float]:
-        """(keep, add) of the second moment."""
+        """Return (keep, add) of the second moment."""
         raise NotImplementedError
 
     def _floor(self, group: Group, state: State) -> float | Tensor:
-        """The floor, in the units of the second moment as it stands."""
+        """Return the floor in the units of the stored second moment, before any startup correction."""
         raise NotImplementedError
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
-        """(of the gradient, of the average) in the step. May advance the state's numbers."""
+        """Return (of_gradient, of_average), the factors of g and m in the update. May update numbers in the state."""
         raise NotImplementedError
 
     def _moment_scale(self, group: Group, state: State) -> float:
-        """What turns m**2 into the units of the second moment as it stands."""
+        """Return the factor that converts m**2 to the units of the stored second moment."""
         return 1.0
 
 
 class AdamBC(Debiased):
-    """DP-AdamBC: Adam whose denominator is the gradient's own second moment, not the noise's.
+    """An Adam that subtracts the noise variance from its second moment: DP-AdamBC.
 
     Computes, elementwise, with g the released gradient and noise_std its noise:
         m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g**2;  n = beta2 n + (1 - beta2) noise_std**2
-        p = p - lr * m / (1 - beta1**t) / sqrt(debias((v, less n) / (1 - beta2**t), floor))
+        c = 1 - beta2**t;  p = p - lr * m / (1 - beta1**t) / sqrt(debias(v / c, sqrt(n / c), floor))
 
-    Constant noise gives n / (1 - beta2**t) = noise_std**2. Nothing is added to the denominator: the floor bounds it.
+    Constant noise gives n / c = noise_std**2. No eps is added to the denominator: the floor bounds it from below.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0.
         betas: decays (beta1, beta2), each in [0, 1).
-        debias_floor: smallest debiased second moment, gradient**2, > 0 (the paper's gamma'). None sets it on the
-            noise's own scale, see `default_floor`: one default for every model and budget.
-        floor_rule: how the floor enters, see `debias`; all but "max" are for ablations.
+        debias_floor: smallest debiased second moment, gradient**2, > 0 (the paper's gamma'). None derives it from the
+            noise, see `default_floor`: one default for every model and budget.
+        floor_rule: how the floor is applied, see `debias`; all rules except "max" are for ablations.
     Raises:
-        PrivacyError: parameters without names, or a number out of its range.
+        PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
         Post-processing: the state holds moments of released gradients and public constants only.
     Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: noise that changes over time is tracked by n; the
-        default floor is relative.
+        Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: n tracks noise that changes over time; the default
+        floor is relative to the noise.
     """
 
     def __init__(
@@ -169,7 +172,10 @@ class AdamBC(Debiased):
         return group["betas"][1], 1 - group["betas"][1]
 
     def _floor(self, group: Group, state: State) -> float | Tensor:
-        """debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor): the startup correction c waits for the step size."""
+        """Return c times the floor, where c is the startup correction.
+
+        debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor), so `_coefficients` can apply c to the step size.
+        """
         correction = self._correction(group, state)
         floor = group["debias_floor"]
         if floor is None:
@@ -188,10 +194,10 @@ class AdamBC(Debiased):
 
 
 class AdamWBC(AdamBC):
-    """AdamBC with decoupled weight decay: p = (1 - lr * weight_decay) p, then AdamBC's step.
+    """An AdamBC with decoupled weight decay: p = (1 - lr * weight_decay) p, then AdamBC's step.
 
     Args:
-        weight_decay: >= 0, times lr.
+        weight_decay: >= 0; multiplied by lr.
         params, lr, betas, debias_floor, floor_rule, Raises, Privacy: as AdamBC.
     Reference:
         Loshchilov, Hutter 2019 (AdamW), with the denominator of Tang, Lecuyer 2023.
@@ -212,7 +218,7 @@ class AdamWBC(AdamBC):
 
 
 class NAdamBC(AdamBC):
-    """AdamBC with Nesterov momentum, as torch's NAdam.
+    """An AdamBC with Nesterov momentum, as in torch's NAdam.
 
     Computes: mu_t = beta1 (1 - 0.5 * 0.96**(t * momentum_decay)), and p moves by
         lr ((1 - mu_t) g / (1 - prod mu) + mu_{t+1} m / (1 - prod mu * mu_{t+1})) over AdamBC's denominator.
@@ -249,18 +255,19 @@ class NAdamBC(AdamBC):
 
 
 class RMSpropBC(Debiased):
-    """RMSprop whose denominator is the gradient's own second moment, not the noise's.
+    """An RMSprop that subtracts the noise variance from its second moment.
 
     Computes: v = alpha v + (1 - alpha) g**2;  n = alpha n + (1 - alpha) noise_std**2;
-        p = p - lr * g / sqrt(debias(v, less n, floor)). As torch's RMSprop, v has no startup correction; neither has n.
+        p = p - lr * g / sqrt(debias(v, sqrt(n), floor)). As in torch's RMSprop, v and n have no startup correction.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0.
         alpha: decay of the second moment, in [0, 1).
-        debias_floor: smallest debiased second moment, gradient**2, > 0. None: on the noise's own scale.
+        debias_floor: smallest debiased second moment, gradient**2, > 0. None: derived from the noise, see
+            `default_floor`.
     Raises:
-        PrivacyError: parameters without names, or a number out of its range.
+        PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
         Post-processing.
     Reference:
@@ -286,17 +293,17 @@ class RMSpropBC(Debiased):
 
 
 class AdagradBC(Debiased):
-    """Adagrad whose denominator is the sum of the gradient's own squares, not the noise's.
+    """An Adagrad that subtracts the noise variance from its sum of squared gradients.
 
-    Computes: v = v + g**2;  n = n + noise_std**2;  p = p - lr * g / sqrt(debias(v, less n, floor)).
+    Computes: v = v + g**2;  n = n + noise_std**2;  p = p - lr * g / sqrt(debias(v, sqrt(n), floor)).
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0.
-        debias_floor: smallest debiased sum of squares, gradient**2, > 0. None: on the noise's own scale, 1.3 standard
+        debias_floor: smallest debiased sum of squares, gradient**2, > 0. None: derived from the noise, as 1.3 standard
             deviations of the sum for a coordinate without signal under constant noise.
     Raises:
-        PrivacyError: parameters without names, or a number out of its range.
+        PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
         Post-processing.
     Reference:
@@ -315,7 +322,7 @@ class AdagradBC(Debiased):
     def _floor(self, group: Group, state: State) -> float | Tensor:
         if group["debias_floor"] is not None:
             return group["debias_floor"]
-        # A sum of t is as sure as an average with decay (t - 1) / (t + 1).
+        # A sum of t terms has the same relative standard deviation as an average with decay (t - 1) / (t + 1).
         return default_floor(state[self._noise] ** 0.5, (state["step"] - 1) / (state["step"] + 1))
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
@@ -323,7 +330,7 @@ class AdagradBC(Debiased):
 
 
 def _are_decays(given: Any, usual: object) -> bool:
-    """Numbers in [0, 1), as many as are usual."""
+    """Return whether the value is a number in [0, 1), or a pair of them if the usual value is a pair."""
     if isinstance(usual, float):
         return isinstance(given, float | int) and 0 <= given < 1
     return isinstance(given, tuple | list) and [_are_decays(d, 0.9) for d in cast("list[Any]", given)] == [True, True]

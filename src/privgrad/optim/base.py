@@ -1,4 +1,4 @@
-"""What makes a torch optimizer take a NoisyGradient, and refuse anything less."""
+"""The mixin that makes a torch optimizer accept only released gradients, and the optimizers without debiasing."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,23 +11,24 @@ from torch import Tensor, nn
 from privgrad.errors import PrivacyError, expected, require_nonnegative, require_positive
 from privgrad.types import NoisyGradient
 
-# What torch's schedulers leave in param groups.
+# Keys that torch's schedulers add to param groups.
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
-    """Mixin before a torch optimizer: `step(grad=...)` takes a NoisyGradient and nothing else.
+    """A mixin for torch optimizers: `step(grad=...)` accepts a NoisyGradient and nothing else.
 
-    Each param group holds `noise_std`, the noise of the last gradient it was given (None before the first): a
-    number, or by parameter name.
+    List it before the torch optimizer among the base classes. Each param group holds `noise_std`, the standard
+    deviation of the noise in the group's last gradient: a number, or a mapping by parameter name. It is None before
+    the first step.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
-        kwargs: the torch optimizer's own.
+        kwargs: options of the torch optimizer.
     Raises:
-        PrivacyError: parameters without names or of equal names, an option that is unknown or out of its range.
+        PrivacyError: parameters lack names or share a name, or an option is unknown or out of its range.
     Privacy:
         Post-processing: state and updates are functions of released gradients and public constants.
     """
@@ -36,14 +37,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         try:
             super().__init__(cast(Any, params), **kwargs)
         except (TypeError, ValueError) as error:
-            if isinstance(error, PrivacyError) or "unexpected keyword" in str(error):  # as of any function
+            if isinstance(error, PrivacyError) or "unexpected keyword" in str(error):  # a TypeError, as usual
                 raise
-            remedy = "give model.named_parameters(), and numbers as torch's optimizer of that name takes them"
+            remedy = "give model.named_parameters(), and options in their ranges"
             function = type(self).__name__
-            raise expected(function, "params and options", "to be an optimizer's", error, remedy) from error
+            raise expected(function, "params and options", "to be valid for torch", error, remedy) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, and checked; see the class."""
+        """Add a param group, as in torch, after the checks that the class describes."""
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         self._require_group(group)
@@ -52,17 +53,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], NoisyGradient] | None = None, *, grad: NoisyGradient | None = None
     ) -> None:
-        """Update the parameters by one released gradient.
+        """Update the parameters with one released gradient.
 
-        Whatever is in `.grad` is cleared, before and after: an ordinary backward pass moves nothing, not even a
-        parameter that is frozen by now.
+        Clears every `.grad` before and after the update. A gradient of an ordinary backward pass therefore never
+        moves a parameter, even one that has since been frozen.
 
         Args:
-            closure: returns the gradient; in place of grad.
-            grad: the gradient. Parameters that are frozen take no part; all others must be in it.
+            closure: returns the gradient; an alternative to grad.
+            grad: the gradient. It must hold a value for each trainable parameter; frozen parameters are skipped.
         Raises:
-            PrivacyError: neither or both given, not a NoisyGradient, a parameter without its gradient, or noise that
-                is not a number >= 0. The parameters have not moved.
+            PrivacyError: neither or both are given, the gradient is not a NoisyGradient, a trainable parameter has no
+                value in it, or noise_std is not a finite number >= 0. The parameters have not moved.
         Privacy:
             Post-processing.
         """
@@ -70,13 +71,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if (closure is None) == (grad is None):
             got, remedy = "neither" if grad is None else "both", "call step(grad=private_grad(batch))"
             if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
-                remedy = "let privgrad.integrations.opacus.connect(optimizer) tell it of Opacus' noise"
-            raise expected(function, "grad or closure", "to be given", got, remedy)
+                remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
+            raise expected(function, "grad or closure", "to be given, not both", got, remedy)
         if isinstance(closure, NoisyGradient):
-            raise expected(function, "the gradient", "to be given by name", "by position", "call step(grad=...)")
+            condition, got = "to be the keyword argument grad", "a positional argument"
+            raise expected(function, "the gradient", condition, got, "call step(grad=...)")
         gradient = closure() if closure is not None else grad
         if not isinstance(gradient, NoisyGradient):
-            remedy = "pass what PrivateGradient returns: a gradient without its noise's size cannot be debiased"
+            remedy = "pass the return value of PrivateGradient: without noise_std a gradient cannot be debiased"
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
         active = [[name for name, _ in self._active(group)] for group in self.param_groups]
         _require_covered(function, gradient, [name for names in active for name in names])
@@ -87,16 +89,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 group["noise_std"] = std if isinstance(std, float | int) else {name: std[name] for name in names}
             self._update(gradient)
         finally:
-            # A gradient left behind would be used again by whoever steps next.
+            # Otherwise a later step could use this gradient again.
             self._clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, for the same parameters in the same order, of the same kind of optimizer.
+        """Load a state, as in torch, that the same kind of optimizer saved for the same parameters in the same order.
 
         Raises:
-            PrivacyError: names, their order or the options are others. Nothing has changed.
+            PrivacyError: the parameter names, their order or the options differ. The optimizer has not changed.
         """
-        function, remedy = f"{type(self).__name__}.load_state_dict", "load what an optimizer like this one saved"
+        function = f"{type(self).__name__}.load_state_dict"
+        remedy = "load a state that the same optimizer class saved for the same model"
         theirs, ours = (
             [group.get("param_names") for group in g] for g in (state_dict["param_groups"], self.param_groups)
         )
@@ -108,37 +111,43 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             differing = (saved.keys() ^ group.keys()) - _SCHEDULED
             if differing:
-                got = f"{', '.join(sorted(differing))} on one side only"
-                raise expected(function, "the options", "to be the same", got, remedy)
+                got = ", ".join(f"{'unknown' if name in saved else 'no'} {name}" for name in sorted(differing))
+                raise expected(function, "the options", "to be the same as this optimizer's", got, remedy)
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             for name, value in saved.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and parameter.itemsize < 4:
-                    # torch rounds state to its parameter's precision; see `widened`.
+                    # torch has rounded this state to the parameter's precision; see `widened`.
                     self.state[parameter][name] = value.detach().to(parameter.device, torch.float32, copy=True)
 
     def _update(self, gradient: NoisyGradient) -> None:
-        """Displacement the parameters by the gradient: torch's own step, unless a subclass has its own."""
+        """Move the parameters by the gradient: torch's own step, unless a subclass overrides this."""
         for group in self.param_groups:
             for name, parameter in self._active(group):
                 value = gradient.values[name].to(parameter.dtype)
-                parameter.grad = value.clone() if group.get("nesterov") else value  # into which foreach adds
+                # torch's foreach implementation of Nesterov momentum adds to .grad in place.
+                parameter.grad = value.clone() if group.get("nesterov") else value
         step = super().step
-        # Bare: hooks have run around our own step, and would run again.
+        # Unwrapped: the hooks of torch's optimizers already run around our `step`, and must not run twice.
         (step.__func__.__wrapped__ if getattr(step, "hooked", False) else step.__func__)(self)  # pyright: ignore
 
     def _require_group(self, group: dict[str, Any]) -> None:
-        """Check one param group; what numpy gave becomes plain numbers, which checkpoints can hold."""
+        """Check one param group, and turn its numpy scalars into plain numbers, which checkpoints can hold.
+
+        Raises:
+            PrivacyError: see the class.
+        """
         function = type(self).__name__
         if "param_names" not in group:
             remedy = "pass model.named_parameters(), not model.parameters()"
-            raise expected(function, "params", "to have names", "bare parameters", remedy)
+            raise expected(function, "params", "to have names", "parameters without names", remedy)
         known = {name for other in self.param_groups for name in other["param_names"]}
         if repeated := sorted(known & set(group["param_names"])):
-            remedy = "give one model an optimizer, or prefix the names"
-            raise expected(function, "names", "to differ between groups", ", ".join(repeated), remedy)
+            remedy = "use one optimizer per model, or prefix the names"
+            condition, got = "to differ between groups", f"{', '.join(repeated)} twice"
+            raise expected(function, "names of parameters", condition, got, remedy)
         unknown = group.keys() - self.defaults.keys() - {"params", "param_names", "noise_std", "name"} - _SCHEDULED
         if unknown:
             remedy = f"choose among {', '.join(sorted(self.defaults))}"
@@ -149,7 +158,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._require_options(group)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raise PrivacyError for an option of the subclass that is out of its range."""
+        """Raise PrivacyError if an option of the subclass is out of its range."""
 
     def _clear(self) -> None:
         for group in self.param_groups:
@@ -158,53 +167,57 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _active(group: Mapping[str, Any]) -> list[tuple[str, nn.Parameter]]:
-        """The group's trainable parameters with their names."""
+        """Return the names and the parameters of a group that are trainable."""
         pairs = zip(group["param_names"], group["params"], strict=True)
         return [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
 
 
 def _number(value: Any) -> Any:
-    """Return what a tensor of one number holds; all else as it is."""
+    """Return the number in a tensor of one element; return any other value unchanged."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
+    """Raise PrivacyError unless the gradient has a value and a valid noise_std for each name."""
     missing = [name for name in names if name not in gradient.values]
     if missing:
         remedy = "give the optimizer and PrivateGradient the same model"
-        got = f"none for {', '.join(missing)}"
+        got = f"a gradient without {', '.join(missing)}"
         raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
     std = gradient.noise_std
     for name in names:
         noise: object = cast("Mapping[str, object]", std).get(name) if hasattr(std, "get") else std
         one = noise if isinstance(noise, float | int | Tensor) else math.nan
         if not bool(torch.as_tensor((one >= 0) & (one < math.inf)).all()):
-            remedy = "pass what PrivateGradient returns; made by hand, give sigma C / B"
-            got = "others" if isinstance(noise, Tensor) else noise
+            remedy = "pass the return value of PrivateGradient, or a NoisyGradient with noise_std = sigma C / B"
+            got = f"{float(noise.min()):g} to {float(noise.max()):g}" if isinstance(noise, Tensor) else noise
             raise expected(function, f"noise_std of {name!r}", "to be finite numbers >= 0", got, remedy)
 
 
 def widened(parameter: Tensor) -> Tensor:
-    """Zeros like a parameter, in float32 or wider: moments of half-precision gradients would drown in rounding."""
+    """Return zeros shaped like a parameter, in float32 or wider.
+
+    In half precision, rounding would swamp the moments of gradients.
+    """
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
 class SGD(PrivateOptimizer, torch.optim.SGD):
-    """torch.optim.SGD for released gradients: DP-SGD, and DP-GDM with momentum."""
+    """The torch.optim.SGD for released gradients: DP-SGD, or DP-GDM with momentum."""
 
 
 class MomentumSGD(PrivateOptimizer):
-    """Momentum SGD with Adam's startup correction: what DP-Adam is where noise fills its denominator.
+    """An SGD with momentum and Adam's startup correction. DP-Adam behaves like it where noise dominates.
 
     Computes: b = momentum * b + g;  p = p - lr * b / (1 - momentum**t). With lr = lr_adam (1 - momentum) / noise_std
-    this is DP-Adam once the noise outweighs the gradient. (SGD(momentum=...) is DP-GDM: without the correction.)
+    this is DP-Adam when the noise dominates its denominator. (SGD(momentum=...) is DP-GDM, without the correction.)
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0.
         momentum: in [0, 1).
     Raises:
-        PrivacyError: parameters without names, or a number out of its range.
+        PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
         Post-processing.
     Reference:
@@ -216,7 +229,7 @@ class MomentumSGD(PrivateOptimizer):
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         if not 0 <= group["momentum"] < 1:
-            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", group["momentum"], "0.9 is usual")
+            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", group["momentum"], "give 0.9, the usual value")
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -232,7 +245,7 @@ class MomentumSGD(PrivateOptimizer):
 
 
 class Yogi(PrivateOptimizer):
-    """Adam whose second moment moves by at most a step, not by a share of itself: FedYogi's server optimizer.
+    """An Adam whose second moment changes per step by at most (1 - beta2) g**2: FedYogi's server optimizer.
 
     Computes, elementwise, from m = 0 and v = eps**2:
         m = beta1 m + (1 - beta1) g;  v = v - (1 - beta2) sign(v - g**2) g**2;  p = p - lr m / (sqrt(v) + eps)
@@ -243,9 +256,9 @@ class Yogi(PrivateOptimizer):
         betas: decays (beta1, beta2), each in [0, 1).
         eps: > 0, gradient units.
     Raises:
-        PrivacyError: parameters without names, or a number out of its range.
+        PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
-        Post-processing. The second moment is biased by the noise, as Adam's is.
+        Post-processing. The noise biases the second moment, as in Adam.
     Reference:
         Zaheer et al. 2018 (Yogi); Reddi et al. 2021 (arXiv 2003.00295), algorithm 2, without startup correction.
     """
@@ -257,8 +270,8 @@ class Yogi(PrivateOptimizer):
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise expected("Yogi", "betas", "to be in [0, 1)", group["betas"], "(0.9, 0.99) is usual")
-        require_positive("Yogi", "eps", group["eps"], "1e-3 is usual")
+            raise expected("Yogi", "betas", "to be in [0, 1)", group["betas"], "give (0.9, 0.99), the usual values")
+        require_positive("Yogi", "eps", group["eps"], "give 1e-3, the usual value")
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -277,20 +290,20 @@ class Yogi(PrivateOptimizer):
 
 
 class Adam(PrivateOptimizer, torch.optim.Adam):
-    """torch.optim.Adam for released gradients: DP-Adam, its second moment biased by the noise (see AdamBC)."""
+    """The torch.optim.Adam for released gradients: DP-Adam. The noise biases its second moment (see AdamBC)."""
 
 
 class AdamW(PrivateOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW for released gradients, its second moment biased by the noise (see AdamWBC)."""
+    """The torch.optim.AdamW for released gradients. The noise biases its second moment (see AdamWBC)."""
 
 
 class NAdam(PrivateOptimizer, torch.optim.NAdam):
-    """torch.optim.NAdam for released gradients."""
+    """The torch.optim.NAdam for released gradients. The noise biases its second moment (see NAdamBC)."""
 
 
 class RMSprop(PrivateOptimizer, torch.optim.RMSprop):
-    """torch.optim.RMSprop for released gradients: DP-RMSProp."""
+    """The torch.optim.RMSprop for released gradients: DP-RMSProp. Its second moment is biased (see RMSpropBC)."""
 
 
 class Adagrad(PrivateOptimizer, torch.optim.Adagrad):
-    """torch.optim.Adagrad for released gradients: DP-AdaGrad."""
+    """The torch.optim.Adagrad for released gradients: DP-AdaGrad. Its sum of squares is biased (see AdagradBC)."""

@@ -1,4 +1,4 @@
-"""Second moment minus noise variance, and its floor: the formula, once."""
+"""The formula of debiasing: second moment minus noise variance, with a floor. All `*BC` optimizers call it."""
 
 import math
 from typing import Literal, get_args
@@ -10,8 +10,7 @@ from privgrad.errors import expected, require_nonnegative, require_positive
 
 FloorRule = Literal["max", "negative_only", "moment", "add"]
 
-# Without noise nothing is subtracted, and the floor only has to keep 0 / 0 away: (1e-8)**2, torch's eps inside
-# the root.
+# Without noise nothing is subtracted, and the floor only prevents 0 / 0. It is (1e-8)**2, torch's eps inside the root.
 _NOISELESS_FLOOR = 1e-16
 
 
@@ -26,22 +25,22 @@ def debias(
     """Subtract the known noise variance from a startup-corrected second moment.
 
     Computes, elementwise with d = v - noise_std**2, by rule:
-        "max": max(d, floor), the paper's and the only one that bounds steps on the noise's scale;
+        "max": max(d, floor), the paper's rule, and the only one that bounds steps on the scale of the noise;
         "negative_only": d where d > 0, else floor;
         "moment": max(d, moment_sq) + floor;
         "add": max(d, 0) + floor.
 
     Args:
-        exp_avg_sq_hat: v, shape (P,) like the parameter, already divided by 1 - beta2**t (or not yet, if neither are
-            noise_std**2 and floor). Units: gradient**2.
+        exp_avg_sq_hat: v, shape (P,) like the parameter, divided by 1 - beta2**t. It may also be undivided, if
+            noise_std**2 and floor are undivided too. Units: gradient**2.
         noise_std: standard deviation of the noise in the averaged gradient, sigma C / B; scalar or (P,). >= 0.
         floor: > 0; scalar or (P,). The papers' gamma'. Units: gradient**2.
-        rule: how the floor enters; all but "max" are for ablations.
+        rule: how the floor is applied; all rules except "max" are for ablations.
         moment_sq: square of the first moment, shape (P,), for the rule "moment".
     Returns:
-        Tensor of the same shape and dtype, positive; every entry >= floor but for "negative_only".
+        Tensor of the same shape and dtype, positive. Every entry is >= floor, except with "negative_only".
     Raises:
-        PrivacyError: noise_std is negative, floor is not positive, or there is no such rule.
+        PrivacyError: noise_std is negative, floor is not positive, rule is unknown, or moment_sq is missing.
     Privacy:
         Post-processing of noisy gradients; uses public constants only.
     Reference:
@@ -58,12 +57,13 @@ def debias(
     if rule == "add":
         return difference.clamp_(min=0).add_(floor)
     if moment_sq is None:
-        raise expected("debias", "moment_sq", "to be given", "None", "the rule 'moment' needs the first moment")
+        remedy = "pass the square of the first moment, which the rule 'moment' needs"
+        raise expected("debias", "moment_sq", "to be given", None, remedy)
     return torch.maximum(difference, moment_sq).add_(floor)
 
 
 def require_rule(function: str, rule: str) -> None:
-    """Raise PrivacyError unless there is such a rule."""
+    """Raise PrivacyError unless rule is a FloorRule."""
     if rule not in get_args(FloorRule):
         raise expected(
             function, "floor_rule", f"to be one of {', '.join(get_args(FloorRule))}", repr(rule), "choose one"
@@ -71,10 +71,10 @@ def require_rule(function: str, rule: str) -> None:
 
 
 def default_floor(noise_std: float | Tensor, beta2: float) -> float | Tensor:
-    """The floor on the noise's own scale.
+    """Return the default floor, which is proportional to the noise variance.
 
     Computes: 1.3 s with s = noise_std**2 * sqrt(2 (1 - beta2) / (1 + beta2)), the standard deviation of v for a
-    coordinate without signal: about nine in ten of those end on the floor. 1e-16 where there is no noise.
+    coordinate without signal. About nine in ten such coordinates end on the floor. 1e-16 where there is no noise.
 
     Args:
         noise_std: sigma C / B, scalar or (P,). >= 0.

@@ -1,4 +1,4 @@
-"""Updates that mix released gradients with public ones: what AdaDPS is compared with."""
+"""Optimizers that combine released gradients with public gradients: the baselines that AdaDPS is compared with."""
 
 import math
 from abc import abstractmethod
@@ -12,27 +12,28 @@ from privgrad.errors import expected, require_integer, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.types import NoisyGradient
 
-# Mean gradient on public data by parameter name, at the weights of the moment, for a step: privgrad.PublicGradient.
+# (step) -> mean gradient on public data by parameter name, at the current weights. See privgrad.PublicGradient.
 Public = Callable[[int], Mapping[str, Tensor]]
 Numerator = Literal["private", "public"]
 
 
 class _WithPublic(PrivateOptimizer):
-    """What these share: a public gradient at every step, taken before any parameter moves."""
+    """A base class that takes one public gradient per step, before any parameter moves."""
 
     def __init__(self, params: NamedParameters, public: Public, defaults: dict[str, Any]) -> None:
         name = type(self).__name__
         if not callable(public):
             remedy = "give PublicGradient(model, loss_fn, examples, source=...)"
-            raise expected(name, "public", "to be a public gradient", type(public).__name__, remedy)
+            raise expected(name, "public", "to be callable", type(public).__name__, remedy)
         self._public = public
-        # In the groups, for those are what state_dict keeps.
+        # The step count is in the groups, because state_dict saves them.
         super().__init__(params, defaults=defaults | {"steps": 0})
         model = getattr(public, "model", None)
         ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if isinstance(model, nn.Module) and not ours <= {id(parameter) for parameter in model.parameters()}:
             remedy = "give the optimizer and the public gradient the same model"
-            raise expected(name, "public", "to be of the model that is trained", "another's", remedy)
+            got = f"a gradient of a different {type(model).__name__}"
+            raise expected(name, "public", "to be a gradient of the model that is trained", got, remedy)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_public": self._public}
@@ -41,13 +42,13 @@ class _WithPublic(PrivateOptimizer):
         function = type(self).__name__
         for option in ("beta", "beta1"):
             if not 0 <= group.get(option, 0.0) < 1:
-                raise expected(function, option, "to be in [0, 1)", group[option], "0.9 is usual")
+                raise expected(function, option, "to be in [0, 1)", group[option], "give 0.9, the usual value")
         if "epsilon" in group:
-            require_positive(function, "epsilon", group["epsilon"], "1e-5 is usual")
+            require_positive(function, "epsilon", group["epsilon"], "give 1e-5, the usual value")
         if group.get("numerator", "private") not in get_args(Numerator):
             raise expected(function, "numerator", "to be 'private' or 'public'", repr(group["numerator"]), "choose one")
         if not 0 < group.get("keep", 1.0) <= 1:
-            raise expected(function, "keep", "to be in (0, 1]", group["keep"], "0.9 is the paper's")
+            raise expected(function, "keep", "to be in (0, 1]", group["keep"], "give 0.9, the paper's value")
         require_integer(function, "horizon", group.get("horizon", 1), 1)
 
     @torch.no_grad()
@@ -61,15 +62,20 @@ class _WithPublic(PrivateOptimizer):
 
     @abstractmethod
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
-        """Displacement one parameter by its released and its public gradient; group["steps"] counts from 0."""
+        """Move one parameter by its released and its public gradient; group["steps"] counts from 0."""
 
     def _triples(
         self, group: Mapping[str, Any], released: Mapping[str, Tensor], public: Mapping[str, Tensor]
     ) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """Yield each trainable parameter with its released and its public gradient, in float32 or wider."""
         for name, parameter in self._active(group):
             if name not in public:
                 remedy = "give the optimizer and the public gradient the same model"
-                raise expected(type(self).__name__, "public", f"to have a gradient of {name!r}", "none", remedy)
+                condition, got = (
+                    f"to have a gradient of {name!r}",
+                    f"gradients of {', '.join(public) or 'no parameter'}",
+                )
+                raise expected(type(self).__name__, "public", condition, got, remedy)
             if public[name].shape != parameter.shape:
                 got, remedy = tuple(public[name].shape), "give the optimizer and the public gradient the same model"
                 raise expected(
@@ -83,7 +89,7 @@ class _WithPublic(PrivateOptimizer):
             yield parameter, released[name].to(wide), public[name].to(wide)
 
     def _average(self, parameter: nn.Parameter, name: str, value: Tensor, beta: float) -> Tensor:
-        """A moving average that starts at zero, in the parameter's state."""
+        """Update and return a moving average in the parameter's state. It starts at zero."""
         state = self.state[parameter]
         if name not in state:
             state[name] = widened(parameter)
@@ -91,10 +97,10 @@ class _WithPublic(PrivateOptimizer):
 
 
 class RMSpropPub(_WithPublic):
-    """DP-R-Pub: privatize first, then divide by RMSProp's scales from public data.
+    """An RMSprop whose second moment is computed from public gradients: DP-R-Pub.
 
     Computes, with g the released and h the public gradient: v = beta v + (1 - beta) h**2;
-        p = p - lr * g / (sqrt(v) + epsilon). The noise is divided too: where h is small it grows.
+        p = p - lr * g / (sqrt(v) + epsilon). The division comes after the noise is added, so small h amplify the noise.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
@@ -103,9 +109,9 @@ class RMSpropPub(_WithPublic):
         beta: decay of the second moment, in [0, 1).
         epsilon: > 0, gradient units.
     Raises:
-        PrivacyError: parameters without names, no public gradient, or a number out of its range.
+        PrivacyError: parameters lack names, public is not callable, or a number is out of its range.
     Privacy:
-        Post-processing; the public gradient costs nothing.
+        Post-processing. The public gradient costs no privacy.
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), their baseline DP-R-Pub.
     """
@@ -121,7 +127,7 @@ class RMSpropPub(_WithPublic):
 
 
 class AdamPub(_WithPublic):
-    """DP-Adam-Pub: Adam whose second moment is that of public gradients.
+    """An Adam whose second moment is computed from public gradients: DP-Adam-Pub.
 
     Computes, with g the released and h the public gradient: v = beta v + (1 - beta) h**2, and by numerator
         "private": m = beta1 m + (1 - beta1) g; p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta**t)) + epsilon);
@@ -130,10 +136,10 @@ class AdamPub(_WithPublic):
     Args:
         params, public, lr, epsilon, Raises, Privacy: as `RMSpropPub`.
         beta: decay of the second moment, in [0, 1).
-        beta1: decay of the first, in [0, 1).
-        numerator: which reading of the paper, whose equation is lost.
-        keep: share of the released gradient in the numerator "public", in (0, 1].
-        bias_correction: divide by 1 - beta**t, in the numerator "private".
+        beta1: decay of the first moment, in [0, 1).
+        numerator: one of two readings of the paper, whose equation is not available.
+        keep: share of the released gradient, with numerator "public", in (0, 1].
+        bias_correction: divide each moment by 1 - decay**t, with numerator "private".
     Reference:
         Li et al. 2022 (AdaDPS), their baseline DP-Adam-Pub.
     """
@@ -168,7 +174,7 @@ class AdamPub(_WithPublic):
 
 
 class MirrorDescent(_WithPublic):
-    """PDA-DPMD with the Euclidean mirror map: from the released gradient to the public one along a quarter cosine.
+    """A PDA-DPMD with the Euclidean mirror map. Its update moves from the released to the public gradient over time.
 
     Computes, with g the released and h the public gradient and t from 0: alpha = cos(pi t / (2 horizon)), 0 after the
         horizon; p = p - lr (alpha g + (1 - alpha) h).
@@ -184,6 +190,6 @@ class MirrorDescent(_WithPublic):
         super().__init__(params, public, {"lr": lr, "horizon": horizon})
 
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
-        steps = self.param_groups[0]["steps"]  # one schedule, whenever a group came in
+        steps = self.param_groups[0]["steps"]  # all groups follow one schedule, even those added later
         alpha = math.cos(math.pi * min(steps / group["horizon"], 1.0) / 2)
         parameter.add_(grad, alpha=-group["lr"] * alpha).add_(public, alpha=-group["lr"] * (1 - alpha))
