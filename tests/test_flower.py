@@ -267,7 +267,7 @@ def test_the_ledger_is_charged_before_a_model_leaves(tmp_path: Path):
     assert charged == [0, 0, 1, 1, 2, 2, 3]
     strategy.private_grad.ledger.close()
     assert Ledger(path, read_only=True).plan_facts["privacy_unit"] == "user"
-    with pytest.raises(pg.BudgetExceededError, match="the ledger to be new"):
+    with pytest.raises(pg.BudgetExceededError, match="the ledger to be empty"):
         start(make_strategy(make_plan(), ledger=path), DirectGrid())
 
 
