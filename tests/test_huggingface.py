@@ -188,7 +188,7 @@ def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
         classification_losses(model, {"input_ids": torch.ones(2, LENGTH).long(), "labels": torch.rand(2, 2)})
     balanced: Any = gpt2()
     balanced.config.output_router_logits = True
-    with pytest.raises(pg.PrivacyError, match="one loss an example, got output_router_logits=True"):
+    with pytest.raises(pg.PrivacyError, match="one loss per example, got output_router_logits=True"):
         make_trainer(tmp_path / "b", balanced, sentences())
 
 
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     other = make_trainer(tmp_path / "other", bert(), texts(), planned=planned)
     with pytest.raises(pg.PrivacyError, match=r"no step that is not in the ledger, got 5 steps, more than its ledger"):
         other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
-    with pytest.raises(pg.PrivacyError, match="to find a checkpoint"):
+    with pytest.raises(pg.PrivacyError, match="to find a complete checkpoint"):
         other.train(resume_from_checkpoint=True)
     other.train()
     with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: made beside another ledger"):

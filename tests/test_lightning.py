@@ -211,7 +211,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         warnings.simplefilter("ignore")
         plain.fit(Plain(), DataLoader(make_data(), batch_size=8), DataLoader(make_data(), batch_size=8))
         plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(pg.PrivacyError, match="the checkpoint to be of a private run"):
+    with pytest.raises(
+        pg.PrivacyError, match="the checkpoint to hold the key 'privgrad', got the keys .*optimizer_states"
+    ):
         fit(other, Classifier(), ckpt_path=tmp_path / "plain.ckpt")
     clipped = PrivateStrategy(
         plan, device="cpu", ledger=tmp_path / "one" / "ledger.jsonl", clip=pg.clip.PerLayer({"": 1.0})
@@ -254,7 +256,7 @@ def test_options_that_change_the_step_are_refused(tmp_path: Path, options: dict[
 def test_modules_that_would_train_otherwise_are_refused(tmp_path: Path):
     by_hand = Classifier()
     by_hand.automatic_optimization = False
-    with pytest.raises(pg.PrivacyError, match="to optimize automatically, by one optimizer, got manual"):
+    with pytest.raises(pg.PrivacyError, match="to optimize automatically, with one optimizer, got manual"):
         fit(make_trainer(tmp_path / "a", planned()), by_hand)
     with pytest.raises(pg.PrivacyError, match="to take released gradients, got SGD"):
         fit(make_trainer(tmp_path / "b", planned()), Plain())
