@@ -257,7 +257,7 @@ BAD_SPECS = {
     "nothing to tune on": ("validation = 240", "validation = 0", "validation"),
     "target out of reach": ("target_epsilon = 1.0", "target_epsilon = -1.0", "target_epsilon"),
     "options that do not fit": ("options = { momentum = 0.5 }", "options = { nesterov = true }", "to suit SGD"),
-    "missing value": ("delta = 1e-5\n", "", "got nothing"),
+    "missing value": ("delta = 1e-5\n", "", "got None"),
     "a model for larger images": ('name = "mlp"', 'name = "cnn-small"', "inputs of shape (1, 8, 8)"),
     "a model for images of one size": ('name = "mlp"', 'name = "cnn2"', "size = 28"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),

@@ -211,9 +211,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         warnings.simplefilter("ignore")
         plain.fit(Plain(), DataLoader(make_data(), batch_size=8), DataLoader(make_data(), batch_size=8))
         plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(
-        pg.PrivacyError, match="the checkpoint to hold the key 'privgrad', got the keys .*optimizer_states"
-    ):
+    with pytest.raises(pg.PrivacyError, match="to hold the key 'privgrad', got the keys"):
         fit(other, Classifier(), ckpt_path=tmp_path / "plain.ckpt")
     clipped = PrivateStrategy(
         plan, device="cpu", ledger=tmp_path / "one" / "ledger.jsonl", clip=pg.clip.PerLayer({"": 1.0})
