@@ -149,9 +149,9 @@ def _prepared(
                 del raw["data"]["elsewhere"]
                 for method in raw["methods"]:
                     method.get("public", {}).pop("other", None)
-    wanted = methods or (few if smoke else [])
-    if wanted:
-        raw["methods"] = [method for method in raw["methods"] if method["name"] in wanted]
+    kept = methods or (few if smoke else [])
+    if kept:
+        raw["methods"] = [method for method in raw["methods"] if method["name"] in kept]
     return raw
 
 
@@ -257,8 +257,8 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
     tuned = ["max_grad_norm", "lr"]
     tuned += [key for key in SOMETIMES_TUNED if any(getattr(spec.grid(m)[0], key) is not None for m in spec.methods)]
-    beside = slice(2 if spec.paper else 1)  # no columns for the paper if it has no numbers
-    headers = [header for title in shown.values() for header in (title, paper)[beside]]
+    columns = slice(2 if spec.paper else 1)  # no columns for the paper if it has no numbers
+    headers = [header for title in shown.values() for header in (title, paper)[columns]]
     title = ", ".join(tuned).replace("max_grad_norm", "C").replace("_", " ")
     table = Table(title=spec.title)
     for header in ("method", title, "classes", *headers):
@@ -291,7 +291,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
         for index, row in enumerate(rows.values()):
             values = ", ".join(f"{chosen[key]:g}" for key in tuned if chosen[key] is not None)
             first = (method.name, values) if index == 0 else ("", "")
-            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[beside]))
+            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[columns]))
         if not rows:
             table.add_row(
                 method.name, "–", f"no final run yet; tried {', '.join(f'{lr:g}' for lr in tried) or 'nothing'}"

@@ -48,16 +48,8 @@ OptimizerName = Literal[
     "Yogi",
 ]
 _PUBLIC_OPTIMIZERS = ("RMSpropPub", "AdamPub", "MirrorDescent")
-_OF_NUMBERS = (
-    "autoencoder",
-    "cnn-small",
-    "cnn2",
-    "cnn5",
-    "linear",
-    "mlp",
-    "resnet9",
-    "wide-resnet",
-)  # models whose inputs are numbers
+# Models whose inputs are numbers.
+_OF_NUMBERS = ("autoencoder", "cnn-small", "cnn2", "cnn5", "linear", "mlp", "resnet9", "wide-resnet")
 
 DataName = Literal[
     "adult",
@@ -379,9 +371,9 @@ class Spec(_Table):
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True) | {"max_grad_norm": max_grad_norm}
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
-            got = "neither" if self.privacy.target_epsilon is None else "both"
-            remedy = "give exactly one of the two"
-            raise expected("load_spec", "privacy.target_epsilon or noise_multiplier", "to be given", got, remedy)
+            name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"
+            got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"
+            raise expected("load_spec", name, "to be given", got, "give one of the two")
         if self.privacy.noise_multiplier is None:
             return PrivacyPlan.for_budget(**numbers, seed=seed)
         rate = self.privacy.expected_batch_size / self.privacy.num_examples
@@ -403,8 +395,8 @@ def load_spec(path: str | Path) -> Spec:
             raw = tomllib.load(file)
     except OSError as error:
         raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits; too deep
-        raise expected("load_spec", f"{path}", "to be TOML", error, "correct the file there") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number with too many digits, or nested too deeply
+        raise expected("load_spec", f"{path}", "to be valid TOML", error, "correct the file") from error
     return check_spec(raw, path)
 
 
@@ -430,7 +422,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
             valid = re.findall("'([^']*)'", first["ctx"]["expected"])
             remedy = did_you_mean(first["input"], valid, f"choose one, and correct it in {path}")
             raise expected("load_spec", place, f"to be one of {', '.join(valid)}", got, remedy) from error
-        raise expected("load_spec", place, f"to be right ({first['msg']})", got, f"correct it in {path}") from error
+        raise expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}") from error
     other = spec.data.elsewhere
     if other is not None and (other.name, other.path) == (spec.data.name, spec.data.path):
         condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
@@ -477,7 +469,7 @@ def _tables_in(annotation: Any) -> list[type[BaseModel]]:
 def _require_option(name: str, valid: list[str], place: str) -> None:
     if name not in valid:
         near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-        remedy = f"did you mean {near[0]!r}? Valid are {', '.join(valid)}"
+        remedy = f"did you mean {near[0]!r}? Choose one of {', '.join(valid)}"
         raise expected("load_spec", "options", "to be known", f"{place!r}", remedy)
 
 

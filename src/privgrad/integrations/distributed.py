@@ -73,7 +73,7 @@ class Distributed(Processes):
             raise
         if self._any_failed(failed=False, step=step):
             got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
-            raise expected("PrivateGradient", "each process", f"to complete step {step}", got, remedy)
+            raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
         return result
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -96,11 +96,8 @@ class Distributed(Processes):
     def begin(self, model: nn.Module) -> None:
         for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-                remedy = "pass its .module, which is summed over processes before the noise; shard with fully_shard"
-                condition, got = (
-                    "to be a plain module, or one sharded by fully_shard",
-                    f"{type(module).__name__} at '{path}'",
-                )
+                remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
+                condition, got = "to be plain or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
                 raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
