@@ -395,7 +395,7 @@ def load_spec(path: str | Path) -> Spec:
             raw = tomllib.load(file)
     except OSError as error:
         raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number with too many digits, or nested too deeply
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
         raise expected("load_spec", f"{path}", "to be valid TOML", error, "correct the file") from error
     return check_spec(raw, path)
 
