@@ -435,7 +435,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "printed activations": ({"debug": "underflow_overflow"}, r"set debug=\[\]"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "set label_smoothing_factor=0.0"),
     "noisy embeddings": ({"neftune_noise_alpha": 5.0}, "set neftune_noise_alpha=None"),
-    "fp16": ({"fp16": True}, "set fp16=False; for mixed precision take bf16=True"),
+    "fp16": ({"fp16": True}, "set fp16=False; for mixed precision set bf16=True"),
     "skipping": ({"ignore_data_skip": True}, "set ignore_data_skip=False"),
 }
 
