@@ -372,7 +372,7 @@ def _difference(held: str | None, description: str) -> str:
     except (TypeError, ValueError):
         return "a spec.json that cannot be read"
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return f"runs of a spec with a different {', '.join(keys)}"
+    return f"runs of a spec with a different {', '.join(keys) or 'order of keys'}"
 
 
 def read_records(out: Path) -> list[Record]:
