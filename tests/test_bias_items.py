@@ -73,7 +73,7 @@ def test_what_is_shown_is_the_mean_over_the_steps(figure5: tuple[dict[str, Any],
     [
         (["raw_ascent", "raw_released"], "cosine, NOT PRIVATE"),
         (["raw_bias"], "|clipped g - g|, NOT PRIVATE"),
-        (["seconds"], "seconds a step"),
+        (["seconds"], "seconds per step"),
     ],
 )
 def test_the_plot_says_what_its_numbers_are(

@@ -164,7 +164,7 @@ def test_train_epsilon_and_calibrate_agree(here: Here, tmp_path: Path):
 def test_a_folder_in_which_something_trains_is_not_moved_aside(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
     ledger = Ledger(tmp_path / "runs/one/runs/a/ledger.jsonl")
-    assert "to have no writer" in here("train", "one.toml", "--restart", code=2).stderr
+    assert "to be unlocked" in here("train", "one.toml", "--restart", code=2).stderr
     ledger.close()
     (tmp_path / "one.toml").write_text(ONE.replace("num_examples = 1197", "num_examples = 1437"))  # ends after the move
     assert "runs/one-1" in here("train", "one.toml", "--restart", code=2).stderr
@@ -257,7 +257,7 @@ BAD_SPECS = {
     "nothing to tune on": ("validation = 240", "validation = 0", "validation"),
     "target out of reach": ("target_epsilon = 1.0", "target_epsilon = -1.0", "target_epsilon"),
     "options that do not fit": ("options = { momentum = 0.5 }", "options = { nesterov = true }", "to suit SGD"),
-    "missing value": ("delta = 1e-5\n", "", "got nothing"),
+    "missing value": ("delta = 1e-5\n", "", "got None"),
     "a model for larger images": ('name = "mlp"', 'name = "cnn-small"', "inputs of shape (1, 8, 8)"),
     "a model for images of one size": ('name = "mlp"', 'name = "cnn2"', "size = 28"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),

@@ -146,7 +146,7 @@ REFUSED = {
     "wrapped": "pass its .module",
     "wrapped_inside": "at '0'; pass its .module",
     "wrapped_by_fsdp1": "pass its .module",
-    "part_of_the_world": "to be of all processes",
+    "part_of_the_world": "to hold every process",
     "other_order": "in the same order",
     "other_length": "in the same order",
     "groups": "train in one process",

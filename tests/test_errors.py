@@ -304,8 +304,8 @@ NAMES: dict[str, tuple[str, str, str]] = {
     "sampling": ("steps = 6", 'steps = 6\nsampling = "poison"', "expected privacy.sampling .*; did you mean 'poisson'"),
     "far off": ('"digits"', '"mine.csv"', "expected data.name .*, got 'mine.csv'; choose one"),
     "option": ("lr = 0.01", "lrr = 0.01", "got 'methods.lrr'; did you mean 'lr'"),
-    "no name": ('name = "first"\n', "", r"expected methods \(entry 1\).name to be given, got nothing; add it to"),
-    "missing": ("delta = 1e-5\n", "", "expected privacy.delta to be given, got nothing; add it to"),
+    "no name": ('name = "first"\n', "", r"expected methods \(entry 1\).name to be given, got None; add it to"),
+    "missing": ("delta = 1e-5\n", "", "expected privacy.delta to be given, got None; add it to"),
     "a string": (
         "target_epsilon = 1.0",
         'target_epsilon = "1"',

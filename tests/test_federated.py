@@ -430,8 +430,8 @@ def spec_of(unit: str = "user", model: str = "bag-of-words", **method: Any) -> d
 def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.MonkeyPatch):
     local = {"lr": 0.1, "batch_size": 3}
     for raw, message in (
-        (spec_of(), 'local to say how each user trains, for privacy_unit = "user", got nothing'),
-        (spec_of("example", local=local), 'local to be there for privacy_unit = "user" only'),
+        (spec_of(), 'local to be given for privacy_unit = "user", got None'),
+        (spec_of("example", local=local), 'local to be absent for privacy_unit = "example", got .*batch_size'),
         (spec_of(local=local, perturb={"rule": "BAM", "radius": 0.1}), "local to be given without perturb"),
     ):
         with pytest.raises(pg.PrivacyError, match=f"load_spec: expected methods.DP-FedAvg.{message}"):
@@ -443,7 +443,7 @@ def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.Mo
     assert make_data(check_spec(spec_of(local=local), "a.toml")) is words
     for raw, message in (
         (spec_of("example"), "'debian-maintainers' to be by example, got data by user"),
-        (spec_of(model="linear", local=local), "model.name to take ids of words, .* got 'linear'"),
+        (spec_of(model="linear", local=local), "model.name to take word ids, .* got 'linear'"),
     ):
         with pytest.raises(pg.PrivacyError, match=message):
             make_data(check_spec(raw, "a.toml"))

@@ -188,7 +188,7 @@ def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
         classification_losses(model, {"input_ids": torch.ones(2, LENGTH).long(), "labels": torch.rand(2, 2)})
     balanced: Any = gpt2()
     balanced.config.output_router_logits = True
-    with pytest.raises(pg.PrivacyError, match="one loss an example, got output_router_logits=True"):
+    with pytest.raises(pg.PrivacyError, match="one loss per example, got output_router_logits=True"):
         make_trainer(tmp_path / "b", balanced, sentences())
 
 
@@ -307,7 +307,7 @@ def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: 
         cut.train()
     cut.private_grad.ledger.close()
     resumed = make_trainer(tmp_path / "cut", make(), data)
-    with pytest.raises(pg.BudgetExceededError, match="to be new where training starts anew"):
+    with pytest.raises(pg.BudgetExceededError, match="to be empty at the start"):
         resumed.train()
     resumed.train(resume_from_checkpoint=True)
     assert equal(whole.private_step.model, resumed.private_step.model)
@@ -377,7 +377,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     other = make_trainer(tmp_path / "other", bert(), texts(), planned=planned)
     with pytest.raises(pg.PrivacyError, match=r"no step that is not in the ledger, got 5 steps, more than its ledger"):
         other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-5"))
-    with pytest.raises(pg.PrivacyError, match="to find a checkpoint"):
+    with pytest.raises(pg.PrivacyError, match="to find a complete checkpoint"):
         other.train(resume_from_checkpoint=True)
     other.train()
     with pytest.raises(pg.PrivacyError, match=r"checkpoint of this run, got .*: written with a different ledger"):
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "printed activations": ({"debug": "underflow_overflow"}, r"set debug=\[\]"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "set label_smoothing_factor=0.0"),
     "noisy embeddings": ({"neftune_noise_alpha": 5.0}, "set neftune_noise_alpha=None"),
-    "fp16": ({"fp16": True}, "set fp16=False; for mixed precision take bf16=True"),
+    "fp16": ({"fp16": True}, "set fp16=False; for mixed precision set bf16=True"),
     "skipping": ({"ignore_data_skip": True}, "set ignore_data_skip=False"),
 }
 
@@ -486,7 +486,7 @@ def test_a_gradient_that_made_no_update_stops_the_run_before_the_next_is_paid_fo
             args.gradient_accumulation_steps = 2
 
     trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[Accumulate()])
-    with pytest.raises(pg.PrivacyError, match="each released gradient to make an update, got the next batch"):
+    with pytest.raises(pg.PrivacyError, match="each released gradient to be used by one update, got 0"):
         trainer.train()
     assert trainer.private_grad.ledger.releases == 1
 
@@ -500,7 +500,7 @@ def test_what_is_unfrozen_and_not_held_by_the_optimizer_is_refused(tmp_path: Pat
     model.bert.requires_grad_(False)
     optimizer = pg.optim.SGD([(n, p) for n, p in model.named_parameters() if p.requires_grad], lr=0.1)
     trainer = make_trainer(tmp_path, model, texts(), optimizer=optimizer, callbacks=[Unfreeze()])
-    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got not bert\."):
+    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got an optimizer without bert\."):
         trainer.train()
     assert trainer.private_grad.ledger.releases == 3
 
@@ -604,7 +604,7 @@ def test_adapters_that_the_optimizer_does_not_know_are_refused(tmp_path: Path):
     base = bert()
     optimizer = pg.optim.AdamBC(base.named_parameters(), lr=0.01)
     model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))  # pyright: ignore
-    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got not .*lora_A"):
+    with pytest.raises(pg.PrivacyError, match=r"to hold every trainable parameter, got an optimizer without .*lora_A"):
         make_trainer(tmp_path, model, texts(), optimizer=optimizer)
 
 

@@ -1,10 +1,12 @@
-"""Federated training with privacy for users: whose data are one row, and what each computes alone.
+"""Federated training with user-level privacy: one row of the data holds all examples of one user.
 
-A round is a step of PrivateGradient: `plan.batches(users)` draws a cohort, LocalTraining makes of each user an update,
-which is clipped as one; sum, one noise, and the public expected cohort as divisor. What is released is the mean of
-w - w_user, a gradient to any optimizer of privgrad.optim: SGD with lr 1 averages (DP-FedAvg).
+A round is one step of PrivateGradient. `plan.batches(users)` draws a cohort, and LocalTraining computes one update per
+user. Each update is clipped as a whole. The clipped updates are summed, noised once, and divided by the public expected
+cohort size. The released mean of w - w_user is a gradient for any optimizer of privgrad.optim: SGD with lr 1 averages
+the users' weights (DP-FedAvg).
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,27 +32,32 @@ def local_update(
     precondition: Preconditioner | None = None,
     step: int = 0,
 ) -> dict[str, Tensor]:
-    """One user's clipped update, as the user's own device computes it.
+    """Compute one user's clipped update on the user's own device.
+
+    `integrations.flower.client_app` calls it; a client of another framework can call it directly.
 
     Args:
-        model: with the round's weights; unchanged.
+        model: holds the round's weights; unchanged.
         loss_fn: (model, examples) -> losses, shape (B,).
-        user: one row of what data.by_user makes, with leading dimension 1.
-        local: how to train.
+        user: one row of the data set that data.by_user returns, with leading dimension 1.
+        local: settings of the user's local training.
         max_update_norm: C.
         precondition: public scales; see LocalTraining.
         step: index of the round, from 0.
     Returns:
         w - w_last by parameter name, of norm at most C; zero if it is not finite.
+    Raises:
+        PrivacyError: max_update_norm is not positive, or precondition needs the raw mean gradient.
     Privacy:
-        NOT private: the server's noise is what makes it so. Clipped here so that an honest device sends no more than it
-        has to; the server clips again.
+        NOT private: only the server's noise makes it private. The update is clipped here so that an honest device sends
+        no more than it must. The guarantee rests on the server, which clips again.
     """
     require_positive("local_update", "max_update_norm", max_update_norm, "give the plan's max_grad_norm")
     own = local.begun()
     if precondition is not None:
         parameters = trainable(model)
-        transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=_refused)
+        refused = partial(_refuse_raw_mean, precondition)
+        transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=refused)
         own.divide(require_scales_only(transform))
     engine = Hooks(model, own.losses(loss_fn))
     chunks = [found for _, found in own.chunks(engine, user, 1, own.radius(step))]
@@ -58,5 +65,6 @@ def local_update(
     return dict(clipped.values)
 
 
-def _refused() -> dict[str, Tensor]:
-    raise expected("local_update", "precondition", "to be public", "a wish for private data", "use fixed scales")
+def _refuse_raw_mean(precondition: Preconditioner) -> dict[str, Tensor]:
+    """Raise PrivacyError: a device has no mean gradient of the cohort, which would be private."""
+    raise expected("local_update", "precondition", "to use public data only", repr(precondition), "use fixed scales")

@@ -1,4 +1,4 @@
-"""Items on BAM: how far clipping moves the mean gradient along trainings, and what a step costs by depth."""
+"""Items on BAM: the bias of clipping along trainings, and the time of a step by the depth of the model."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -26,14 +26,14 @@ from privgrad.experiments.tasks import Stop, begin, losses_for, stops
 from privgrad.gradient.perturb import Perturbation
 from privgrad.threads import one_thread
 
-_TOLD = {
+_LABELS = {
     "raw_bias": "|clipped g - g|",
     "raw_cosine": "cosine of clipped g and g",
     "raw_ascent": "cosine of g_i and g",
     "raw_released": "cosine of last release and g",
-    "seconds": "seconds a step",
+    "seconds": "seconds per step",
 }
-# By method and number, then by seed or trial: values at each x, of which the mean is shown.
+# By (method, number), then by seed or trial: the values at each x; their mean is shown.
 _Curves = dict[tuple[str, str], dict[int, dict[int, list[float]]]]
 _Count = Annotated[int, Field(ge=1)]
 
@@ -43,11 +43,12 @@ class _Probe(BaseModel):
 
 
 class BiasProbe(_Probe):
-    """[probe] of kind "bias".
+    """The table [probe] of an item of kind "bias".
 
-    After each number of steps in `at`, `raw_clipping_bias` is taken on as many random training examples as each of
-    `batch_sizes` says: at the weights, and if `own`, also of the gradients that a perturbed method takes itself.
-    `shows` these numbers `against` one of the two, averaged over the other.
+    After each number of steps in `at`, `raw_clipping_bias` is measured on random training examples, once for each size
+    in `batch_sizes`. The gradients are evaluated at the weights. With `own`, they are also evaluated at the point that
+    a perturbed method itself uses. `shows` lists the numbers to plot `against` the steps or the batch size, averaged
+    over the other one.
     """
 
     at: list[_Count] = Field(min_length=1)
@@ -58,7 +59,11 @@ class BiasProbe(_Probe):
 
 
 class RuntimeProbe(_Probe):
-    """[probe] of kind "runtime": hidden layers; trials of so many steps each. All earlier steps warm up."""
+    """The table [probe] of an item of kind "runtime".
+
+    `depths` are numbers of hidden layers. The last steps of the plan are timed: `trials` trials of `repetitions` steps
+    each. All earlier steps warm up.
+    """
 
     depths: list[_Count] = Field(min_length=1)
     trials: _Count
@@ -66,20 +71,30 @@ class RuntimeProbe(_Probe):
 
 
 def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Along a training of each method and seed: the bias of clipping, in a shadow that never feeds the update.
+    """Measure the bias of clipping along a training of each method and seed.
 
-    Every method is measured on the same examples. Goes on after the last training that was finished.
+    The measurements do not change the training. Every method is measured on the same examples. A second call resumes
+    after the last finished training.
 
+    Args:
+        spec: the methods and seeds.
+        probe: the item's [probe] table, see BiasProbe.
+        out: folder for runs.jsonl and curves.png.
+        progress: show a progress bar.
+    Returns:
+        The numbers by x, method and number; and the same as a table.
+    Raises:
+        PrivacyError: a batch size or a stop is too large, a method is not tuned, or the folder holds another spec.
     Privacy:
         NOT private.
     Reference:
-        The paper on BAM, figures 2, 4, 5 and 6. Deviation: against the batch size, it is that of the examples measured
-        on which changes, along the same trainings.
+        The paper on BAM, figures 2, 4, 5 and 6. Deviation: the plots against batch size change the number of measured
+        examples, along the same trainings.
     """
     item = BiasProbe.model_validate(probe)
     if max(item.batch_sizes) > spec.privacy.num_examples:
         condition = f"to be at most {spec.privacy.num_examples}"
-        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "correct the item's file")
+        raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "lower it in the item's file")
     data = open_folder(spec, out, probe)
     done = {(record["method"], record["seed"]) for record in read_records(out)}
     planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
@@ -93,7 +108,7 @@ def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> 
     other, over = ("batch size", item.batch_sizes) if item.against == "step" else ("steps", item.at)
     caption = (
         f"NOT PRIVATE. {data.name}. g: mean of the gradients g_i of random training examples, at the weights"
-        f"{'; own: of those that the method takes' if item.own else ''}. Mean ± standard deviation over seeds, at "
+        f"{'; own: at the point that the method uses' if item.own else ''}. Mean ± standard deviation over seeds, at "
         f"{other} {', '.join(map(str, over))}."
     )
     curves: _Curves = {}
@@ -108,6 +123,7 @@ def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> 
 def _measured(
     stop: Stop, spec: Spec, method: MethodTable, seed: int, data: DataSet, item: BiasProbe
 ) -> Iterator[Record]:
+    """Yield the bias of clipping at one stop: a record for each batch size and each point of evaluation."""
     candidate, losses = spec.grid(method)[0], losses_for(data)
     places: dict[str, Perturbation | None] = {"plain": None}
     own = method.perturbation(candidate)
@@ -134,11 +150,21 @@ def _measured(
 
 
 def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Seconds of one step of each method, gradient and update together, by the depth of an mlp.
+    """Measure the seconds of one step of each method, gradient and update together, by the depth of an MLP.
 
-    On one thread, numbers below 1e-38 taken as zero: gradients that vanish over many layers would else fall on these,
-    which the processor handles many times slower. Goes on after the last depth that was finished.
+    The measurement uses one thread and flushes denormal numbers (below 1e-38) to zero. Gradients that vanish over many
+    layers would otherwise become denormal, and the processor handles these many times slower. A second call resumes
+    after the last finished depth.
 
+    Args:
+        spec: the methods; its model is an mlp.
+        probe: the item's [probe] table, see RuntimeProbe.
+        out: folder for runs.jsonl and curves.png.
+        progress: show a progress bar.
+    Returns:
+        The seconds by depth and method; and the same as a table.
+    Raises:
+        PrivacyError: the plan has too few steps for the trials, or the folder holds another spec.
     Reference:
         The paper on BAM, figure 3. Deviation: not compiled.
     """
@@ -148,7 +174,7 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
         raise expected("reproduce", "privacy.steps", condition, spec.privacy.steps, "correct the item's file")
     data = open_folder(spec, out, probe)
     done = {record["depth"] for record in read_records(out)}
-    # Refreshed between steps only: a thread of its own would be timed too.
+    # The bar is refreshed between steps only: a refresh thread would add to the measured time.
     with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=len(item.depths) * len(spec.methods) * spec.privacy.steps)
         for index, depth in enumerate(item.depths):
@@ -157,8 +183,8 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
             if depth not in done:
                 append(out, _timed(spec, depth, data, item, partial(bar.update, task, advance=1, refresh=True)))
     caption = (
-        f"Seconds a step on one thread, batches of {spec.privacy.expected_batch_size}: mean ± standard deviation over "
-        f"{item.trials} trials of {item.repetitions} steps."
+        f"Seconds per step on one thread, batches of {spec.privacy.expected_batch_size}: mean ± standard deviation "
+        f"over {item.trials} trials of {item.repetitions} steps."
     )
     curves: _Curves = {}
     for record in read_records(out):
@@ -168,7 +194,7 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
 
 
 def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Callable[[], object]) -> list[Record]:
-    """The methods' trials in turn, so that what else the machine does falls on all alike."""
+    """Time the methods' trials in turn, so that other load of the machine affects all methods equally."""
     deep = spec.model_copy(update={"model": spec.model.model_copy(update={"depth": depth})})
     clocks = {method.name: _seconds(deep, method, data, tick) for method in spec.methods}
     for clock in clocks.values():
@@ -181,7 +207,7 @@ def _timed(spec: Spec, depth: int, data: DataSet, item: RuntimeProbe, tick: Call
 
 
 def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], object]) -> Iterator[float]:
-    """Of one step after the other."""
+    """Yield the seconds of each step of a training."""
     _, private_grad, optimizer = begin(spec, method, spec.run.seeds[0], data)
     for batch in private_grad.plan.batches(data.train):
         start = perf_counter()
@@ -193,6 +219,7 @@ def _seconds(spec: Spec, method: MethodTable, data: DataSet, tick: Callable[[], 
 
 @contextmanager
 def _flushed() -> Generator[None]:
+    """Flush denormal numbers to zero inside the block."""
     torch.set_flush_denormal(True)
     try:
         yield
@@ -201,11 +228,11 @@ def _flushed() -> Generator[None]:
 
 
 def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], Table]:
-    """Mean and standard deviation over seeds or trials: as numbers by x, method and number; as a table; as a plot."""
+    """Return mean and standard deviation over seeds or trials, by x, method and number, and as a table; plot them."""
     from privgrad.experiments.figures import curves_figure, png
 
     shown = list(dict.fromkeys(number for _, number in curves))
-    names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_TOLD[key[1]]}" for key in curves}
+    names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_LABELS[key[1]]}" for key in curves}
     lines = {
         key: [[(x, fmean(values)) for x, values in points.items()] for points in trials.values()]
         for key, trials in curves.items()
@@ -219,9 +246,9 @@ def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -
     table = Table(label, *names.values(), title=title, caption=caption)
     for x, row in found.items():
         table.add_row(x.partition("=")[2], *(_cell(**row[method][number]) for method, number in names))
-    # Of several numbers the legend tells the rest: "cosine of g_i and g".
-    told = [_TOLD[number] if len(shown) == 1 else _TOLD[number].partition(" of ")[0] for number in shown]
-    marked = [*dict.fromkeys(told), *(["NOT PRIVATE"] if shown[0].startswith("raw_") else [])]
+    # With several numbers, the legend holds the full label, for example "cosine of g_i and g".
+    labels = [_LABELS[number] if len(shown) == 1 else _LABELS[number].partition(" of ")[0] for number in shown]
+    marked = [*dict.fromkeys(labels), *(["NOT PRIVATE"] if shown[0].startswith("raw_") else [])]
     draw = partial(
         curves_figure,
         {names[key]: trials for key, trials in lines.items()},

@@ -1,4 +1,4 @@
-"""What a report says besides the records: data, plan, total cost, specification, machine."""
+"""The facts of a report apart from the records: data, plan, total privacy cost, specification and machine."""
 
 import os
 import platform
@@ -16,7 +16,14 @@ from privgrad.ledger import Ledger
 
 
 def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
-    """What a report says besides the records; the total is that of every ledger in the folder."""
+    """Return the facts of a report apart from its records, as `write_report` takes them.
+
+    Args:
+        spec: the comparison or training.
+        records: its records; at least one.
+        out: its folder; the total epsilon covers every ledger in it.
+        command: the command line, for the report.
+    """
     plan = spec.plan(None)
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
     norms = {str(r["method"]): f"{r['max_grad_norm']:g}" for r in records if r["phase"] == "final"}
@@ -47,7 +54,7 @@ def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -
 
 
 def _place(method: MethodTable) -> str:
-    """Where a method takes its gradients; of users, what each contributes."""
+    """Describe the point at which a method evaluates gradients, or the contribution of a user."""
     if method.local is not None:
         epochs = "an epoch" if method.local.epochs == 1 else f"{method.local.epochs} epochs"
         return f"w minus its weights after {epochs} of SGD on its own examples, in batches of {method.local.batch_size}"
@@ -58,19 +65,22 @@ def _place(method: MethodTable) -> str:
     return f"at moved weights ({' '.join(filter(None, (method.perturb.rule, method.perturb.mode)))})"
 
 
-def _by_method(told: Mapping[str, str]) -> str:
-    """The value that all methods share, or each method's own."""
-    if len(set(told.values())) > 1:
-        return ", ".join(f"{value} ({method})" for method, value in told.items())
-    return next(iter(told.values()), "")
+def _by_method(values: Mapping[str, str]) -> str:
+    """Return the value that all methods share, or a list of each method's own value."""
+    if len(set(values.values())) > 1:
+        return ", ".join(f"{value} ({method})" for method, value in values.items())
+    return next(iter(values.values()), "")
 
 
 def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, Ledger]) -> dict[str, Any] | None:
-    """What all trainings of a folder cost together, by their ledgers; None where a record's is not there."""
+    """Return the total cost of all trainings in a folder, from their ledgers.
+
+    The result is None if the ledger of a record is missing: the report then states no total.
+    """
     methods = {method.name: method for method in spec.methods}
     for record in records:
         run = Run(methods[record["method"]], candidate_of(record), record["seed"], record["phase"])
-        tuned = replace(run, phase="tuning")  # a final run that was done in tuning has no folder of its own
+        tuned = replace(run, phase="tuning")  # a final run that repeats a tuning run has no folder of its own
         if not {run.name, tuned.name} & ledgers.keys():
             return None
     releases = [release for ledger in ledgers.values() for release in ledger.charged]

@@ -1,4 +1,4 @@
-"""Records of trainings -> plots: results, tuning, and what probes of single trainings saw."""
+"""Plot records of trainings: results, tuning, and the measurements of probes along single trainings."""
 
 import io
 import math
@@ -34,11 +34,11 @@ from privgrad.experiments.records import (
     tuned_names,
 )
 
-# Okabe-Ito without its yellow, too pale on white. Seven colors and eight markers: 56 distinct pairs.
+# Okabe-Ito without its yellow, which is too pale on white. Seven colors and eight markers give 56 distinct pairs.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MOST_LAYERS = 7
-# Everything that a user's own matplotlibrc could spoil, and our taste.
+# The settings that a user's matplotlibrc could break, and the style of our plots.
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "text.usetex": False,
@@ -54,19 +54,19 @@ _STYLE: dict[Any, Any] = {
 
 
 def _looks(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Color, marker and label of every method: the same in all plots."""
+    """Return color, marker and label of every method; they are the same in all plots."""
     styles = zip(cycle(_COLORS), cycle(_MARKERS), by_method(records), strict=False)
     return {name: {"color": color, "marker": marker, "label": _label(name)} for color, marker, name in styles}
 
 
 def _label(method: str) -> str:
-    """A name that matplotlib neither reads as mathematics, nor hides for its leading underscore."""
+    """Return a label that matplotlib neither reads as mathematics nor hides because of a leading underscore."""
     short = textwrap.shorten(method, 60, placeholder="…") or "…"
     return textwrap.fill(short, 24).replace("$", r"\$").replace("_", " _", 1 if short[0] == "_" else 0)
 
 
 def _legend(figure: Figure, ax: Axes) -> None:
-    """A legend below the plots, for which the figure grows: many methods must not squeeze the axes."""
+    """Add a legend below the plots, and make the figure taller for it, so that the axes keep their size."""
     handles, labels = ax.get_legend_handles_labels()
     if len(handles) > 1:
         lines = [line for label in labels for line in label.splitlines()]
@@ -76,7 +76,10 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Score and loss during training, and below of every seed after the last step; loss alone where nothing scores."""
+    """Plot score and loss during training, and below them each seed's result after the last step.
+
+    Data without a score get the loss only.
+    """
     looks, finals = _looks(records), by_method(in_phase(records, "final"))
     shown = {"accuracy": score_of(records), "loss": "loss"} if is_scored(records) else {"loss": "loss"}
     lines = sum(1 + look["label"].count("\n") for name, look in looks.items() if name in finals)
@@ -110,7 +113,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
 
 
 def _is_wide(ax: Axes) -> bool:
-    """Whether what was drawn needs a logarithmic axis."""
+    """Return whether the drawn values need a logarithmic axis."""
     drawn = [float(y) for line in ax.lines for y in line.get_ydata()]  # pyright: ignore[reportGeneralTypeIssues]
     return bool(drawn) and min(drawn) > 0 and max(drawn) > 20 * min(drawn)
 
@@ -124,18 +127,18 @@ def _draw_curve(
     *,
     along: str = "epsilon",
 ) -> None:
-    """The mean over seeds as a line, one standard deviation as a band."""
+    """Draw the mean over seeds as a line, and one standard deviation as a band."""
     points = curve(runs, measured, along=along)
     if points:
         places, means, low, high = zip(*points, strict=True)
-        # Methods that reach the same accuracy hide each other's markers unless these are staggered.
+        # Staggered, so that methods with equal accuracy do not hide each other's markers.
         every = max(1, len(points) // 5)
         ax.plot(places, means, **look, markevery=(row % every, every))
         ax.fill_between(places, low, high, color=look["color"], alpha=0.16, linewidth=0)
 
 
 def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Loss and accuracy during training, overall and by how frequent a class is; at most four groups."""
+    """Plot loss and accuracy during training, overall and by class frequency, for at most four groups."""
     looks, finals, groups = _looks(records), by_method(in_phase(records, "final")), groups_of(records)
     shown = sorted({round(i * (len(groups) - 1) / 3) for i in range(4)}) if len(groups) > 4 else range(len(groups))
     columns: list[tuple[str, int | None]] = [("all examples", None)]
@@ -166,11 +169,11 @@ def _group_title(group: Mapping[str, float]) -> str:
 
 
 def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, Any], key: str) -> None:
-    """Every seed as a point, spread out over the height of its row, and a bar at the mean."""
+    """Draw each seed as a point, spread over the height of the method's row, and a bar at the mean."""
     values = [run[key] for run in runs if is_finite(run.get(key))]
     heights = [row + 0.4 * (i + 0.5) / len(values) - 0.2 for i in range(len(values))]
     ax.scatter(values, heights, color=look["color"], marker=look["marker"], s=44, edgecolor="white", zorder=3)
-    # A mean over the seeds that did not diverge would flatter, as in summarize.
+    # As in summarize, a mean over only those seeds that did not diverge would flatter the method.
     if 1 < len(values) == len(runs):
         ax.vlines(statistics.fmean(values), row - 0.34, row + 0.34, color=look["color"], linewidth=3)
 
@@ -184,7 +187,7 @@ TUNED_TITLES = {
 
 
 def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """What tuning looked at against each thing that was tuned, the chosen values ringed."""
+    """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values."""
     looks, by, names = _looks(records), tuned_by(records), tuned_names(records)
     columns = 1 if narrow or len(names) == 1 else 2
     rows = math.ceil(len(names) / columns)
@@ -215,10 +218,10 @@ def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
 
 
 def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """By method over the steps: share of gradients clipped; by layer signal over noise, and share on the floor."""
+    """Plot diagnostics over the steps: the share clipped, and by layer signal / noise and the share on the floor."""
     shown = diagnosed(records)
     layers = list(dict.fromkeys(name for runs in shown.values() for name in _last_layers(runs)))
-    if len(layers) > _MOST_LAYERS:  # evenly spread, from the first to the last
+    if len(layers) > _MOST_LAYERS:  # show evenly spaced layers, from the first to the last
         layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
     styles = zip(cycle(_COLORS), cycle(_MARKERS), layers, strict=False)
     looks = {
@@ -255,7 +258,7 @@ _DIAGNOSED = {
 
 
 def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mapping[str, dict[str, Any]]) -> None:
-    """One method, one panel."""
+    """Draw one number of one method into its panel."""
     ax.set_xlabel("round" if runs[0].get("privacy_unit") == "user" else "step")
     if number == "raw_clip_fraction":
         whole = {"color": "#555555", "marker": "o", "label": "all layers"}
@@ -289,12 +292,12 @@ def _last_layers(runs: Sequence[Record]) -> Mapping[str, Mapping[str, float | No
 _KINDS = {
     "raw_clean": ("without the noise (NOT PRIVATE)", "#59616b", ":"),
     "noisy": ("as released", "#D55E00", "-"),
-    "debiased": ("noise taken out (debiased)", "#0072B2", "-"),
+    "debiased": ("noise variance subtracted (debiased)", "#0072B2", "-"),
 }
 
 
 def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """By method, which second moments coordinates have after the last step, in units of the noise's variance."""
+    """Plot histograms of the second moments after the last step, by method, in units of the noise's variance."""
     shown = {method: found for method, runs in diagnosed(records).items() if (found := histograms(runs))}
     columns = 1 if narrow else min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
@@ -303,7 +306,7 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
     for ax, (method, found) in zip(axes, shown.items(), strict=False):
         for kind, (label, color, line) in _KINDS.items():
             if kind in found:
-                # What is beyond the outermost edges is counted in the outermost bins.
+                # Values beyond the outermost edges are counted in the outermost bins.
                 ax.stairs(found[kind], found["edges"], color=color, linestyle=line, label=label, linewidth=1.8)
         ax.axvline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
         ax.set(title=_label(method), xscale="log", xlabel="second moment / variance of the noise", ylabel="coordinates")
@@ -316,7 +319,7 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
 
 
 def histograms_figure(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """One panel beside the other: how many coordinates have which value, with and without noise."""
+    """Plot histograms over the coordinates in panels side by side, with and without noise."""
     figure = Figure(figsize=(4.2 * len(panels), 3.6))
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for ax, (title, counts) in zip(axes, panels.items(), strict=True):
@@ -330,7 +333,7 @@ def histograms_figure(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Fi
 
 
 def cosines_figure(matrices: Mapping[int, Tensor]) -> Figure:
-    """One panel a step: cosines between the gradients of all pairs of examples, sorted by class."""
+    """Plot one matrix per step: the cosines between the gradients of all pairs of examples, sorted by class."""
     figure = Figure(figsize=(3.6 * len(matrices) + 0.6, 3.8))
     axes = figure.subplots(1, len(matrices), squeeze=False)[0]
     image = None
@@ -351,7 +354,10 @@ def curves_figure(
     xscale: str = "linear",
     yscale: str = "linear",
 ) -> Figure:
-    """By method every trial thin, their mean thick; all trials of a method have the same x."""
+    """Plot each trial as a thin line and the mean over trials as a thick line, by method.
+
+    All trials of a method have the same x values.
+    """
     figure = Figure(figsize=(6.4, 4))
     ax = figure.subplots()
     for color, (method, trials) in zip(_COLORS, curves.items(), strict=False):
@@ -368,10 +374,10 @@ def curves_figure(
 
 
 def png(draw: Callable[[], Figure]) -> bytes:
-    """What draw makes, in the house's style."""
+    """Return the figure that `draw` makes as a PNG file, in the style of our plots."""
     buffer = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context(_STYLE):
-        # A method's name in a script that the font lacks shows as boxes; the page still has it right.
+        # A method's name in a script that the font lacks is drawn as boxes; the page shows it correctly.
         warnings.filterwarnings("ignore", message="Glyph")
         draw().savefig(buffer, format="png", dpi=170)
     return buffer.getvalue()

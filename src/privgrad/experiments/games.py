@@ -1,4 +1,4 @@
-"""Audits of an experiment: what tells whether a canary was among its examples."""
+"""Audit games of an experiment: each guesses from one step whether a canary was among the examples."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,22 +20,25 @@ from privgrad.private_gradient import PrivateGradient
 
 
 def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float] | None) -> list[Game]:
-    """One step of each of a spec's private methods: some of its examples, all drawn, and a canary like them.
+    """Return a game of one step for each private method of a spec.
+
+    The step draws all of a few training examples (sample rate 1), and a canary made from one of them. `privgrad audit`
+    calls it.
 
     Args:
-        spec: of a classification of numbers or images.
-        methods: names; None is all that are private.
-        epsilons: what a step is made to cost; None is what it costs with the spec's own noise.
+        spec: a classification of numbers or images.
+        methods: names of methods; None takes all private ones.
+        epsilons: the epsilons that one step shall cost, one game each; None keeps the spec's own noise.
     Raises:
-        PrivacyError: a method that is unknown or not private, or data that no canary is made of here.
+        PrivacyError: a method is unknown or not private, or the data do not allow a canary.
     Privacy:
-        NOT private: what a game tells was made of the spec's data.
+        NOT private: the results of a game are computed from the spec's data.
     """
     known = {method.name: method for method in spec.methods}
     for name in methods or []:
         if name not in known:
-            remedy = did_you_mean(name, list(known), f"choose among {', '.join(known)}")
-            raise expected("privgrad audit", "method", "to be known", repr(name), remedy)
+            remedy = did_you_mean(name, list(known), "choose one of them")
+            raise expected("privgrad audit", "method", f"to be one of {', '.join(known)}", repr(name), remedy)
     data = make_data(spec)
     require_images(spec, data)
     inputs, labels, *users = data.train.tensors
@@ -46,7 +49,7 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
         or labels.ndim > 1
         or data.vocabulary is not None
     ):
-        got, remedy = data.name, "audit its methods without a specification, or write a game: privgrad.audit.Game"
+        got, remedy = data.name, "audit the methods without a specification, or write a privgrad.audit.Game"
         raise expected("privgrad audit", "data", "to be numbers or images with one class each", got, remedy)
     games = [
         _game(spec, known[name], data, epsilon)
@@ -55,11 +58,13 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
         for epsilon in epsilons or [None]
     ]
     if not games:
-        raise expected("privgrad audit", "methods", "to be private", "none that is", "audit another specification")
+        condition, got = "to include a private one", ", ".join(methods or known)
+        raise expected("privgrad audit", "methods", condition, got, "audit a specification with a private method")
     return games
 
 
 def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
+    """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
     candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
     sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
     if epsilon is not None:
@@ -90,12 +95,12 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             memory_mb=spec.run.memory_mb,
         )
         if noise_multiplier > 0 and math.isinf(private_grad.epsilon(steps=1)):
-            remedy = "leave the method out, by --method"
-            raise expected("privgrad audit", method.name, "to be private", "a method that is not", remedy)
+            remedy = "name the other methods with --method"
+            raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, remedy)
         return one_step(private_grad)
 
     inputs, labels = (tensor[:count] for tensor in data.train.tensors)
-    # Far out, and of another class: whichever moves the gradient most.
+    # The canary has scaled inputs and a wrong class; of three scales, take the one that moves the gradient most.
     strange = (labels[:1] + 1) % data.num_classes
 
     def with_canary(scale: float) -> Callable[[Tensor], TensorDataset]:

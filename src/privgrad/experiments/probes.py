@@ -1,4 +1,4 @@
-"""Items that look at the gradient on its way: its moments with and without noise, and how examples agree."""
+"""Items that measure gradients during training: their moments with and without noise, and cosines of examples."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ from privgrad.types import NoisyGradient
 NUMBERS = ("min", "q1", "median", "q3", "max", "mean")
 _INNER = ("q1", "median", "q3", "mean")
 _BINS = 80
-_PAIRED = 520  # examples, as in the paper's figure
+_PAIRED = 520  # number of examples, as in the paper's figure
 
 
 class NoiseMoments(BaseModel):
-    """An item of kind "noise-moments": the second moment of pure noise, for each divisor and step."""
+    """The file of an item of kind "noise-moments": the second moment of pure noise, for each divisor and step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +45,17 @@ class NoiseMoments(BaseModel):
 
 
 def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """AdamBC's own second moment under gradients that are noise only, from each divisor; quantiles over coordinates."""
+    """Compute AdamBC's second moment on gradients of pure noise, and compare its quantiles with the paper's.
+
+    Args:
+        raw: the item's file, see NoiseMoments.
+        out: folder for runs.jsonl.
+        progress: show a progress bar.
+    Returns:
+        The quantiles by step and divisor, with their relative differences from the paper; and the same as a table.
+    Raises:
+        PrivacyError: the folder holds runs of another item.
+    """
     item = NoiseMoments.model_validate(raw)
     claim(out, json.dumps(raw, indent=1))
     found: dict[str, Any] = {}
@@ -71,25 +81,25 @@ def noise_moments(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple
             cells = (f"{record[number]:.4g} ({differences[number]:+.1%})" for number in NUMBERS)
             table.add_row("", str(record["divisor"]), *cells)
             numbers = {number: record[number] for number in NUMBERS}
-            # The divisor that the authors' code really used comes first, and carries the plain name.
+            # The divisor that the authors' code used comes first; its key does not name the divisor.
             key = f"t={t}" if record["divisor"] == item.divisors[0] else f"t={t}, divisor {record['divisor']}"
             found[key] = numbers | {"divisor": record["divisor"], "difference": differences}
     last = found[f"t={max(item.steps)}"]
     found["within_1_percent"] = all(abs(last["difference"][number]) < 0.01 for number in _INNER)
     ends = [value for key, value in found.items() if key.startswith(f"t={max(item.steps)}")]
     largest = {value["divisor"]: max(abs(value["difference"][number]) for number in _INNER) for value in ends}
-    told = ", ".join(f"{difference:.2%} with divisor {divisor}" for divisor, difference in largest.items())
+    largest_text = ", ".join(f"{difference:.2%} with divisor {divisor}" for divisor, difference in largest.items())
     table.caption = (
         f"With divisor {item.divisors[0]}, which the authors' library used, quartiles, median and mean at "
         f"t = {max(item.steps)} are {'' if found['within_1_percent'] else 'NOT '}within 1 % of the paper's. Largest "
-        f"difference of these: {told}. Extremes grow with the number of coordinates: here {item.coordinates:,}."
+        f"difference of these: {largest_text}. Extremes grow with the number of coordinates: here {item.coordinates:,}."
     )
     _write(out, records)
     return found, table
 
 
 class _Along(BaseModel):
-    """[probe] of the two kinds that look along one training: after which steps, 0 before the first."""
+    """The table [probe] of kinds "moments" and "cosines": the steps to measure after; 0 is before the first."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -97,7 +107,20 @@ class _Along(BaseModel):
 
 
 def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Along one training: the moments of the released gradient beside those of the gradient before its noise."""
+    """Measure the moments of the gradient with and without noise along one training.
+
+    Args:
+        spec: a spec with one method.
+        probe: the item's [probe] table: the steps to measure after.
+        out: folder for runs.jsonl and histograms.png.
+        progress: show a progress bar.
+    Returns:
+        The numbers by step; and the second moments as a table.
+    Raises:
+        PrivacyError: the spec has several methods, a stop is too large, or the folder holds another spec.
+    Privacy:
+        NOT private: the moments without noise are computed before the noise.
+    """
     from privgrad.experiments.figures import histograms_figure, png
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
@@ -122,7 +145,20 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
 
 
 def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Cosines between the gradients of random pairs of examples, at several steps of one training."""
+    """Measure the cosines between the gradients of random pairs of examples, at several steps of one training.
+
+    Args:
+        spec: a spec with one method.
+        probe: the item's [probe] table: the steps to measure after.
+        out: folder for runs.jsonl and cosines.png.
+        progress: show a progress bar.
+    Returns:
+        The mean cosines within a class and across classes, by step; and the same as a table.
+    Raises:
+        PrivacyError: the spec has several methods, a stop is too large, or the folder holds another spec.
+    Privacy:
+        NOT private.
+    """
     from privgrad.experiments.figures import cosines_figure, png
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
@@ -146,12 +182,12 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
 
 def _only_method(spec: Spec) -> MethodTable:
     if len(spec.methods) != 1:
-        raise expected("reproduce", "methods", "to be one", len(spec.methods), "correct the item's file")
+        raise expected("reproduce", "the number of methods", "to be 1", len(spec.methods), "correct the item's file")
     return spec.methods[0]
 
 
 def _histograms(twins: RawMoments) -> dict[str, dict[str, Any]]:
-    """By panel: "edges" of the bins, and how many coordinates of each kind lie in each."""
+    """Return, by panel, the "edges" of the bins and the number of coordinates of each kind in each bin."""
     clean, noisy = twins.raw_exp_avg_sq, twins.exp_avg_sq
     debiased = {name: v - twins.noise_var[name] for name, v in noisy.items()}
     panels: dict[str, dict[str, Tensor]] = {
@@ -173,7 +209,7 @@ def _flat(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def _read(spec: Spec, probe: Mapping[str, Any], out: Path) -> list[Record]:
-    """The records of a finished item; none of an unfinished one."""
+    """Return the records of a finished item, or an empty list for an unfinished one."""
     records = read_records(out)
     if records:
         claim(out, describe(spec, probe))

@@ -1,4 +1,4 @@
-"""Records of trainings -> the numbers that tables and plots show."""
+"""Compute the numbers of tables and plots from the records of trainings."""
 
 import math
 import statistics
@@ -7,30 +7,31 @@ from operator import methodcaller
 from typing import Any
 
 Record = Mapping[str, Any]
-SOMETIMES_TUNED = ("radius", "local_lr")  # besides the learning rate and the clipping norm
+SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the learning rate and the clipping norm
 TUNED = ("lr", "max_grad_norm", *SOMETIMES_TUNED)
 
 
 def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Reduce the records to one row a method, in first-seen order.
+    """Reduce the records to one row per method, in order of first appearance.
 
-    Computes: mean and standard deviation (ddof = 1) over the final runs. A mean is None unless every final
-    run has the number: a mean over the rest would flatter a method that diverged. So is epsilon.
+    Computes mean and standard deviation (ddof = 1) over the final runs. A mean is None unless every final run has the
+    number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon.
 
     Args:
-        records: one mapping a training run, phase "tuning" or "final".
+        records: one mapping per training run, with phase "tuning" or "final".
     Returns:
         Rows with the keys method; max_grad_norm, lr, radius and local_lr (None if the final runs differ in it);
-        lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless more than one was tuned);
+        lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
         with one seed); epsilon (max); sampling ("fixed" if any run was); fraction_floored and seconds (means, or None).
     Privacy:
-        NOT private for the held-out examples that accuracy and loss were measured on.
+        NOT private for the held-out examples on which accuracy and loss were measured.
     """
     return [summary_row(method, runs) for method, runs in by_method(records).items()]
 
 
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
+    """Return the row of `summarize` for the runs of one method."""
     finals = in_phase(runs, "final")
     schemes = {run.get("sampling") for run in runs}
     norm, lr = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr"))
@@ -53,7 +54,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "test_accuracy_std": std(accuracy),
         "test_loss_mean": mean(loss),
         "test_loss_std": std(loss),
-        # NaN counts as worse than any number.
+        # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
         "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
         "fraction_floored": mean(numbers(finals, "fraction_floored")),
@@ -63,21 +64,23 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
 
 
 def measured_on(records: Iterable[Record]) -> str:
-    """Which examples accuracy and loss are of: "test", or "training", and then NOT private."""
+    """Return the examples on which accuracy and loss were measured: "test", or "training" (NOT private)."""
     return "training" if any(record.get("measured_on") == "training" for record in records) else "test"
 
 
 def _only(values: Iterable[float | None]) -> float | None:
-    """The one value that all have, if they do."""
+    """Return the value that all entries share, or None if they differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 
 
 def _at_edge(chosen: float | None, tried: set[float]) -> bool | None:
+    """Return whether the chosen value is the smallest or largest tried; None if fewer than two were tried."""
     return chosen in (min(tried), max(tried)) if chosen is not None and len(tried) > 1 else None
 
 
 def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Group records by method, in order of first appearance."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(str(record["method"]), []).append(record)
@@ -85,50 +88,60 @@ def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def in_phase(records: Iterable[Record], phase: str) -> list[Record]:
+    """Return the records of one phase: "tuning" or "final"."""
     return [record for record in records if record.get("phase") == phase]
 
 
 def numbers(runs: Sequence[Record], key: str) -> list[float]:
-    """Values of one key, or nothing at all if a run lacks it."""
+    """Return the values of one key, or an empty list if any run lacks it."""
     values = [run.get(key) for run in runs]
     return [] if None in values else [float(value) for value in values if value is not None]
 
 
 def mean(values: Sequence[float]) -> float | None:
+    """Return the mean, or None for no values."""
     return math.fsum(values) / len(values) if values else None
 
 
 def std(values: Sequence[float]) -> float | None:
+    """Return the standard deviation (ddof = 1); None for fewer than two values, NaN if one is not finite."""
     if len(values) < 2:
         return None
-    # A diverged run has no spread to speak of; statistics would raise on it.
+    # statistics.stdev raises on values that are not finite.
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def is_finite(value: float | None) -> bool:
+    """Return whether the value is a finite number."""
     return value is not None and math.isfinite(value)
 
 
 def tuned_by(records: Sequence[Record]) -> str:
-    """The measurement that learning rates were chosen by."""
+    """Return the key of the measurement that tuning compared."""
     tuning = in_phase(records, "tuning")
     keys = ("raw_train_loss", "validation_accuracy", "validation_loss")
     return next((key for key in keys if any(r.get(key) is not None for r in tuning)), "validation_accuracy")
 
 
 def score_of(records: Iterable[Record]) -> str:
-    """What stands under the key accuracy: "accuracy", or another score's name."""
+    """Return the name of the score that records hold under the key accuracy: "accuracy" or another name."""
     return next((str(record["score"]) for record in records if record.get("score")), "accuracy")
 
 
 def is_scored(records: Sequence[Record]) -> bool:
-    """Whether runs have an accuracy, or another score; else they are compared by loss."""
+    """Return whether final runs have a score; otherwise they are compared by loss."""
     return any(record.get("test_accuracy") is not None for record in in_phase(records, "final"))
 
 
 def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[float, float]]]:
-    """Per method its (value of what is named, mean of `tuned_by` over seeds) in ascending order: for each value the
-    best over all else that was tuned with it; diverged runs left out.
+    """Return, by method, the tried values of one tuned quantity, each with its best result.
+
+    Args:
+        records: all records.
+        name: the tuned quantity, one of TUNED.
+    Returns:
+        By method, pairs (value, result) in ascending order. The result is the mean of `tuned_by` over seeds, and the
+        best of these over all other tuned quantities. Diverged runs are left out.
     """
     result, key = {}, tuned_by(records)
     best = max if key == "validation_accuracy" else min
@@ -147,7 +160,7 @@ def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[f
 
 
 def tuned_names(records: Sequence[Record]) -> list[str]:
-    """What was tuned: of TUNED, those of which some method tried more than one value."""
+    """Return the entries of TUNED for which some method tried more than one value."""
     return [name for name in TUNED if any(len(points) > 1 for points in tuned(records, name).values())]
 
 
@@ -157,7 +170,13 @@ def curve(
     *,
     along: str = "epsilon",
 ) -> list[tuple[float, float, float, float]]:
-    """Epsilon (or step), mean of a measurement and mean -/+ one standard deviation, at every step all recorded."""
+    """Return points (epsilon or step, mean, mean - std, mean + std) at the steps that all runs recorded.
+
+    Args:
+        runs: the runs of one method, one per seed.
+        measured: a row of a curve -> the measurement, or None.
+        along: "epsilon" or "step".
+    """
     curves = [
         {p["step"]: p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))}
         for run in runs
@@ -172,13 +191,13 @@ def curve(
 
 
 def groups_of(records: Sequence[Record]) -> list[Mapping[str, float]]:
-    """The groups of classes by frequency that the runs were measured on; none if they were not."""
+    """Return the groups of classes by frequency, or an empty list if the runs were not measured by group."""
     points = (point for record in records for point in (record.get("curve") or ())[-1:])
     return next((point["raw_groups"] for point in points if "raw_groups" in point), [])
 
 
 def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Final runs by method, of the methods whose gradients were watched on their way (diagnostics.RawRecorder)."""
+    """Return the final runs by method, for methods whose runs all have rows of diagnostics.RawRecorder."""
     finals = by_method(in_phase(records, "final"))
     return {
         method: runs
@@ -188,7 +207,7 @@ def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
-    """RawRecorder's summary over whole trainings: means over their rows; nan where there is no number."""
+    """Return RawRecorder's numbers as means over all rows of the runs; nan for a number that no row has."""
     rows = [row for run in runs for row in run["curve"] if "raw_layers" in row]
     found: dict[str, float] = {}
     for name in ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share"):
@@ -198,7 +217,7 @@ def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
 
 
 def histograms(runs: Sequence[Record]) -> dict[str, list[float]]:
-    """RawRecorder's "edges" after the last step, and by kind the share of coordinates in each bin, over all seeds."""
+    """Return RawRecorder's last histograms over all seeds: "edges", and by kind the share of coordinates per bin."""
     last = [run["curve"][-1]["raw_moments"] for run in runs if "raw_moments" in run["curve"][-1]]
     if not last:
         return {}

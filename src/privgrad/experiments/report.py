@@ -1,4 +1,4 @@
-"""Records of trainings -> a terminal table, plots and one self-contained web page."""
+"""Show records of trainings as a terminal table, as plots and as one self-contained web page."""
 
 import base64
 import math
@@ -47,18 +47,18 @@ _PLOTS = ("accuracy", "tuning", "groups", "diagnosis", "moments")
 
 
 def summary_table(records: Iterable[Record]) -> Table:
-    """Lay the rows of summarize out for a terminal.
+    """Return the rows of `summarize` as a table for a terminal of 80 columns.
 
     Args:
-        records: one mapping a training run.
+        records: one mapping per training run.
     Returns:
-        A rich table, one row a method.
+        A rich table with one row per method.
     Privacy:
-        NOT private for the held-out examples that accuracy and loss were measured on.
+        NOT private for the held-out examples on which accuracy and loss were measured.
     """
     records = list(records)
-    told = f"Measured on {measured_on(records)} examples, without privacy for those."
-    table = Table(caption=f"± one standard deviation over seeds. {told}")
+    measured = f"Measured on {measured_on(records)} examples, without privacy for these."
+    table = Table(caption=f"± one standard deviation over seeds. {measured}")
     names = ["method", score_of(records), "loss", "ε", "lr", "seeds", "floored"]
     rows: list[list[str]] = []
     for row in map(_row_texts, summarize(records)):
@@ -66,7 +66,7 @@ def summary_table(records: Iterable[Record]) -> Table:
         chosen = "\n".join([row["lr"], *row["others"], *(["⚠ edge"] if row["at_edge"] else [])])
         rows.append([row["method"], row["accuracy"], row["loss"], epsilon, chosen, row["seeds"], row["floored"]])
     longest = max((len(name) for name, *_ in rows), default=0)
-    if _widths(names, rows)[1] < min(longest, 16):  # numbers leave the names no room: put them on two lines
+    if _widths(names, rows)[1] < min(longest, 16):  # too little room for the names: put numbers on two lines
         for row in rows:
             row[1:] = [re.sub(r" (?=±)|(?<=not|ver) ", "\n", cell) for cell in row[1:]]
     columns, for_names = _widths(names, rows)
@@ -74,25 +74,25 @@ def summary_table(records: Iterable[Record]) -> Table:
     for name, width in zip(names[1:], columns, strict=True):
         table.add_column(name, justify="right", width=width)
     for cells in rows:
-        # Text, not str: a method's name must not be read as markup.
+        # Text, not str: rich must not read a method's name as markup.
         table.add_row(*map(Text, cells))
     return table
 
 
 def _widths(names: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
-    """Of all columns but the first; and what they leave it of a terminal's 80."""
+    """Return the widths of all columns after the first, and the width that 80 columns leave for the first."""
     columns = list(zip(names, *rows, strict=True))
     widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns[1:]]
     return widths, 80 - sum(widths) - 3 * len(names) - 1
 
 
 def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
-    """What all trainings on the same data cost together, in one or two sentences.
+    """Describe the total cost of all trainings on the same data in one or two sentences.
 
     Args:
-        total: "value" (epsilon; None if there is none), "runs" (how many trainings), "covered" (whether an accountant
-            covers the sampling), "by_training_loss" (whether tuning looked at training losses without noise).
-        tuned: whether some of the trainings were for tuning.
+        total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the
+            accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise).
+        tuned: whether some of the trainings were tuning runs.
     """
     runs, cost = total["runs"], _epsilon_text(total["value"])
     if cost == "not private":
@@ -101,7 +101,7 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
     if runs == 1:
         return f"This training alone used the data: it cost ε = {cost}{given}."
     tuning = ", tuning included" if tuned else ""
-    save = ", save for the choice of learning rates: training losses without noise chose them, and no ε covers that"
+    save = ", except the choice of learning rates: training losses without noise chose them, and no ε covers that"
     return (
         f"These {runs} trainings used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
         f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
@@ -109,27 +109,28 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
 
 
 def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write index.html, accuracy.png and, where there is something to show, tuning, groups, diagnosis and moments.png.
+    """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
 
     Args:
-        records: one mapping a training run; at least one with phase "final".
+        records: one mapping per training run; at least one with phase "final".
         context: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
-        folder: where to write; made if it does not exist. Earlier reports in it are replaced.
+        folder: the output folder; it is created if it does not exist. An earlier report in it is replaced.
     Returns:
-        Path of index.html, which holds its plots and needs no other file.
+        Path of index.html, which embeds its plots and needs no other file.
     Raises:
         PrivacyError: there is no final run.
     Privacy:
-        States the guarantee of the runs. The accuracies in it are NOT private for the held-out examples.
+        The page states the guarantee of the runs. The accuracies on it are NOT private for the held-out examples.
     """
-    # The plan speaks for a run that does not say how it was sampled; if either says fixed, it was fixed.
+    # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
     plan = context.get("plan") or {}
     first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
     last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
     records = [{**first, **record, **last} for record in records]
     if not in_phase(records, "final"):
-        condition, remedy = 'to hold a run with phase "final"', "run the chosen learning rate on the test set"
-        raise expected("write_report", "records", condition, f"{len(records)} without one", remedy)
+        condition, remedy = 'to hold a run with phase "final"', "add a final run, which is measured on the test set"
+        got = f"{len(records)} runs of the phases {sorted({str(record.get('phase')) for record in records})}"
+        raise expected("write_report", "records", condition, got, remedy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows, total, score = summarize(records), context.get("total_epsilon"), score_of(records)
@@ -161,12 +162,12 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
 
 
 def _given(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None, and the value of epsilon in any case."""
+    """Return the facts that are not None, and "value" in any case."""
     return {key: value for key, value in facts.items() if value is not None or key == "value"}
 
 
 def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
-    """By method what its gradients' way says, in words."""
+    """Return the verdict of diagnostics by method; for user-level plans it speaks of updates and rounds."""
     said = {
         method: verdict(diagnosis(runs), _second_moment(runs[0].get("optimizer"))).replace("%", " %")
         for method, runs in diagnosed(records).items()
@@ -178,7 +179,7 @@ def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
 
 
 def _second_moment(optimizer: str | None) -> SecondMoment:
-    """What an optimizer divides by, by the name that records give it."""
+    """Return the kind of second moment that an optimizer divides by; records give the optimizer's name."""
     kind = getattr(optim, optimizer or "", None)
     if kind is None:
         return "unknown"
@@ -189,7 +190,11 @@ def _second_moment(optimizer: str | None) -> SecondMoment:
 
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """Draw what there is to show; by name a "wide" and a "narrow" plot, as base64, and the "size" on the page."""
+    """Draw the plots that the records allow, and write the wide ones into the folder.
+
+    Returns:
+        By plot, the "wide" and the "narrow" version as base64, and the "size" on the page.
+    """
     draws = {"accuracy": figures.accuracy_figure}
     if tuned_names(records):
         draws["tuning"] = figures.tuning_figure
@@ -199,7 +204,7 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
         draws["diagnosis"] = figures.diagnosis_figure
         if any(map(histograms, watched.values())):
             draws["moments"] = figures.moments_figure
-    # A plot left by an earlier report into this folder would show other runs.
+    # A plot of an earlier report in this folder would show other runs.
     for name in _PLOTS:
         (folder / f"{name}.png").unlink(missing_ok=True)
     images: dict[str, dict[str, str]] = {}
@@ -209,7 +214,7 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
         images[name] = {
             "wide": base64.b64encode(wide).decode(),
             "narrow": base64.b64encode(narrow).decode(),
-            # A plot of one column is shown as large as one column of the others.
+            # A plot with one column gets the width of one column of the other plots.
             "size": "whole" if int.from_bytes(wide[16:20]) > 1300 else "half",
         }
     return images
@@ -225,7 +230,7 @@ def _template() -> jinja2.Template:
 def _headline(
     rows: Sequence[Mapping[str, Any]], *, scored: bool = True, on: str = "test", score: str = "accuracy"
 ) -> str:
-    """Name the best mean score, and claim no more than the spread over seeds allows."""
+    """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows."""
     ranked = sorted((r for r in rows if is_finite(r["test_accuracy_mean"])), key=lambda r: -r["test_accuracy_mean"])
     if not ranked:
         losses = sorted((r for r in rows if is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
@@ -254,7 +259,7 @@ def _headline(
 
 
 def _row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row of summarize as it is shown, both in the terminal and on the page."""
+    """Return one row of `summarize` as texts, for the terminal and for the page."""
     others = {"C": row["max_grad_norm"] if row["norm_at_edge"] is not None else None}
     others |= {name: row[key] for name, key in _EDGES[2:]}
     return {
@@ -280,7 +285,7 @@ def _spread_text(mean: float | None, std: float | None, scale: float, form: str,
 
 
 def _epsilon_text(epsilon: float | None) -> str:
-    """Epsilon rounded up, never down, to two decimals (two digits if it is below 0.1)."""
+    """Return epsilon rounded up, never down, to two decimals (two digits if it is below 0.1)."""
     if epsilon is None or not math.isfinite(epsilon):
         return "not private"
     if epsilon > 1e6:
@@ -291,14 +296,14 @@ def _epsilon_text(epsilon: float | None) -> str:
 
 
 def _short(value: Any) -> str:
-    """A setting as text: 1e-05 as 1e-5, floats to six digits, what is missing named so."""
+    """Return a setting as text: floats with six digits, 1e-05 as 1e-5, and a missing value as "not recorded"."""
     if value is None or isinstance(value, jinja2.Undefined):
         return "not recorded"
     return f"{value:.6g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 
 def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts of the privacy statement that must be computed from the records."""
+    """Compute the facts of the privacy statement that depend on the records."""
     epsilon = summary_row("all", records)["epsilon"]
     fixed = [row["method"] for row in rows if row["sampling"] == "fixed"]
     budgets = {row["epsilon"] for row in rows if row["seeds"]}
@@ -307,7 +312,7 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
         "factor": f"{math.exp(epsilon):,.3g}" if epsilon is not None and epsilon < 15 else None,
         "delta": max(numbers(in_phase(records, "final"), "delta"), default=None),
         "fixed": ", ".join(fixed),
-        # Runs of one plan differ in epsilon by nothing or by rounding.
+        # Runs of one plan differ in epsilon at most by rounding.
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
         "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
         "all_poisson": all(row["sampling"] == "poisson" for row in rows),

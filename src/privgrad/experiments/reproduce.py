@@ -1,4 +1,4 @@
-"""Tables and figures of the papers, each a TOML here, run and set beside the paper's numbers."""
+"""Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers."""
 
 import json
 import tomllib
@@ -22,7 +22,7 @@ from privgrad.experiments.toy import toy
 
 
 def items() -> list[str]:
-    """The names of all items, as paper/item."""
+    """Return the names of all items, as paper/item."""
     return sorted(f"{paper.name}/{item.name.removesuffix('.toml')}" for paper, item in _files())
 
 
@@ -36,29 +36,32 @@ def reproduce(
     progress: bool = True,
     command: str = "",
 ) -> tuple[dict[str, Any], Table]:
-    """Run an item, or go on with it.
+    """Run an item, or resume it.
 
-    Writes to out: runs.jsonl (every run, or every step looked at), table.json, table.txt, plots, and for a comparison
-    the report.
+    `privgrad reproduce` calls it. It writes to `out`: runs.jsonl (every run, or every measured step), table.json,
+    table.txt, plots, and for a comparison the report.
 
     Args:
         name: paper/item.
-        out: folder; a folder with an item's runs.jsonl and spec.json is gone on with.
-        data: the paper's own data, where the item says it can take it; else its stand-in is used.
-        smoke: a tiny version that shows that it runs; its numbers mean nothing.
-        so_far: run nothing; show what an interrupted comparison has found.
+        out: the output folder. If it already holds this item's runs, they are resumed.
+        data: path of the paper's own data, for items that accept it; None uses the item's default data.
+        smoke: run a tiny version that only shows that the item works; its numbers mean nothing.
+        so_far: run nothing; show the results of an interrupted comparison.
         progress: show a progress bar.
-        command: told in the report.
+        command: the command line, for the report.
     Returns:
-        The numbers, ours and the paper's; and the same as a table.
+        The numbers, ours and the paper's, as a dictionary; and the same as a table.
     Raises:
-        PrivacyError: an unknown item, a folder of another one, or an item that cannot be so.
+        PrivacyError: the item is unknown or does not support `data` or `so_far`, or the folder holds runs of another
+            item.
     """
     raw = _prepared(name, data=data, smoke=smoke)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
     kind = raw.get("kind", "comparison")
     if so_far and kind not in ("comparison", "table"):
-        raise expected("reproduce", "--so-far", "to be for a comparison", name, "run it whole")
+        raise expected(
+            "reproduce", "--so-far", "to be given for a comparison only", f"the item {name}", "leave --so-far out"
+        )
     if kind == "table":
         found, table = _table(raw, out, smoke=smoke, so_far=so_far, progress=progress)
     elif kind in _WHOLE:
@@ -77,7 +80,7 @@ def reproduce(
     return found, table
 
 
-# Kinds that read their whole file; and those that look along trainings of a spec, at what their [probe] says.
+# Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
 _WHOLE: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
     "noise-moments": probes.noise_moments,
     "toy": toy,
@@ -91,6 +94,7 @@ _PROBES: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
 
 
 def _files() -> Iterator[tuple[Traversable, Traversable]]:
+    """Yield each item's file with the folder of its paper."""
     for paper in resources.files("privgrad.experiments").joinpath("items").iterdir():
         for item in paper.iterdir() if paper.is_dir() else ():
             if item.name.endswith(".toml"):
@@ -98,50 +102,61 @@ def _files() -> Iterator[tuple[Traversable, Traversable]]:
 
 
 def _load(name: str) -> dict[str, Any]:
-    """An item's tables, over those of the item that it names as its base."""
+    """Return an item's tables, merged over the tables of its base item if it names one."""
     for paper, item in _files():
         if f"{paper.name}/{item.name}" == f"{name}.toml":
             raw = tomllib.loads(item.read_text())
             base = raw.pop("base", None)
-            # The paper's numbers are those of one item only.
+            # The paper's numbers belong to one item, so they are not inherited.
             return raw if base is None else _merged(_load(base) | {"paper": {}}, raw)
-    remedy = did_you_mean(name, items(), "choose one")
+    remedy = did_you_mean(name, items(), "choose one of them")
     raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), remedy)
 
 
 def _prepared(
     name: str, *, data: Path | None = None, smoke: bool = False, methods: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """An item's tables with all its methods or those named; on the paper's own data or in its tiny version."""
+    """Return an item's tables, adapted to the request.
+
+    Args:
+        name: paper/item.
+        data: path of the paper's own data; None keeps the item's default data.
+        smoke: return the tiny version.
+        methods: names of the methods to keep; none of them keeps all.
+    Raises:
+        PrivacyError: the item is unknown, or takes no other data.
+    """
     raw = _load(name)
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
     if data is not None:
         if given is None:
-            raise expected("reproduce", "--data", f"to be absent for {name}", data, "it has one source of data")
+            raise expected(
+                "reproduce", "--data", f"to be absent for {name}", data, "leave --data out: it has one source of data"
+            )
         if smoke:
-            raise expected("reproduce", "--data", "to be absent for --smoke", data, "smoke takes small data of its own")
+            raise expected("reproduce", "--data", "to be absent for --smoke", data, "leave one of the two out")
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
         raw.pop("stands_in_for", None)
     if smoke:
         raw = _merged(raw, tiny)
         raw["title"] = f"SMOKE, numbers mean nothing: {raw['title']}"
         if "methods" in raw:
-            raw["paper"] = {}  # its numbers are of another size
+            raw["paper"] = {}  # the paper's numbers hold for the full size only
             raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
-            # The small data may be those that were to be public elsewhere.
+            # The small data set may be the one that the full item uses as public data.
             if raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]:
                 del raw["data"]["elsewhere"]
                 for method in raw["methods"]:
                     method.get("public", {}).pop("other", None)
-    wanted = methods or (few if smoke else [])
-    if wanted:
-        raw["methods"] = [method for method in raw["methods"] if method["name"] in wanted]
+    kept = methods or (few if smoke else [])
+    if kept:
+        raw["methods"] = [method for method in raw["methods"] if method["name"] in kept]
     return raw
 
 
 def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """The method with one entry of each grid; of a grid that is to grow, all."""
+    """Return the method with the first entry of each grid; an lr grid that may grow keeps all entries."""
     cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
     small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
     if "warm_start" in method:
@@ -150,7 +165,7 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
 
 
 def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables within tables are merged; all else is replaced."""
+    """Return `raw` with `changes`: nested tables are merged, other values are replaced."""
     merged = dict(raw)
     for key, value in changes.items():
         merged[key] = _merged(merged.get(key, {}), value) if isinstance(value, dict) else value
@@ -158,6 +173,7 @@ def _merged(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Record]:
+    """Run or resume the comparison and return its records; with so_far, return only those that exist."""
     if not so_far:
         return compare(spec, out, progress=progress)
     claim(out, describe(spec), look_only=True)
@@ -165,14 +181,14 @@ def _records(spec: Spec, out: Path, *, so_far: bool, progress: bool) -> list[Rec
 
 
 class _Row(BaseModel):
-    """One data set of a table: an item, and which of its methods stands in each column."""
+    """One row of a table item: an item on one data set, and the method for each column."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
     item: str
     methods: list[str]  # "" leaves a column empty
-    paper: list[float | str]  # a string where the paper has none
+    paper: list[float | str]  # a string if the paper has no number
 
 
 class _TableItem(BaseModel):
@@ -189,7 +205,7 @@ class _TableItem(BaseModel):
 def _table(
     raw: Mapping[str, Any], out: Path, *, smoke: bool, so_far: bool, progress: bool
 ) -> tuple[dict[str, Any], Table]:
-    """Score (or loss, where there is none) of each row's methods, each row in a folder of its own."""
+    """Run a table item: for each row, the score (or loss) of its methods; each row has its own folder."""
     item = _TableItem.model_validate(raw)
     claim(out, json.dumps(raw, indent=1), look_only=so_far)
     found: dict[str, Any] = {}
@@ -224,8 +240,15 @@ def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> N
 
 
 def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> tuple[dict[str, Any], Table]:
-    """By method, on all test examples and by group of classes: mean and spread, the paper's number, and, on the
-    paper's own data, the difference.
+    """Summarize records next to the paper's numbers, by method.
+
+    The numbers are mean and standard deviation on all test examples, and by group of classes on training examples. The
+    difference from the paper is computed only on the paper's own data.
+
+    Args:
+        spec: the comparison.
+        records: its records.
+        stands_in_for: the name of the paper's data, if other data replace them.
     """
     found: dict[str, Any] = {}
     score = next((record["score"] for record in records), None)
@@ -234,8 +257,8 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
     tuned = ["max_grad_norm", "lr"]
     tuned += [key for key in SOMETIMES_TUNED if any(getattr(spec.grid(m)[0], key) is not None for m in spec.methods)]
-    beside = slice(2 if spec.paper else 1)  # without the paper's numbers, no columns for them
-    headers = [header for title in shown.values() for header in (title, paper)[beside]]
+    columns = slice(2 if spec.paper else 1)  # no columns for the paper if it has no numbers
+    headers = [header for title in shown.values() for header in (title, paper)[columns]]
     title = ", ".join(tuned).replace("max_grad_norm", "C").replace("_", " ")
     table = Table(title=spec.title)
     for header in ("method", title, "classes", *headers):
@@ -266,9 +289,9 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
             "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
         }
         for index, row in enumerate(rows.values()):
-            told = ", ".join(f"{chosen[key]:g}" for key in tuned if chosen[key] is not None)
-            first = (method.name, told) if index == 0 else ("", "")
-            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[beside]))
+            values = ", ".join(f"{chosen[key]:g}" for key in tuned if chosen[key] is not None)
+            first = (method.name, values) if index == 0 else ("", "")
+            table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[columns]))
         if not rows:
             table.add_row(
                 method.name, "–", f"no final run yet; tried {', '.join(f'{lr:g}' for lr in tried) or 'nothing'}"
@@ -277,7 +300,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     sources = ", ".join(sorted({record["data"] for record in records}))
     spread = "Mean ± standard deviation over seeds"
     private = any("raw_groups" in row for row in found.values()) or measured_on(records) == "training"
-    groups = "; classes x examples of each, and all that is on training examples: NOT PRIVATE" if private else ""
+    groups = "; NOT PRIVATE: groups (classes x examples of each) and everything on training examples" if private else ""
     table.caption = f"{sources}. {spread}{groups}." + (
         f" {done} of {planned} final runs were done." if done < planned else ""
     )
@@ -287,7 +310,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
 def _numbers(
     runs: Sequence[Mapping[str, Any]], paper: Mapping[str, float], stands_in_for: str | None
 ) -> dict[str, Any]:
-    """Loss and accuracy: mean, standard deviation, and where the paper has it of the same data, the difference."""
+    """Return mean and standard deviation of loss and accuracy, and the difference from the paper on equal data."""
     found: dict[str, Any] = {"paper": dict(paper)}
     for number in ("loss", "accuracy"):
         values = [run[number] for run in runs if run[number] is not None]
@@ -298,12 +321,12 @@ def _numbers(
 
 
 def _cells(row: Mapping[str, Any], number: str) -> tuple[str, str]:
-    """Ours and the paper's, as text."""
+    """Return our number and the paper's as text."""
     form = "{:.3g}" if number == "loss" else "{:.1%}"
     ours, spread = row[number]["mean"], row[number]["std"]
-    told = (
+    text = (
         "–"
         if ours is None
         else form.format(ours) + ("" if spread is None else f" ± {form.replace('3g', '1g').format(spread)}")
     )
-    return told, form.format(row["paper"][number]) if number in row["paper"] else "–"
+    return text, form.format(row["paper"][number]) if number in row["paper"] else "–"

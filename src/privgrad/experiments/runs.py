@@ -1,4 +1,4 @@
-"""spec -> training runs -> JSON lines, one a run; a comparison goes on where it stopped."""
+"""Run the trainings of a Spec and record each as one JSON line; an interrupted comparison resumes where it stopped."""
 
 import json
 import math
@@ -49,12 +49,12 @@ Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
 
 _COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
-_MOST_RATES = 16  # learning rates of one method; a grid that has not turned by then never will
+_MOST_RATES = 16  # learning rates of one method, at which a growing grid stops
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training to do."""
+    """One training of a comparison: a method with its tuned values, a seed and a phase."""
 
     method: MethodTable
     candidate: Candidate
@@ -63,41 +63,44 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Folder of the run's ledger and checkpoint."""
+        """Return the name of the folder for the run's ledger and checkpoint."""
         norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
         radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
         local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
-        name = quote(self.method.name, safe=" ,;+=()")  # no two methods in one folder
+        name = quote(self.method.name, safe=" ,;+=()")  # quoted, so that no two methods share a folder
         return f"{name}{norm}-lr{self.candidate.lr:g}{radius}{local}-{self.phase}-seed{self.seed}"
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What its record is found by."""
+        """Return the key that identifies the run's record."""
         return (self.method.name, self.candidate, self.seed, self.phase)
 
 
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
-    """Train the one method of a spec, for real by default: noise from the operating system's entropy.
+    """Train the only method of a spec; by default the noise comes from the operating system's entropy.
 
     Args:
-        spec: with exactly one method, which has its lr.
-        out: folder for ledger, checkpoint, runs.jsonl; called again after an interruption, it goes on.
+        spec: a spec with exactly one method that has one lr and one clipping norm.
+        out: folder for the ledger, the checkpoint and runs.jsonl. A second call resumes an interrupted training.
         seed: a research seed, or None.
         progress: show a progress bar.
     Returns:
-        One record; written to out/runs.jsonl.
+        One record, which is also written to out/runs.jsonl.
     Raises:
-        PrivacyError: bad input.
+        PrivacyError: the spec has several methods or a grid, or `out` holds runs of another spec or seed.
+    Privacy:
+        `fit` charges each release to the run's ledger. The measurements in the record are NOT private for the examples
+        that they are measured on.
     """
     if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
-        remedy = "keep one in the file, or use `privgrad compare`"
+        remedy = "keep one in the file, or run `privgrad compare`"
         got = [method.name for method in spec.methods]
-        raise expected("train", "methods", "to be one, with its lr and norm", got, remedy)
+        raise expected("train", "methods", "to be exactly one, with one lr and one max_grad_norm", got, remedy)
     run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
     data = open_folder(spec, out)
     others = {record["seed"] for record in read_records(out)} - {seed}
     if others:
-        remedy = "give each its own --out: they are different experiments"
+        remedy = "choose another --out: each seed is an experiment of its own"
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
     if _find(read_records(out), run) is None:
         append(out, [_train_one(spec, run, data, out, progress=progress)])
@@ -105,16 +108,19 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
 
 
 def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
-    """Train every method under one budget: tune on the validation set, then train with every seed.
+    """Train every method under one budget: tune each method, then train it with every seed.
+
+    Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). Each training has its
+    own ledger; context.context adds up the cost of all.
 
     Args:
-        spec: the methods, the grid and the seeds.
+        spec: the methods, the grids and the seeds.
         out: as in train.
-        progress: show which run of how many it is, and how far this run is.
+        progress: show the number of the current run, and the progress of that run.
     Returns:
-        All records, in the order run; written to out/runs.jsonl.
+        All records in the order of their runs; they are also written to out/runs.jsonl.
     Raises:
-        PrivacyError: bad input.
+        PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec.
     """
     data, tuning = open_folder(spec, out), spec.tuning
     tried = [len(spec.grid(method)) for method in spec.methods if spec.is_tuned(method)]
@@ -144,23 +150,24 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 
 
 def restart(out: Path) -> Path | None:
-    """Displacement an existing folder aside, so that no ledger is lost; return where it went.
+    """Move an existing folder aside, so that no ledger is lost, and return its new path; None if there is no folder.
 
     Raises:
-        PrivacyError: a training runs there.
+        PrivacyError: a training is running in the folder.
     """
     if not out.exists():
         return None
     for path in out.rglob("ledger.jsonl"):
         if is_in_use(path):
-            remedy = "let the training there end, or stop it, first"
-            raise expected("experiments", f"{path}", "to have no writer", "one", remedy)
+            got, remedy = "a lock of a running training", "stop that training first"
+            raise expected("experiments", f"{path}", "to be unlocked", got, remedy)
     aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
     shutil.move(out, aside)
     return aside
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
+    """Do one run with `fit`, in its own folder, and return its record."""
     if run.seed is not None:
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
@@ -172,7 +179,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     made = preconditioner(method.precondition, public, model, data)
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
-    # By training loss, a final run may be one that was done in tuning.
+    # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
     diary = RawRecorder(optimizer) if spec.run.diagnose and not validated else None
     board = _tensorboard(folder, data) if spec.run.tensorboard else None
 
@@ -206,7 +213,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if board is not None:
         board.close()
     if result.raw_nonfinite_examples:
-        # Told, not saved: it was counted before the noise.
+        # Printed and not saved: the number was counted before the noise.
         warnings.warn(
             f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
             stacklevel=2,
@@ -219,17 +226,20 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
 
 
 def _tensorboard(folder: Path, data: DataSet) -> "TensorBoard":
-    """Imported only where it is asked for: it is an extra."""
+    """Return a TensorBoard writer; it is imported only here, because it is an optional extra."""
     try:
         from privgrad.integrations.tensorboard import TensorBoard
     except ImportError as error:
-        remedy = "pip install 'privgrad[tensorboard]', or leave run.tensorboard out"
+        remedy = "pip install 'privgrad[tensorboard]', or set run.tensorboard = false"
         raise expected("experiments", "tensorboard", "to be installed", error, remedy) from error
     return TensorBoard(folder / "tensorboard", names={} if data.score is None else {"accuracy": data.score})
 
 
 def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
-    """A final run that was done in tuning: by training loss, both are the same training and the same measurements."""
+    """Return the record of an equal tuning run as a final record, or None.
+
+    If tuning uses the training loss, a tuning run and a final run are the same training with the same measurements.
+    """
     if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss":
         return None
     record = _find(read_records(out), replace(run, phase="tuning"))
@@ -264,7 +274,7 @@ def _record(
         "validation_accuracy": last.get("accuracy") if validated else None,
         "validation_loss": last["loss"] if validated else None,
         "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
-        # Histograms of the last evaluation will do.
+        # Histograms are kept of the last evaluation only.
         "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
         "updates": result.updates,
         "seconds": result.seconds,
@@ -275,19 +285,23 @@ def _record(
 
 
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
-    """What has the best mean validation score or training loss; the smallest of equal ones."""
+    """Return the candidate with the best mean over tuning seeds; of equal ones, the smallest.
+
+    `by` is "accuracy", "loss" (both on validation examples) or "train_loss".
+    """
     costs = _tuning_costs(records, method, by)
     return min(costs, key=lambda candidate: (costs[candidate], candidate))
 
 
 def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | None:
-    """The next learning rate, half a power of ten beyond the best, if that is the first or last tried with its norm.
+    """Return the candidate half a power of ten beyond the best one, if the best lr is at the edge of its grid.
 
-    None, too, where another rate did just as well: there a smaller one changes nothing.
+    The grid holds the rates that were tried with the best candidate's other values. The result is None if the best is
+    inside the grid, if another rate was equally good, or if _MOST_RATES were tried.
     """
     costs, best = _tuning_costs(records, method, by), best_candidate(records, method, by)
     tried = {other.lr: cost for other, cost in costs.items() if other._replace(lr=best.lr) == best}
-    diverged = math.isinf(costs[best])  # then so did all: go down
+    diverged = math.isinf(costs[best])  # then every candidate diverged: try a smaller rate
     level = not diverged and list(tried.values()).count(costs[best]) > 1
     if len(tried) >= _MOST_RATES or best.lr not in (min(tried), max(tried)) or level:
         return None
@@ -296,7 +310,7 @@ def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate |
 
 
 def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, float]:
-    """What tuning minimizes, by candidate: mean over seeds of minus the score, or of the loss."""
+    """Return the cost that tuning minimizes, by candidate: the mean over seeds of the loss, or of minus the score."""
     found: dict[Candidate, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
@@ -306,7 +320,10 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
 
 
 def open_folder(spec: Spec, out: Path, probe: Mapping[str, Any] | None = None) -> DataSet:
-    """Check all that can be checked, then make the folder or see that it holds runs of the same spec and probe."""
+    """Load and check the data, then claim the folder for the spec and its probe.
+
+    Nothing is written before every check has passed.
+    """
     data = make_data(spec)
     require_images(spec, data)
     spec.plan(None)
@@ -315,7 +332,10 @@ def open_folder(spec: Spec, out: Path, probe: Mapping[str, Any] | None = None) -
 
 
 def describe(spec: Spec, probe: Mapping[str, Any] | None = None) -> str:
-    """What a folder is known by; the probe is what an item looks at along its trainings."""
+    """Return the text of spec.json, which identifies a folder's experiment.
+
+    `probe` is the [probe] table of an item: the measurements along its trainings.
+    """
     if probe is None:
         return spec.model_dump_json(indent=1, exclude_defaults=True)
     described = spec.model_dump(mode="json", exclude_defaults=True) | {"probe": dict(probe)}
@@ -323,41 +343,61 @@ def describe(spec: Spec, probe: Mapping[str, Any] | None = None) -> str:
 
 
 def claim(out: Path, description: str, *, look_only: bool = False) -> None:
-    """Make a folder for what is described, or see that it holds runs of just that.
+    """Create a folder for an experiment, or check that the folder holds runs of this experiment only.
 
+    Args:
+        out: the folder.
+        description: text of the folder's spec.json.
+        look_only: write nothing, and refuse a folder without spec.json.
     Raises:
-        PrivacyError: no folder, or another's; with look_only also one without any runs. Nothing was written.
+        PrivacyError: `out` is a file, or holds runs of another spec; with look_only also a folder without runs.
+            Nothing was written.
     """
-    remedy = "give another --out, or --restart to move the old folder aside"
+    remedy = "choose another --out, or add --restart to move the old folder aside"
     if out.exists() and not out.is_dir():
-        raise expected("experiments", "--out", "to be a folder", f"the file {out}", "give another --out")
+        raise expected("experiments", "--out", "to be a folder", f"the file {out}", "choose another --out")
     path = out / "spec.json"
     held = path.read_text() if path.exists() else None
     if held is None and (out / "runs.jsonl").exists():
         raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
     if held not in (None, description):
-        raise expected("experiments", f"{out}", "to hold runs of this spec", "another spec's", remedy)
+        raise expected("experiments", f"{out}", "to hold runs of this spec", _difference(held, description), remedy)
     if look_only:
         if held is None:
-            raise expected("reproduce", f"{out}", "to hold runs to show", "none", "run it without --so-far")
+            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
         return
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(description)
 
 
+def _difference(held: str | None, description: str) -> str:
+    """Return, for an error, the top-level keys in which two texts of spec.json differ."""
+    try:
+        old, new = dict(json.loads(held or "")), dict(json.loads(description))
+    except (TypeError, ValueError):
+        return "a spec.json that cannot be read"
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return f"runs of a spec with a different {', '.join(keys) or 'order of keys'}"
+
+
 def read_records(out: Path) -> list[Record]:
+    """Return the records of a folder's runs.jsonl; an empty list if there is no such file.
+
+    Raises:
+        PrivacyError: a line is not JSON.
+    """
     path = out / "runs.jsonl"
     if not path.exists():
         return []
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except json.JSONDecodeError as error:
-        remedy = "delete its damaged line; the run is then looked up in its folder again"
+        remedy = "delete the damaged line; the run then resumes from its own folder"
         raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
 
 
 def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add records to a folder's runs.jsonl, all at once."""
+    """Append records to a folder's runs.jsonl in one write."""
     with (out / "runs.jsonl").open("a") as file:
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
@@ -367,5 +407,5 @@ def _find(records: Sequence[Record], run: Run) -> Record | None:
 
 
 def candidate_of(record: Record) -> Candidate:
-    """What of the method was tuned, as it was in one run."""
+    """Return the tuned values of one run."""
     return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"))

@@ -1,4 +1,4 @@
-"""What one training of a spec is made of: model, loss, measurements, side information; and its stops on the way."""
+"""The parts of one training of a spec: model, loss, measurements and side information; and stops along it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,25 +30,25 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import NoisyGradient
 
-_MOST_LOGITS = 1 << 26  # at once, where results are measured
-_OF_IMAGES = ("cnn-small", "cnn2", "cnn5", "resnet9", "wide-resnet")  # models
+_MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
+_OF_IMAGES = ("cnn-small", "cnn2", "cnn5", "resnet9", "wide-resnet")  # models whose inputs are images
 
 
 def require_images(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless a model for images takes those of the data: most are made for one size."""
+    """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only."""
     if spec.model.name not in _OF_IMAGES:
         return
     try:
-        with torch.device("meta"):  # shapes only: nothing is computed, and nothing drawn
+        with torch.device("meta"):  # shapes only: nothing is computed, and no random number is drawn
             _made(spec, data)(torch.zeros(1, *data.input_shape))
     except RuntimeError as error:
         condition = f"to take inputs of shape {data.input_shape}, as {spec.data.name!r} has"
-        remedy = "set [data] size = 28 where the data allow it, or choose another model"
+        remedy = "set size = 28 in [data] if the data set supports it, or choose another model"
         raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy) from error
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
-    """A fresh model for the data, from torch's global stream, on the spec's device."""
+    """Return a new model for the data on the spec's device, initialized from torch's global random stream."""
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
     return _made(spec, data).to("cuda" if gpu else "cpu")
 
@@ -94,12 +94,14 @@ def _made(spec: Spec, data: DataSet) -> nn.Module:
 
 def _vocabulary(data: DataSet) -> int:
     if data.vocabulary is None:
-        raise expected("load_spec", "data.name", "to be text for this model", data.name, "choose another model")
+        raise expected(
+            "load_spec", "data.name", "to be text for this model", data.name, "choose another model or data set"
+        )
     return data.vocabulary
 
 
 def public_gradient(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
-    """Of the data's public examples, for a method that needs it."""
+    """Return the gradient on the data's public examples, or None for a method that does not use it."""
     if not method.needs_public:
         return None
     examples, origin = (
@@ -113,12 +115,16 @@ def public_gradient(method: MethodTable, model: nn.Module, data: DataSet) -> Pub
 def preconditioner(
     table: PreconditionTable | None, public: PublicGradient | None, model: nn.Module, data: DataSet
 ) -> Preconditioner | None:
-    """What a method's table says."""
+    """Return the preconditioner that a method's table describes, or None without a table.
+
+    Raises:
+        PrivacyError: the rule needs public word counts, and the data have none.
+    """
     if table is None:
         return None
     if table.by_counts:
         if data.public_counts is None:
-            remedy = "choose data with text that is apart from the examples"
+            remedy = "choose a data set with public text in addition to the examples"
             raise expected("load_spec", "data.name", "to have public word counts", data.name, remedy)
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
@@ -132,7 +138,11 @@ def preconditioner(
 
 
 def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset, data: DataSet) -> None:
-    """Train on public examples, without privacy."""
+    """Train on public examples with ordinary SGD.
+
+    Privacy:
+        The public examples get no privacy; the private examples are not used.
+    """
     optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=table.lr), losses_for(data)
     for _ in range(table.epochs):
         order = torch.randperm(len(examples))
@@ -146,14 +156,17 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
 def begin(
     spec: Spec, method: MethodTable, seed: int, data: DataSet
 ) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
-    """A training before its first step, without side information: model, private_grad, optimizer.
+    """Return model, PrivateGradient and optimizer of a training before its first step, without side information.
+
+    The probes of items use it to step by hand.
 
     Raises:
-        PrivacyError: the method is still to be tuned.
+        PrivacyError: the method has a grid that is not tuned yet.
     """
     if spec.is_tuned(method):
         condition = "to have one lr, one max_grad_norm and one radius"
-        raise expected("reproduce", method.name, condition, "a grid", "correct the item's file")
+        got = f"{len(spec.grid(method))} candidates"
+        raise expected("reproduce", method.name, condition, got, "correct the item's file")
     candidate = spec.grid(method)[0]
     torch.manual_seed(seed)
     model = make_model(spec, data)
@@ -169,7 +182,7 @@ def begin(
 
 
 class Stop(NamedTuple):
-    """A training after some of its steps; the last released gradient, if there is one."""
+    """The state of a training after `step` steps; `released` is the last released gradient, None before the first."""
 
     step: int
     model: nn.Module
@@ -180,10 +193,12 @@ class Stop(NamedTuple):
 def stops(
     spec: Spec, method: MethodTable, seed: int, at: Sequence[int], data: DataSet, tick: Callable[[], object]
 ) -> Iterator[Stop]:
-    """Train one method; stop after each number of steps in `at`, 0 before the first. Calls tick after each step.
+    """Train one method, and yield a Stop after each number of steps in `at`; 0 is before the first step.
+
+    Calls `tick` after each step.
 
     Raises:
-        PrivacyError: a stop that is not within the steps, or a method that is still to be tuned.
+        PrivacyError: a stop is outside of the plan's steps, or the method has a grid that is not tuned yet.
     """
     if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
         condition = f"to be within the {spec.privacy.steps} steps"
@@ -200,9 +215,11 @@ def stops(
 
 
 def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
-    """Cross-entropy: of a class; the mean over an example's tokens that are to be foretold; of equal shares for an
-    example's tags. What is to be reconstructed: mean squared error. With views, the mean over as many of each image,
-    moved at random.
+    """Return the loss function for a data set: (model, examples) -> losses, shape (B,).
+
+    The loss is the cross-entropy of the class, or its mean over an example's tokens with a label. For tags, the target
+    gives equal shares to all tags of the example. For reconstruction, the loss is the mean squared error. With `views`
+    above 1, each loss is the mean over that many randomly moved views of the image.
     """
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -217,7 +234,7 @@ def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
 
 
 def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
-    """Of each example, shape (B,), or of each token, (B, T); 0 where there is no label."""
+    """Return the loss of each example, shape (B,), or of each token, shape (B, T); 0 for a token without a label."""
     if data.score is None:
         return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
     if labels.is_floating_point():
@@ -226,14 +243,19 @@ def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
 
 
 def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """The same, where the model is."""
+    """Return the tensors on the model's device."""
     device = next(model.parameters()).device
     return tuple(tensor.to(device) for tensor in tensors)
 
 
 def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Loss and score of each example, or of each token with a label: right or not; of tags the share found among the
-    likeliest five.
+    """Return loss and score of each example, or of each token with a label.
+
+    The score is 1 for a correct class or token and 0 otherwise. For tags it is recall@5: the share of the example's
+    tags among the five most likely ones. Without a score, the second tensor is empty.
+
+    Privacy:
+        NOT private for `examples`: no noise is added.
     """
     losses: list[Tensor] = []
     scores: list[Tensor] = []
@@ -254,12 +276,17 @@ def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[
 
 
 def _tokens(labels: Tensor) -> int | None:
-    """How many labels an example has, where each is a token's; None otherwise."""
+    """Return the number of labels per example if each belongs to a token, and None otherwise."""
     return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
 
 
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
-    """Score and loss on what is held out; where frequency matters, also by class on the training examples."""
+    """Measure mean loss and score on held-out examples, and by class frequency if the data define groups.
+
+    Privacy:
+        NOT private for the held-out examples. "raw_groups" is measured on the training examples without noise: NOT
+        private for these.
+    """
     losses, scores = outcomes(model, held_out, data)
     measured: dict[str, Any] = {"loss": losses.double().mean().item()}
     if data.score is not None:

@@ -22,7 +22,7 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.threads import one_thread
 from privgrad.types import Scales
 
-_POINTS = 60  # of a curve
+_POINTS = 60  # per curve
 Curve = list[tuple[int, float]]
 
 
@@ -31,7 +31,7 @@ class _Table(BaseModel):
 
 
 class Private(_Table):
-    """How the private methods train."""
+    """The settings of the private methods."""
 
     noise_multiplier: float
     max_grad_norm: float
@@ -41,14 +41,14 @@ class Private(_Table):
 
 
 class NonPrivate(_Table):
-    """How the others train."""
+    """The settings of the methods without privacy."""
 
     steps: int
     lr: dict[Literal["SGD", "AdaS"], float]
 
 
 class Toy(_Table):
-    """The item's file."""
+    """The file of an item of kind "toy"."""
 
     kind: Literal["toy"]
     title: str
@@ -63,7 +63,21 @@ class Toy(_Table):
 
 
 def toy(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Train every method in every trial; final losses beside the expected ones, and curves."""
+    """Train every method in every trial, and compare the final losses with the expected ones.
+
+    A second call resumes after the last finished method.
+
+    Args:
+        raw: the item's file, see Toy.
+        out: folder for runs.jsonl and the plots.
+        progress: show a progress bar.
+    Returns:
+        Mean and standard deviation of the final loss by method; and the same as a table with the expected losses.
+    Raises:
+        PrivacyError: the folder holds runs of another item.
+    Privacy:
+        NOT private: the losses are measured on the training examples without noise.
+    """
     item = Toy.model_validate(raw)
     claim(out, json.dumps(raw, indent=1))
     with one_thread():
@@ -100,15 +114,15 @@ def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table
     )
     found: dict[str, Any] = {}
     for method in methods:
-        losses, wanted = [r["loss"] for r in records if r["method"] == method], item.expected[method]
+        losses, target = [r["loss"] for r in records if r["method"] == method], item.expected[method]
         found[method] = {"mean": mean(losses), "sd": stdev(losses)}
-        spread = f" ± {wanted['sd']:.2g}" if "sd" in wanted else ""
-        table.add_row(method, f"{mean(losses):.3g} ± {stdev(losses):.1g}", f"{wanted['mean']:.3g}{spread}")
+        spread = f" ± {target['sd']:.2g}" if "sd" in target else ""
+        table.add_row(method, f"{mean(losses):.3g} ± {stdev(losses):.1g}", f"{target['mean']:.3g}{spread}")
     return found, table
 
 
 def _problem(item: Toy) -> tuple[Tensor, Tensor, Tensor]:
-    """Features (n, d), targets (n,), and the scales A: each feature's magnitude, which is known beforehand."""
+    """Return features (n, d), targets (n,), and the scales A (d,): the magnitudes, assumed to be public knowledge."""
     generator = torch.Generator().manual_seed(0)
     often = torch.arange(item.features) < item.frequent
     x = (torch.rand(item.examples, item.features, generator=generator) < torch.where(often, 0.9, 0.01)).float()
@@ -158,7 +172,10 @@ def _private(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> li
 
 
 def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
-    """Mini-batches of fixed size, all trials at once; written out, for there is nothing to clip."""
+    """Train without privacy on mini-batches of fixed size, all trials at once.
+
+    The gradient is written out by hand, because nothing is clipped.
+    """
     weights = torch.cat([_start(item, trial).weight.detach() for trial in range(item.trials)])
     lr = item.nonprivate.lr[method] / (scales if method == "AdaS" else torch.ones_like(scales))
     generator, steps = torch.Generator().manual_seed(0), item.nonprivate.steps
@@ -176,5 +193,5 @@ def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) ->
 
 @torch.no_grad()
 def _loss(weights: Tensor, x: Tensor, y: Tensor) -> list[float]:
-    """Of every row of weights, (trials, d)."""
+    """Return the training loss of each row of weights, which have shape (trials, d)."""
     return cast("list[float]", ((weights @ x.T - y).square().mean(1) / 2).tolist())

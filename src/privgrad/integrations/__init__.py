@@ -1,1 +1,1 @@
-"""Bridges to frameworks, one file each."""
+"""Bridges to other frameworks, one file each; ExternalLoopStep is the part that several share."""

@@ -1,7 +1,7 @@
-"""Many processes, launched by torchrun: data parallel, with whole models or sharded ones (FSDP2).
+"""Data-parallel training in several processes, launched by torchrun, with whole or sharded models (FSDP2).
 
-Import this module before init_process_group: it imports torch.distributed.fsdp, which after that call would hold on to
-the group, so that destroy_process_group could not end the group's threads.
+Import this module before init_process_group. It imports torch.distributed.fsdp. Imported after that call, fsdp would
+keep a reference to the group, and destroy_process_group could not end the group's threads.
 """
 
 import atexit
@@ -23,28 +23,29 @@ from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.processes import Processes
 from privgrad.types import NoisyGradient
 
-_any = cast(Any, dist)  # whose collectives are typed in part
-_LAST_SECONDS = 0.1  # that gloo's threads get for what they have left to do
+_any = cast(Any, dist)  # torch types its collectives only in part
+_LAST_SECONDS = 0.1  # for gloo's threads to finish at exit
 T = TypeVar("T")
 
 
 class Distributed(Processes):
     """The processes of torch.distributed: pass one to PrivateGradient and plan.batches, or to fit.
 
-    The model is a plain module, equal in all processes, or one that fully_shard has sharded; no part of it is in
-    DistributedDataParallel, whose gradients were not private, or FullyShardedDataParallel (FSDP1). A sharded model is
-    gathered for the length of a private step: its parameters lie whole in memory then, released gradients and the
-    optimizer's state never do.
+    The model is a plain module, equal in all processes, or a module sharded by fully_shard. No part of it may be
+    wrapped in DistributedDataParallel, which would exchange gradients without noise, or in FullyShardedDataParallel
+    (FSDP1). A sharded model is gathered during each private step: all its parameters are in memory then. Released
+    gradients and the optimizer's state stay sharded.
 
     Args:
-        group: of torch.distributed, of all processes: for another backend than the default group's; None is that.
+        group: a process group that holds every process; use it for a backend other than the default group's. None is
+            the default group.
     Raises:
-        PrivacyError: torch.distributed has not been initialized, or the group leaves processes out: each group would
-            add a noise and keep a ledger of its own.
+        PrivacyError: torch.distributed has not been initialized, or the group leaves processes out. Each group would
+            then add its own noise and keep its own ledger.
     Privacy:
-        As one process: each example is clipped by the process it belongs to, and the first adds one noise of the
-        plan's size to the sum over all. Its ledger is the record. The processes trust each other: what they exchange
-        before the noise is private.
+        The same as in one process. Each example is clipped by the process that holds it. The first process adds one
+        noise of the plan's size to the sum over all processes, and keeps the ledger. The processes must trust each
+        other: the values that they exchange before the noise is added are private.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -53,9 +54,9 @@ class Distributed(Processes):
             raise expected("Distributed", "torch.distributed", "to be initialized", "no process group", remedy)
         world, size = dist.get_world_size(), dist.get_world_size(group)
         if size != world:
-            got = f"{size} of {world}" if size > 0 else "one without this process"
-            remedy = "leave group out, and start as many processes as train together"
-            raise expected("Distributed", "group", "to be of all processes", got, remedy)
+            got = f"{size} of {world} processes" if size > 0 else f"a group without rank {dist.get_rank()}"
+            remedy = "leave group out, and start exactly the processes that train together"
+            raise expected("Distributed", "group", "to hold every process", got, remedy)
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         self._first = dist.get_global_rank(group, 0) if group is not None else 0
@@ -68,11 +69,11 @@ class Distributed(Processes):
         try:
             result = work()
         except BaseException:
-            self._tell(failed=True, step=step)
+            self._any_failed(failed=True, step=step)
             raise
-        if self._tell(failed=False, step=step):
-            remedy = "look at its error; nothing was released"
-            raise expected("PrivateGradient", "each process", "to take this step", "a failure in another", remedy)
+        if self._any_failed(failed=False, step=step):
+            got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
+            raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
         return result
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -95,8 +96,8 @@ class Distributed(Processes):
     def begin(self, model: nn.Module) -> None:
         for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-                remedy = "pass its .module: the processes' sums are added up before the noise; fully_shard it to shard"
-                condition, got = "to be plain, or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
+                remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
+                condition, got = "to be plain or sharded by fully_shard", f"{type(module).__name__} at '{path}'"
                 raise expected("PrivateGradient", "model", condition, got, remedy, UnsupportedModuleError)
         tensors = [*model.parameters(), *model.buffers()]
         self._spread([tensor.detach() for tensor in tensors if not isinstance(tensor, DTensor)])
@@ -107,7 +108,7 @@ class Distributed(Processes):
         with _answered():
             for module in sharded:
                 module.unshard()
-        # FSDP's class and hooks would gather and shard in the midst of functorch's transforms, which cannot bear it.
+        # FSDP's class and hooks would gather and shard inside functorch's transforms, which do not support it.
         kept = [(module, type(module), dict(_hooks_of(module))) for module in sharded]
         for module, kind, hooks in kept:
             cast(Any, module).__class__ = kind.__mro__[2]
@@ -130,55 +131,57 @@ class Distributed(Processes):
         with _answered():
             return cast(T, tree_map(_whole, state))
 
-    def _tell(self, *, failed: bool, step: int) -> bool:
-        """Whether any process failed.
+    def _any_failed(self, *, failed: bool, step: int) -> bool:
+        """Exchange this process' outcome with all others, and return whether any process failed.
 
         Raises:
-            PrivacyError: they take different steps.
+            PrivacyError: the processes are at different steps.
         """
-        told = torch.tensor([int(failed), step, -step], device=self._device)
+        shared = torch.tensor([int(failed), step, -step], device=self._device)
         with _answered():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        any_failed, last, first = cast("list[int]", told.tolist())
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        any_failed, last, first = cast("list[int]", shared.tolist())
         if last != -first and not any_failed:
-            remedy = "give each the same plan, and the batches of plan.batches in their order"
-            raise expected("PrivateGradient", "the processes", "to take the same step", f"{-first} to {last}", remedy)
+            got = f"steps {-first} to {last}"
+            remedy = "give each process the same plan, and the batches of plan.batches in order"
+            raise expected("PrivateGradient", "the processes", "to take the same step", got, remedy)
         return bool(any_failed)
 
     def _spread(self, tensors: list[Tensor]) -> None:
-        """Overwrite the tensors with the first process'."""
+        """Overwrite the tensors with the values of the first process."""
         _each(lambda tensor: _any.broadcast(tensor, self._first, group=self._group, async_op=True), tensors)
 
 
 @cache
 def _let_gloo_finish() -> None:
-    """Wait a moment when the interpreter ends, once per process.
+    """Register a short sleep at the interpreter's exit, once per process.
 
-    A thread of gloo that frees its last tensor needs the interpreter. Once that is being taken down, the process ends
-    with SIGABRT instead: everything is saved by then, but torchrun reports a failure. Sleeping lets the thread finish.
+    A gloo thread needs the interpreter to free its last tensor. If the interpreter is shutting down, the process
+    ends with SIGABRT: everything is saved by then, but torchrun reports a failure. The sleep lets the thread finish.
     """
     atexit.register(time.sleep, _LAST_SECONDS)
 
 
 @contextmanager
 def _answered() -> Generator[None]:
+    """Turn a RuntimeError of a collective into a PrivacyError that says how to resume."""
     try:
         yield
     except RuntimeError as error:
         got = str(error).splitlines()[0] if str(error) else type(error).__name__
-        remedy = "start the run again: it goes on from its checkpoint and ledger"
+        remedy = "start the run again: it resumes from its checkpoint and ledger"
         raise expected("Distributed", "every process", "to answer", got, remedy, PrivacyError) from error
 
 
 def _each(collective: Callable[[Tensor], Any], tensors: Iterable[Tensor]) -> None:
-    """Begin a collective for each tensor, then wait for all."""
+    """Start a collective for each tensor, then wait for all of them."""
     with _answered():
         for work in [collective(tensor) for tensor in tensors]:
             work.wait()
 
 
 def _hooks_of(module: nn.Module) -> dict[int, tuple[Any, Any]]:
-    """FSDP's own hooks around the forward pass: by key, where they are held, and they themselves."""
+    """Return FSDP's own forward hooks by key, each with the dictionary that holds it."""
     any_module = cast(Any, module)
     state, holders = any_module._get_fsdp_state(), (any_module._forward_pre_hooks, any_module._forward_hooks)
     return {
@@ -192,5 +195,5 @@ def _whole(leaf: Any) -> Any:
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
-        return value  # a step's number, beside moments
+        return value  # the step counter, for example, in an optimizer state whose moments are sharded
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

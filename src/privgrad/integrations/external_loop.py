@@ -1,4 +1,4 @@
-"""The private step in a training loop that another framework owns: what the bridges to such loops share."""
+"""The private step in a training loop that another framework runs; shared by the bridges to such frameworks."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,22 +18,26 @@ from privgrad.sampling import Collate
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 3
-_PATIENCE = 10  # updates within which every parameter has to move: a warm-up may begin with a learning rate of zero
+_PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
 
 
 class ExternalLoopStep:
-    """Batches, the gradient between its release and its one use, the checkpoint, and the proof that all was trained.
+    """The part of a host framework's loop that touches private data.
+
+    It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
+    state to the host's checkpoint, and checks that training moved every parameter. The bridges to Flower, Hugging Face
+    and Lightning each hold one.
 
     Args:
-        function: whose arguments these are, for errors.
+        function: name of the public class or function that error messages start with.
         model: the model that the host trains.
-        private_grad: of that model; its ledger says what is spent.
+        private_grad: the PrivateGradient of that model; its ledger records the privacy spent.
         optimizer: from privgrad.optim, over the same model.
-        clip: private_grad's.
+        clip: the clipping that private_grad was given; a checkpoint records it.
     Raises:
-        PrivacyError: the optimizer is none of ours, or has other parameters than the model's trainable ones.
+        PrivacyError: the optimizer is not from privgrad.optim, or does not hold every trainable parameter of the model.
     Privacy:
-        Adds nothing to what private_grad releases.
+        Releases only the gradients of private_grad, on which the guarantee rests.
     """
 
     def __init__(
@@ -46,8 +50,8 @@ class ExternalLoopStep:
         clip: Clipping | None = None,
     ) -> None:
         if not isinstance(optimizer, PrivateOptimizer):
-            remedy = "give one of privgrad.optim, made of model.named_parameters()"
-            raise expected(function, "optimizer", "to be one for released gradients", type(optimizer).__name__, remedy)
+            remedy = "create it from privgrad.optim with model.named_parameters()"
+            raise expected(function, "optimizer", "to take released gradients", type(optimizer).__name__, remedy)
         self.private_grad = private_grad
         self.optimizer = optimizer
         self.epoch_steps = max(1, round(1 / private_grad.plan.sample_rate))
@@ -65,7 +69,7 @@ class ExternalLoopStep:
     def batches(
         self, dataset: Dataset[Any] | Sequence[Any], *, updates: int, collate: Collate | None
     ) -> Iterator[Batch]:
-        """The batches that are left of an epoch of 1 / sample_rate steps, after so many updates in all."""
+        """Return the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` updates."""
         start, left = self.private_grad.state_dict()["step"], self.epoch_steps - updates % self.epoch_steps
         return islice(self.private_grad.plan.batches(dataset, start=start, collate=collate), left)
 
@@ -73,42 +77,52 @@ class ExternalLoopStep:
         """Release the gradient of a batch, and keep it until `take`.
 
         Raises:
-            PrivacyError: the last one has not been taken, as where gradients are accumulated: it was paid for.
+            PrivacyError: the previous gradient was not taken, for example because gradients are accumulated. It was
+                already charged to the ledger.
         """
         if self._gradient is not None:
-            remedy = "leave accumulation of gradients and skipping of updates off, and resume"
-            raise expected(self._function, "each released gradient", "to make an update", "the next batch", remedy)
-        self._require_held()  # what was unfrozen since
+            condition, remedy = (
+                "to be used by one update",
+                "turn off gradient accumulation and skipped updates, and resume",
+            )
+            raise expected(self._function, "each released gradient", condition, 0, remedy)
+        self._require_held()  # parameters may have been unfrozen since
         self._look()
         self._gradient = self.private_grad(batch)
 
     def take(self) -> NoisyGradient:
-        """The released gradient, once.
+        """Return the released gradient, once.
 
         Raises:
-            PrivacyError: there is none.
+            PrivacyError: no gradient was released since the last call.
         """
         gradient, self._gradient = self._gradient, None
         if gradient is None:
             remedy = "let the framework run the step: one batch, one gradient, one update"
-            raise expected(self._function, "a released gradient", "for each update", "none", remedy)
+            raise expected(self._function, "each update", "to have a released gradient", None, remedy)
         return gradient
 
     def state_dict(self) -> dict[str, Any]:
-        """What the host's checkpoint needs beside model and optimizer. Post-processing; no key."""
+        """Return the state that the host's checkpoint needs in addition to model and optimizer.
+
+        Privacy:
+            Post-processing of released values; it holds no key of the noise.
+        """
         return {**self._facts, "private_grad": self.private_grad.state_dict(), "ledger": self.private_grad.ledger.head}
 
     def load_state_dict(self, state: Mapping[str, Any], *, updates: int) -> None:
-        """Go on from a checkpoint. What was released since is spent; under a research seed it is computed again.
+        """Resume from a checkpoint.
+
+        Steps that were released after the checkpoint stay spent. Under a research seed they are computed again.
 
         Args:
-            state: of state_dict.
-            updates: the host had made by then.
+            state: what state_dict returned.
+            updates: number of updates that the host had made at the checkpoint.
         Raises:
-            PrivacyError: the state is another run's, or its ledger is not this one.
+            PrivacyError: the state belongs to another run, or to another ledger.
         """
         plan, ledger = self.private_grad.plan, self.private_grad.ledger
-        self._gradient = None  # of an update that was interrupted
+        self._gradient = None  # left by an interrupted update
         with damage_refused(self._function, "the checkpoint"):
             require_resumable(state, **self._facts, ledger=ledger)
             self.private_grad.load_state_dict(state["private_grad"])
@@ -117,7 +131,7 @@ class ExternalLoopStep:
             if lost:
                 left = updates + max(0, plan.steps - ledger.releases)
                 warnings.warn(
-                    f"{lost} charged steps came after the checkpoint, and stay spent: this run ends with {left} "
+                    f"{lost} charged steps came after the checkpoint and stay spent: this run ends with {left} "
                     f"updates of {plan.steps}",
                     stacklevel=3,
                 )
@@ -125,31 +139,35 @@ class ExternalLoopStep:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """What a checkpoint and the run that goes on from it have in common."""
+        """Return the facts that a checkpoint and the run that resumes from it must share."""
         return {"version": _VERSION, "seed": self.private_grad.plan.seed, "settings": self._settings}
 
     def require_unspent(self) -> None:
-        """Raise BudgetExceededError if a run that starts anew would go on with a ledger that is begun."""
+        """Raise BudgetExceededError if a new training would continue a ledger that already holds releases."""
         if spent := self.private_grad.ledger.releases:
             remedy = "resume from a checkpoint, or train in a new folder and add the two epsilons up"
-            condition, got = "to be new where training starts anew", f"one of {spent} releases"
+            condition, got = "to be empty at the start of a training", f"{spent} releases"
             raise expected(self._function, "the ledger", condition, got, remedy, BudgetExceededError)
 
     def require_moved(self) -> None:
-        """Raise PrivacyError if a parameter is as it was before the first step of this process."""
+        """Raise PrivacyError if a parameter has not changed since the first step of this process."""
         self._look(last=True)
 
     def _require_held(self) -> None:
-        """Raise PrivacyError unless the optimizer holds what is trainable."""
+        """Raise PrivacyError unless the optimizer holds every trainable parameter."""
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         missing = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
         if missing:
-            remedy = "make the optimizer of this very model, after adapters are added to it"
-            got = f"not {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+            remedy = "create the optimizer from this model, after adapters are added to it"
+            got = f"an optimizer without {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
             raise expected(self._function, "optimizer", "to hold every trainable parameter", got, remedy)
 
     def _look(self, *, last: bool = False) -> None:
-        """Drop what has moved by now from what has not; refuse what should have."""
+        """Check which parameters have moved since the first step.
+
+        Raises:
+            PrivacyError: a trainable parameter has not moved after _PATIENCE updates, or at the end (`last`).
+        """
         if self._unmoved == {} or (last and self._unmoved is None):
             return
         now = {name: _fingerprint(p) for name, p in self.model.named_parameters() if p.requires_grad}
@@ -159,11 +177,11 @@ class ExternalLoopStep:
         if self._unmoved and (last or self._looks > _PATIENCE):
             names = list(self._unmoved)
             got = f"{self._looks - 1} updates without effect on {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-            remedy = "raise the learning rate, keep parameters in float32, or freeze what is not to be trained"
+            remedy = "raise the learning rate, keep parameters in float32, or freeze those that need no training"
             raise expected(self._function, "every trainable parameter", "to move", got, remedy, PrivacyError)
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:
-    """Two numbers that change when a parameter does: copies of a large model would not fit."""
+    """Return two numbers that change with the parameter; a copy of a large model would not fit in memory."""
     value: Any = parameter.detach()
     return float(value.sum(dtype=torch.float64)), float(value.norm(dtype=torch.float64))

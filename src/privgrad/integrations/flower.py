@@ -1,4 +1,4 @@
-"""Flower: a strategy whose round is one private step, and the client app that answers it with a user's update."""
+"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update."""
 
 import os
 import secrets
@@ -27,7 +27,7 @@ from privgrad.types import Batch
 
 _ARRAYS, _CONFIG = "arrays", "config"  # the records of a message, by Flower's usual names
 _ROUND, _USER, _NORM, _NONCE = "round", "user", "max-update-norm", "nonce"
-_POLL = 1.0  # seconds between looks at who is connected
+_POLL = 1.0  # seconds between queries for the connected nodes
 
 
 class PrivateStrategy(Strategy):
@@ -36,30 +36,31 @@ class PrivateStrategy(Strategy):
         strategy = PrivateStrategy(model, pg.optim.SGD(model.named_parameters(), lr=1.0), plan, ledger="ledger.jsonl")
         strategy.start(grid, strategy.arrays, num_rounds=plan.steps, timeout=60)
 
-    The cohort of a round is the plan's Poisson draw among n users, each of them one SuperNode. What a user sends is cut
-    to max_update_norm; nothing is taken of a user who is away, late, or sends what is not one update of this model. An
-    answer has to be to the very message that its user was sent, whose id nobody else is told.
-    The sum is noised here, once, and divided by the public expected cohort, however many answered: an empty cohort
-    makes a round like any other. What else clients send (num-examples, losses, reasons of errors) is not read.
+    The cohort of a round is the plan's Poisson draw among n users; each user is one SuperNode. Each update is clipped
+    to max_update_norm. The server ignores users who are offline or late, and replies that do not hold exactly one
+    update of this model. A reply counts only if it answers the message that was sent to its user; nobody else is sent
+    the message's id. The sum is noised once, on the server, and divided by the public expected cohort size, however
+    many users reply. An empty cohort makes a normal round. Everything else that clients send (num-examples, losses,
+    error reasons) is ignored.
 
     Args:
-        model: whose trainable parameters are trained; Flower's initial arrays are loaded into it.
+        model: its trainable parameters are trained; Flower's initial arrays are loaded into it.
         optimizer: from privgrad.optim, over the same model; SGD with lr 1 is DP-FedAvg.
-        plan: the public numbers, of PrivacyPlan.for_users.
-        ledger: path of the record, or a Ledger; None keeps it in memory.
-        nodes: SuperNode id of each user, n of them: with Flower's SuperNode authentication these are stable. None
-            takes the n that are connected when the first round begins, in the order of their ids, for the whole run.
-        raw_metrics: names of numbers that clients report, whose plain means over a round's answers Flower is to log and
-            keep, as raw_<name>. NOT private: no epsilon covers them.
+        plan: the public numbers, from PrivacyPlan.for_users.
+        ledger: path of the ledger's file, or a Ledger; None keeps it in memory.
+        nodes: the n SuperNode ids, one per user; Flower's SuperNode authentication keeps them stable. None takes the n
+            nodes that are connected when the first round begins, sorted by id, for the whole run.
+        raw_metrics: names of numbers that clients report. Flower logs and keeps their plain means over a round's
+            replies as raw_<name>. NOT private: no epsilon covers them.
     Raises:
-        PrivacyError: a plan for examples, an optimizer of another model, nodes that are not one a user; in the first
-            round, a ledger that is begun and was not resumed.
-        BudgetExceededError: (in start) more rounds than the plan's.
+        PrivacyError: a plan for examples, an optimizer of another model, or nodes that are not one per user. In the
+            first round: a ledger that already holds releases and was not resumed.
+        BudgetExceededError: (in start) more rounds than the plan allows.
     Privacy:
-        As PrivateGradient, for users: the ledger is charged before a model leaves. The server, its SuperLink and the
-        connections are trusted: they see each clipped update (central privacy).
+        The guarantee of PrivateGradient, for users: the ledger is charged before a new model is sent. The server, its
+        SuperLink and the connections must be trusted: they see each clipped update (central privacy).
     Attributes:
-        private_grad: whose `ledger` is the record.
+        private_grad: the PrivateGradient; `private_grad.ledger` records all releases.
     """
 
     def __init__(
@@ -79,28 +80,28 @@ class PrivateStrategy(Strategy):
         self._raw_metrics = tuple(raw_metrics)
         self._draws: Iterator[Batch] | None = None
         self._drawn: Batch | None = None
-        self._sent = list[tuple[Metadata, int]]()  # of this round's messages, and the user of each
+        self._sent = list[tuple[Metadata, int]]()  # metadata of this round's messages, each with its user
 
     @property
     def arrays(self) -> ArrayRecord:
-        """The model's weights and buffers, as Flower sends them."""
+        """The model's weights and buffers, in Flower's format."""
         return ArrayRecord(self._model.state_dict())
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message to each user that the plan draws and that is connected."""
+        """Return one message for each connected user in the plan's draw."""
         self._model.load_state_dict(arrays.to_torch_state_dict())
         if self._nodes is None:
             self._nodes = self._await_nodes(grid)
         self._drawn, self._sent = (drawn := self._draw()), []
         online = set(grid.get_node_ids())
-        # Flower counts the rounds of one start; the plan's go on after a resume.
+        # Flower counts rounds from each start; the plan counts them over the whole run.
         public = {**config, _ROUND: drawn.sampling.step, _NORM: self._plan.max_grad_norm}
         messages = list[Message]()
         for user in cast("list[int]", drawn.examples[0].tolist()):
             if (node := self._nodes[user]) in online:
-                # A message's id is a hash of it: with the nonce, only its receiver can name it.
+                # A message's id is a hash of its content: because of the nonce, only the receiver can compute it.
                 own = ConfigRecord({**public, _USER: user, _NONCE: secrets.token_hex(16)})
                 content = RecordDict({_ARRAYS: arrays, _CONFIG: own})
                 messages.append(Message(content, node, MessageType.TRAIN, group_id=str(server_round)))
@@ -110,15 +111,15 @@ class PrivateStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Release the round's mean update, and step by it. Metrics only where raw ones were asked for."""
+        """Release the round's mean update and step with it; return metrics only if raw_metrics were requested."""
         if self._drawn is None:
             remedy = "let start() run the rounds"
-            raise expected("PrivateStrategy", "a round", "to be configured first", f"round {server_round}", remedy)
+            raise expected("PrivateStrategy", "each round", "to be configured first", f"round {server_round}", remedy)
         answers = self._answers(replies)
         parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         updates = [
             update
-            for _, reply in sorted(answers.items())  # the order of the users: a sum's rounding depends on it
+            for _, reply in sorted(answers.items())  # sorted by user, because a sum's rounding depends on the order
             if (update := _update(reply, parameters)) is not None
         ]
         batch, self._drawn = self._drawn, None
@@ -133,18 +134,25 @@ class PrivateStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """None: what clients measure on their data is private. Evaluate on public data, by start's evaluate_fn."""
+        """Return no messages: numbers that clients measure on their own data are private.
+
+        Evaluate on public data with the `evaluate_fn` of start.
+        """
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Nothing; see configure_evaluate."""
+        """Return None; see configure_evaluate."""
         return None
 
     def summary(self) -> None:
-        """Nothing: the plan says it."""
+        """Print nothing: the plan holds all settings."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on beside the ledger. Post-processing; no key."""
+        """Return the state that a later run needs to resume, in addition to the ledger.
+
+        Privacy:
+            Post-processing of released values; it holds no key of the noise.
+        """
         return {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -152,10 +160,10 @@ class PrivateStrategy(Strategy):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; what was charged since stays spent, see ExternalLoopStep.
+        """Resume from a state. Rounds that were charged after it stay spent; see ExternalLoopStep.
 
         Raises:
-            PrivacyError: the state is another run's, or the ledger is not its own.
+            PrivacyError: the state belongs to another run, or to another ledger.
         """
         self.private_step.load_state_dict(state["private_step"], updates=state["private_step"]["private_grad"]["step"])
         self._model.load_state_dict(state["model"])
@@ -167,11 +175,11 @@ class PrivateStrategy(Strategy):
         return self._plan.batches(users, start=self.private_grad.state_dict()["step"])
 
     def _draw(self) -> Batch:
-        """The users of the next round.
+        """Draw the users of the next round.
 
         Raises:
-            PrivacyError: the ledger holds rounds that this strategy does not continue.
-            BudgetExceededError: the plan's rounds are over.
+            BudgetExceededError: the ledger holds rounds that this strategy did not resume, or all rounds of the plan
+                are done.
         """
         if self._draws is None:
             self.private_step.require_unspent()
@@ -179,26 +187,28 @@ class PrivateStrategy(Strategy):
         for batch in self._draws:
             return batch
         condition, remedy = f"to be at most the plan's {self._plan.steps}", "start with num_rounds=plan.steps"
-        raise expected("PrivateStrategy", "rounds", condition, "one more", remedy, BudgetExceededError)
+        raise expected("PrivateStrategy", "rounds", condition, self._plan.steps + 1, remedy, BudgetExceededError)
 
     def _await_nodes(self, grid: Grid) -> tuple[int, ...]:
-        """The nodes that are connected, once there are as many as users."""
+        """Wait until as many nodes as users are connected, and return their ids in order."""
         while len(nodes := sorted(grid.get_node_ids())) < self._plan.num_examples:
             time.sleep(_POLL)
         return _require_nodes(nodes, self._plan)
 
     def _answers(self, replies: Iterable[Message]) -> dict[int, Message]:
-        """The first answer to each of this round's messages, by user.
+        """Return the first valid reply to each of this round's messages, by user.
 
-        The SuperLink tells who sends, but not whether the sender within the message is the same.
+        The bound on one user's contribution rests on this: each user counts at most once, and cannot reply for another
+        user. The SuperLink does not check the sender that a message claims, so the id of the answered message decides.
 
         Raises:
-            PrivacyError: the grid gave the messages no ids, so that no answer can be told from another.
+            PrivacyError: the grid gave the messages no ids, so that replies cannot be matched to users.
         """
         sent = {metadata.message_id: (metadata.dst_node_id, user) for metadata, user in self._sent}
         if "" in sent:
-            remedy = "use Flower's own grids, which give them when they send"
-            raise expected("PrivateStrategy", "messages", "to have ids once they are sent", "none", remedy)
+            missing = sum(metadata.message_id == "" for metadata, _ in self._sent)
+            got, remedy = f"{missing} without an id", "use Flower's own grids, which set the ids when they send"
+            raise expected("PrivateStrategy", "messages", "to have ids once they are sent", got, remedy)
         answers = dict[int, Message]()
         for reply in replies:
             node, user = sent.get(reply.metadata.reply_to_message_id, (None, -1))
@@ -207,7 +217,11 @@ class PrivateStrategy(Strategy):
         return answers
 
     def _raw_means(self, answers: Iterable[Message]) -> MetricRecord | None:
-        """Means of what was asked for by name, over the answers that have it. NOT private."""
+        """Return the mean of each of raw_metrics over the replies that report it.
+
+        Privacy:
+            NOT private: no noise is added, and no epsilon covers these numbers.
+        """
         reported = [record for reply in answers for record in reply.content.metric_records.values()]
         means = dict[str, float]()
         for name in self._raw_metrics:
@@ -225,24 +239,24 @@ def client_app(
     *,
     precondition: Preconditioner | None = None,
 ) -> ClientApp:
-    """The app of a device that holds one user's data, for a server of PrivateStrategy.
+    """Return the app of a device that holds one user's data, for a server that runs PrivateStrategy.
 
     Args:
-        make_model: the server's model; its weights are the server's in each round.
+        make_model: () -> the server's model; each round loads the server's weights into it.
         loss_fn: (model, examples) -> losses, shape (B,).
-        data_of: (context, user) -> that user's row, as data.by_user makes it, with leading dimension 1. A device that
-            has its own user's data alone gives those, whatever the two say.
-        local: how to train.
+        data_of: (context, user) -> that user's row, in the format of data.by_user, with leading dimension 1. A device
+            that holds only its own user's data returns those, whatever the arguments are.
+        local: settings of the user's local training.
         precondition: public scales; see LocalTraining.
     Returns:
-        An app that answers `train` with the clipped update, and with nothing else: no losses, no number of examples.
+        An app that answers `train` with the clipped update only: no losses, no number of examples.
     Raises:
-        PrivacyError: scales that say they are not public.
+        PrivacyError: precondition declares that it is not public.
     Privacy:
-        See local_update: NOT private before the server's noise.
+        NOT private before the server's noise; see local_update.
     """
     if precondition is not None and not precondition.is_public:
-        remedy = "use scales of public data: the server's ledger knows of no others"
+        remedy = "use scales of public data: the server's ledger does not record others"
         raise expected("client_app", "precondition", "to be public", repr(precondition), remedy)
     app = ClientApp()
 
@@ -266,20 +280,27 @@ def client_app(
 
 
 def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
-    """Raise PrivacyError unless there is one node a user: one of two nodes would contribute twice what is charged."""
+    """Raise PrivacyError unless each user has one node of its own.
+
+    The guarantee rests on it: a user with two nodes would contribute twice the sensitivity that is charged.
+    """
     if len(set(nodes)) != len(nodes) or len(nodes) != plan.num_examples:
-        got = f"{len(nodes)} of them, {len(set(nodes))} different"
+        got = f"{len(nodes)} ids, {len(set(nodes))} of them different"
+        condition = f"to be {plan.num_examples} different ids, one for each user"
         remedy = "give each user's own SuperNode id, in the order of the users"
-        raise expected("PrivateStrategy", "nodes", f"to be one for each of {plan.num_examples} users", got, remedy)
+        raise expected("PrivateStrategy", "nodes", condition, got, remedy)
     return tuple(nodes)
 
 
 def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The one update of these parameters that an answer holds, or None: whatever was sent, the round goes on."""
+    """Return the one update of these parameters that a reply holds, or None for any other reply.
+
+    It never raises, so that no reply can stop the round.
+    """
     try:
         (record,) = reply.content.array_records.values()
         values = {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
-    except Exception:  # what a stranger's bytes may raise
+    except Exception:  # untrusted bytes may raise anything
         return None
     if values.keys() != parameters.keys():
         return None
@@ -289,4 +310,4 @@ def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Tensor:
-    raise NotImplementedError  # Reported asks for none
+    raise NotImplementedError  # never called: Reported computes no loss

@@ -1,4 +1,4 @@
-"""Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like any other."""
+"""A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -36,31 +36,31 @@ Losses = Callable[[Any, Any], Tensor]
 
 
 class PrivateTrainer(Trainer):
-    """transformers.Trainer whose batches, gradients and ledger are the plan's.
+    """A transformers.Trainer that trains with the plan's batches, released gradients and a ledger.
 
     Schedulers, callbacks, evaluation, logging, saving and resuming are the Trainer's. An epoch is 1 / sample_rate
-    steps. The loss on private examples is never logged; `epsilon` is, beside evaluations and at the end.
+    steps. The loss on private examples is never logged. `epsilon` is logged with each evaluation and at the end.
 
     Args:
-        model: of transformers, with adapters of PEFT or without; or any module that takes a batch's columns by name.
+        model: a transformers model, with or without PEFT adapters, or any module that takes a batch's columns by name.
         args: TrainingArguments whose numbers agree with the plan; an error lists those that do not.
         plan: the public numbers.
         train_dataset: the private examples, map-style: dicts of columns.
-        optimizers: one of privgrad.optim over model.named_parameters(), and a scheduler or None for that of `args`.
-            Required: `args` has the options of torch's optimizers, which are not made here.
-        loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None knows the cross-entropy
-            of sequence classification and of causal language models (its mean over an example's own tokens).
-        data_collator: as the Trainer's, but pads to a public length.
+        optimizers: an optimizer of privgrad.optim over model.named_parameters(), and a scheduler; None takes the
+            scheduler of `args`. Required, because the optimizers that `args` can name do not take released gradients.
+        loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
+            of sequence classification, or of causal language models (the mean over an example's own tokens).
+        data_collator: as in the Trainer, but it must pad to a public length.
         perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
         trainer_options: the Trainer's other arguments.
     Raises:
-        PrivacyError: an argument would change the private step, or reveal what it must not.
+        PrivacyError: an argument would change the private step, or reveal private information.
     Privacy:
-        As PrivateGradient; the ledger is args.output_dir/ledger.jsonl. What `evaluate` and callbacks publish of the
-        evaluation data is published as it is.
+        The guarantee of PrivateGradient; the ledger is args.output_dir/ledger.jsonl. It does not cover the evaluation
+        data: what `evaluate` and callbacks publish about these has no noise.
     Attributes:
-        private_grad: the PrivateGradient; `private_grad.ledger` is the record.
-        private_step: its part in the Trainer's loop.
+        private_grad: the PrivateGradient; `private_grad.ledger` records all releases.
+        private_step: the ExternalLoopStep that connects it to the Trainer's loop.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class PrivateTrainer(Trainer):
         _require_optimizers(optimizers)
         if loss_fn is None and type(self).compute_loss is not Trainer.compute_loss:
             remedy = "give loss_fn too: (model, batch) -> losses of shape (B,); compute_loss is for evaluation only"
-            raise expected("PrivateTrainer", "compute_loss", "to be the Trainer's", "one of your own", remedy)
+            got = f"{type(self).__name__}.compute_loss"
+            raise expected("PrivateTrainer", "compute_loss", "to be the Trainer's", got, remedy)
         loss_fn = _losses_of(model) if loss_fn is None else loss_fn
         super().__init__(
             model=cast(Any, model),
@@ -110,7 +111,7 @@ class PrivateTrainer(Trainer):
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, optimizers[0], clip=clip)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The plan's batches, an epoch at a time."""
+        """Return the plan's batches, one epoch per iteration."""
         collate = cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training"))
 
         def plain(items: list[Any]) -> dict[str, Tensor]:
@@ -121,11 +122,11 @@ class PrivateTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """As the Trainer's, without counting a batch's private tokens."""
+        """Return the next batches, as the Trainer does, without counting a batch's private tokens."""
         return list(islice(epoch_iterator, num_batches)), None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Release one gradient. The loss stays private: what is returned says nothing."""
+        """Release one gradient. The loss stays private: the returned value is always zero."""
         model.train()
         self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
         return torch.zeros((), device=self.args.device)
@@ -133,11 +134,11 @@ class PrivateTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """As the Trainer's. Resuming goes on with the ledger, from the last checkpoint that is whole."""
+        """Train as the Trainer does; resuming takes the last complete checkpoint and continues its ledger."""
         if trial is not None:
-            remedy = "give each trial a plan and a trainer of its own, and add their epsilons up"
-            raise expected("PrivateTrainer", "trial", "to be None", "a hyper-parameter search", remedy)
-        _require_options(self.args, self.private_grad.plan, self.data_collator, {})  # which may have changed since
+            remedy = "give each trial of a search its own plan and trainer, and add their epsilons up"
+            raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
+        _require_options(self.args, self.private_grad.plan, self.data_collator, {})  # they may have changed since
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if resume_from_checkpoint:
@@ -162,7 +163,7 @@ class PrivateTrainer(Trainer):
         return TrainOutput(output.global_step, math.nan, public)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the Trainer's, without the loss on private examples; evaluations and the end tell epsilon."""
+        """Log as the Trainer does, without the loss on private examples; add epsilon at evaluations and at the end."""
         public = {name: value for name, value in logs.items() if name not in ("loss", "train_loss", "grad_norm")}
         spent, rare = self.private_grad.ledger.releases, any(name.endswith("_runtime") for name in logs)
         if rare and spent and self.is_in_train and self.private_grad.plan.delta is not None:
@@ -170,34 +171,37 @@ class PrivateTrainer(Trainer):
         super().log(public, start_time)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The plan's public count in training, the Trainer's elsewhere."""
+        """Return the plan's public count for the training data, and the Trainer's count for other data."""
         if isinstance(dataloader.dataset, _Epoch):
             return self.private_grad.plan.num_examples
         return super().num_examples(dataloader)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Zero: the true number would tell how many examples a batch held."""
+        """Return zero: the true number would reveal the size of a batch."""
         return 0
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file makes it whole
+            write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file completes it
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Under a research seed only: how far the streams have come tells how many examples augmentation drew for."""
+        """Save the random state under a research seed only.
+
+        The state's position would reveal how many examples augmentation drew numbers for.
+        """
         if self.private_grad.plan.seed is not None:
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
-        self.private_step.require_moved()  # the best may be the very weights that this process began with
+        self.private_step.require_moved()  # the best weights may be those that this process started with
         super()._load_best_model()
 
 
 class _Epoch(IterableDataset[Any]):
-    """The batches of one epoch. Those that a resumed Trainer will skip are None: they have been released."""
+    """The batches of one epoch. Batches that a resumed Trainer skips are None: their gradients were released."""
 
     def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
         self._trainer, self._collate = trainer, collate
@@ -214,22 +218,25 @@ class _Epoch(IterableDataset[Any]):
 def _require_options(
     args: TrainingArguments, plan: PrivacyPlan, collator: Any, trainer_options: Mapping[str, Any]
 ) -> None:
-    """Raise PrivacyError that lists every option of the Trainer that the private step cannot honor."""
+    """Raise PrivacyError if an option of the Trainer would bypass or change the private step.
+
+    The error lists every such option. The guarantee rests on this check.
+    """
     required: dict[str, Any] = {
         "max_steps": plan.steps,
-        "per_device_train_batch_size": plan.expected_batch_size,  # for memory there is microbatch_size
-        "max_grad_norm": 0.0,  # would clip the noise too, so that the optimizer knows its size no more
+        "per_device_train_batch_size": plan.expected_batch_size,  # to save memory, use microbatch_size
+        "max_grad_norm": 0.0,  # it would clip the noise too, and the optimizer would no longer know its size
         "gradient_accumulation_steps": 1,
         "train_sampling_strategy": "random",
-        "group_by_length": False,  # as releases before 5.3 call it
+        "group_by_length": False,  # the name in releases before 5.3
         "auto_find_batch_size": False,
         "ignore_data_skip": False,
         "label_smoothing_factor": 0.0,
         "neftune_noise_alpha": None,
         "include_num_input_tokens_seen": "no",
-        "include_tokens_per_second": False,  # which releases before 5.0 compute by counting private tokens
-        "skip_memory_metrics": True,  # memory at its peak tells how large the largest batch was
-        "debug": [],  # prints what activations were, where one of them is not finite
+        "include_tokens_per_second": False,  # releases before 5.0 count private tokens for it
+        "skip_memory_metrics": True,  # peak memory reveals the size of the largest batch
+        "debug": [],  # it prints private activations when one of them is not finite
         "fp16": False,
         "world_size": 1,
         "n_gpu": min(args.n_gpu, 1),
@@ -239,50 +246,52 @@ def _require_options(
     if wrong:
         got = ", ".join(f"{name}={getattr(args, name)!r}" for name in wrong)
         remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
-        remedy += "; for mixed precision take bf16=True" if "fp16" in wrong else ""
+        remedy += "; for mixed precision set bf16=True" if "fp16" in wrong else ""
         raise expected("PrivateTrainer", "args", "to leave the private step to the plan", got, remedy)
     for name in ("model_init", "compute_loss_func", "optimizer_cls_and_kwargs"):
         if trainer_options.get(name) is not None:
-            remedy = "give model, loss_fn and optimizers: each is made once, and losses are one an example"
-            raise expected("PrivateTrainer", name, "to be absent", "one", remedy)
+            remedy = "give model, loss_fn (one loss per example) and optimizers instead"
+            raise expected("PrivateTrainer", name, "to be absent", type(trainer_options[name]).__name__, remedy)
     if str(getattr(collator, "padding", None)) in ("True", "longest", "PaddingStrategy.LONGEST"):
         remedy = "give padding='max_length' and a public max_length"
-        raise expected("PrivateTrainer", "data_collator", "to treat each example by itself", "padding=True", remedy)
+        got = f"padding={cast(Any, collator).padding!r}"
+        raise expected("PrivateTrainer", "data_collator", "to pad each example independently", got, remedy)
 
 
 def _require_optimizers(optimizers: object) -> None:
-    """Raise PrivacyError unless they are a private optimizer and something beside it."""
+    """Raise PrivacyError unless `optimizers` is a pair whose first entry is a private optimizer."""
     pair = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else (optimizers,)
     if len(pair) != 2 or not isinstance(pair[0], PrivateOptimizer):
         got = f"({', '.join('None' if one is None else type(one).__name__ for one in pair)})"
         remedy = (
-            "give optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=...), None); args.learning_rate makes none"
+            "give optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=...), None); args.learning_rate creates none"
         )
         condition = "to be (an optimizer of privgrad.optim, a scheduler or None)"
         raise expected("PrivateTrainer", "optimizers", condition, got, remedy)
 
 
 def _last_checkpoint(folder: Path) -> str:
-    """The newest checkpoint that was written to its end."""
+    """Return the path of the newest complete checkpoint."""
     paths = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     for path in sorted(paths, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
         try:
             TrainerState.load_from_json(str(path / "trainer_state.json"))
         except (OSError, ValueError, TypeError):
-            continue  # the process was killed as it wrote
+            continue  # the process was killed while it wrote
         if (path / _STATE).exists():
             return str(path)
     remedy = "train without resume_from_checkpoint, in a new folder if steps have been released"
-    raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a checkpoint", f"none in {folder}", remedy)
+    got = f"{len(paths)} incomplete ones in {folder}" if paths else f"0 in {folder}"
+    raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a complete checkpoint", got, remedy)
 
 
 def _losses_of(model: nn.Module) -> Losses:
-    """The loss that transformers computes for this model, one an example."""
+    """Return the function that computes the loss of this transformers model, one value per example."""
     base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
     name, config = type(base).__name__, cast(Any, getattr(base, "config", None))
     if getattr(config, "output_router_logits", False):
         remedy = "set model.config.output_router_logits = False: the loss that balances experts mixes examples"
-        raise expected("PrivateTrainer", "model", "to have one loss an example", "output_router_logits=True", remedy)
+        raise expected("PrivateTrainer", "model", "to have one loss per example", "output_router_logits=True", remedy)
     if name in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return causal_lm_losses
     one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
@@ -293,28 +302,28 @@ def _losses_of(model: nn.Module) -> Losses:
 
 
 def _names(mapping: Mapping[str, Any]) -> set[str]:
-    """Class names of one of transformers' tables, whose entries are names or several of them."""
+    """Return the class names in one of transformers' tables; an entry is one name or several."""
     return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
 
 
 def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy of each sequence's label, shape (B,).
+    """Compute the cross-entropy of each sequence's label, shape (B,).
 
     Raises:
-        PrivacyError: labels that are no integers, which transformers takes for several labels a sequence.
+        PrivacyError: the labels are not integers; transformers would read them as several labels per sequence.
     """
     if batch["labels"].is_floating_point():
-        remedy = "give one class a sequence, or loss_fn"
+        remedy = "give one class per sequence, or pass loss_fn"
         raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
 
 
 def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of each sequence's own next tokens, labels of -100 left out, shape (B,)."""
+    """Compute each sequence's mean cross-entropy over its own next tokens, without labels of -100, shape (B,)."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs).logits.float()
-    prompt = logits.shape[1] - batch["labels"].shape[1]  # virtual tokens that PEFT puts in front
+    prompt = logits.shape[1] - batch["labels"].shape[1]  # virtual tokens that PEFT prepends
     following = F.pad(batch["labels"], (prompt, 0), value=-100)[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), following, reduction="none")
     return losses.sum(1) / (following != -100).sum(1).clamp(min=1)

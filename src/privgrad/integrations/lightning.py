@@ -1,4 +1,4 @@
-"""Lightning: a strategy whose step is the private step. Automatic optimization stays as it is."""
+"""A bridge to Lightning: a strategy whose step is the private step, with Lightning's automatic optimization."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,27 +28,28 @@ _KEY = "privgrad"
 
 
 class PrivateStrategy(SingleDeviceStrategy):
-    """A strategy for lightning.pytorch.Trainer under which every update is by one released gradient.
+    """A strategy for lightning.pytorch.Trainer in which every update uses one released gradient.
 
         strategy = PrivateStrategy(plan, ledger="runs/mine/ledger.jsonl")
         trainer = Trainer(strategy=strategy, max_steps=plan.steps)
         trainer.fit(module, strategy.batches(train_set), val_loader)
 
-    The module's `training_step` returns one loss an example, shape (B,), and logs nothing: its losses are private. Its
-    `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(), and schedulers. An
-    epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and `ckpt_path` are Lightning's.
+    The module's `training_step` returns one loss per example, shape (B,), and logs nothing: its losses are private. Its
+    `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(), and schedulers if
+    needed. An epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and `ckpt_path` work as in
+    Lightning.
 
     Args:
-        plan: the public numbers; the Trainer's max_steps is plan.steps.
-        device: to train on; None takes the GPU if there is one.
-        ledger: path of the record, without which no run is resumed; None keeps it in memory.
+        plan: the public numbers; the Trainer's max_steps must be plan.steps.
+        device: the device to train on; None takes the GPU if there is one.
+        ledger: path of the ledger's file, which resuming needs; None keeps the ledger in memory.
         perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
     Raises:
         PrivacyError: (in fit) the Trainer or the module would change the private step, or train without it.
     Privacy:
-        As PrivateGradient. Checkpoints hold post-processing only, and no keys.
+        The guarantee of PrivateGradient. Checkpoints hold post-processing of released values only, and no keys.
     Attributes:
-        private_grad: of the current fit or the last; `private_grad.ledger` is the record.
+        private_grad: the PrivateGradient of the current or last fit; `private_grad.ledger` records all releases.
     """
 
     private_grad: PrivateGradient
@@ -68,7 +69,7 @@ class PrivateStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._plan, self._ledger = plan, ledger
-        self._in_memory = Ledger()  # of all fits: what the first released, the second must not forget
+        self._in_memory = Ledger()  # shared by all fits, so that a second fit counts the releases of the first
         self._options: dict[str, Any] = {
             "perturb": perturb,
             "precondition": precondition,
@@ -81,7 +82,10 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._resumed = False
 
     def batches(self, dataset: Dataset[Any] | Sequence[Any], *, collate: Collate | None = None) -> "Epochs":
-        """What `fit` takes in place of a training data loader; arguments as in plan.batches."""
+        """Return the plan's batches, to pass to `fit` in place of a training data loader.
+
+        The arguments are those of plan.batches.
+        """
         return Epochs(self, dataset, collate)
 
     def setup(self, trainer: Trainer) -> None:
@@ -120,7 +124,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         return replace(batch, examples=super().batch_to_device(batch.examples, device, dataloader_idx))
 
     def training_step(self, batch: Batch, *further: Any) -> Tensor:
-        """Release one gradient. The loss stays private: nan tells nothing."""
+        """Release one gradient. The loss stays private: the returned value is always nan."""
         if not isinstance(batch, Batch):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give trainer.fit the training data as strategy.batches(train_set)"
             raise expected("PrivateStrategy", "batch", "to be a Batch", type(batch).__name__, remedy, SamplingError)
@@ -140,21 +144,21 @@ class PrivateStrategy(SingleDeviceStrategy):
         return super().optimizer_step(optimizer, released, model, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint:  # without which nothing goes on
+        if "optimizer_states" in checkpoint:  # a checkpoint of weights only cannot be resumed
             checkpoint[_KEY] = self.private_step.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if _KEY not in checkpoint:
-            remedy = "give ckpt_path of a run under PrivateStrategy"
-            raise expected("PrivateStrategy", "the checkpoint", "to be of a private run", "another", remedy)
+            got, remedy = f"the keys {', '.join(checkpoint)}", "give ckpt_path of a run under PrivateStrategy"
+            raise expected("PrivateStrategy", "the checkpoint", f"to hold the key {_KEY!r}", got, remedy)
         self.private_step.load_state_dict(checkpoint[_KEY], updates=checkpoint["global_step"])
         self._resumed = True
         super().load_optimizer_state_dict(checkpoint)
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
         module.log = module.log_dict = _refuse_to_log
-        hook, module._current_fx_name = module._current_fx_name, None  # without which super().log refuses, too
+        hook, module._current_fx_name = module._current_fx_name, None  # otherwise super().log refuses as well
         try:
             return module.training_step(examples, *self._further)
         finally:
@@ -163,7 +167,7 @@ class PrivateStrategy(SingleDeviceStrategy):
 
 
 class Epochs:
-    """The plan's batches, for Lightning: an epoch each time it is iterated over."""
+    """The plan's batches in the form of a data loader: each iteration is one epoch."""
 
     def __init__(self, strategy: PrivateStrategy, dataset: Any, collate: Collate | None) -> None:
         self._strategy, self._dataset, self._collate = strategy, dataset, collate
@@ -176,14 +180,17 @@ class Epochs:
         step = self._strategy.private_step
         yield from step.batches(self._dataset, updates=trainer.global_step, collate=self._collate)
         if step.private_grad.state_dict()["step"] >= step.private_grad.plan.steps:
-            trainer.should_stop = True  # steps of an earlier attempt were lost: max_steps is not reached
+            trainer.should_stop = True  # an interruption lost steps, so max_steps is never reached
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: where to go on, the strategy knows. (Without it Lightning takes this for no resumable loader.)"""
+        """Return an empty state: the strategy stores the position.
+
+        Without this method, Lightning would treat the loader as not resumable.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to do."""
+        """Do nothing: the strategy restores the position."""
 
 
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
@@ -192,17 +199,20 @@ def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
 
 
 def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPlan, optimizers: list[Any]) -> None:
-    """Raise PrivacyError that lists every option that the private step cannot honor."""
-    # What was asked for stands nowhere else: Trainer.num_devices tells the strategy's one.
-    asked: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
-    devices = asked if isinstance(asked, int) else len(asked)
+    """Raise PrivacyError if an option would bypass or change the private step.
+
+    The error lists every such option of the Trainer. The guarantee rests on this check.
+    """
+    # The requested devices are stored only here: Trainer.num_devices reports the strategy's single device.
+    requested: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
+    devices = requested if isinstance(requested, int) else len(requested)
     if devices != 1:
         remedy = "set devices=1, or use fit(processes=...)"
         raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"devices={devices}", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,
         "accumulate_grad_batches": 1,
-        "gradient_clip_val": None,  # would clip the noise too, so that the optimizer knows its size no more
+        "gradient_clip_val": None,  # it would clip the noise too, and the optimizer would no longer know its size
         "limit_train_batches": 1.0,
         "overfit_batches": 0.0,
     }
@@ -212,11 +222,11 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
         remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
         raise expected("PrivateStrategy", "the Trainer", "to leave the private step to the plan", got, remedy)
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise expected("PrivateStrategy", "precision", "to scale no gradients", "a scaler", "take 'bf16-mixed'")
+        raise expected("PrivateStrategy", "precision", "to scale no gradients", trainer.precision, "take 'bf16-mixed'")
     if type(trainer.precision_plugin).convert_input is not Precision.convert_input:
         remedy = "take '32-true' or 'bf16-mixed'"
         raise expected("PrivateStrategy", "precision", "to leave batches as they are", trainer.precision, remedy)
     if not module.automatic_optimization or len(optimizers) != 1:
         got = f"{len(optimizers)} optimizers" if module.automatic_optimization else "manual optimization"
         remedy = "write the loop by hand with PrivateGradient for anything else"
-        raise expected("PrivateStrategy", "the module", "to optimize automatically, by one optimizer", got, remedy)
+        raise expected("PrivateStrategy", "the module", "to optimize automatically, with one optimizer", got, remedy)

@@ -1,4 +1,4 @@
-"""Opacus: our optimizers under its engine, and its numbers as a plan of ours."""
+"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan."""
 
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -32,40 +32,43 @@ _connected = WeakKeyDictionary[PrivateOptimizer, RemovableHandle]()
 
 
 def connect(optimizer: Any) -> Any:
-    """Tell the optimizer within Opacus', one of privgrad.optim, what it must know of the noise at every step.
+    """Give the privgrad optimizer inside an Opacus optimizer the scale of the noise at every step.
 
         optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
         model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, ...)
-        connect(optimizer)  # and the loop stays as it is
+        connect(optimizer)  # the training loop stays the same
 
-    The noise's standard deviation is sigma C over what Opacus divides by: expected_batch_size times the batches that
-    were accumulated times the processes, or 1 where loss_reduction is "sum". It is read anew at each step, so that
-    Opacus' schedulers of noise and clip norm may change it. Unconnected, the optimizer within refuses to step.
+    The noise's standard deviation is sigma C divided by Opacus' divisor. The divisor is expected_batch_size times the
+    number of accumulated batches times the number of processes, or 1 if loss_reduction is "sum". It is read again at
+    each step, so Opacus' schedulers may change noise and clipping norm. Without `connect`, the privgrad optimizer
+    refuses to step.
 
     Args:
-        optimizer: what make_private returns. Flat and per-layer clipping, hooks and ghost, one process or DDP.
+        optimizer: the optimizer that make_private returns. Flat and per-layer clipping, hooks and ghost clipping, one
+            process or DDP are supported.
     Returns:
         The same optimizer.
     Raises:
-        PrivacyError: another kind of optimizer: adaptive clipping, FSDP, or what Opacus has not wrapped. Later, in
-            step: gradients to which Opacus has not added its noise.
+        PrivacyError: the optimizer is of another kind: adaptive clipping, FSDP, or not wrapped by Opacus. Later, in
+            step: a gradient holds no noise of Opacus.
     Privacy:
-        Opacus' own: its sampling, clipping, noise and accounting are untouched, and what is read is public.
+        The guarantee is Opacus' own: its sampling, clipping, noise and accounting are unchanged. The values that are
+        read (noise multiplier, clipping norm, divisor) are public.
     """
     if type(optimizer) not in _KNOWN:
         remedy = "pass what make_private returns, with clipping='flat' or 'per_layer'"
         raise expected(
-            "connect", "optimizer", "to be one of Opacus' whose noise is known", type(optimizer).__name__, remedy
+            "connect", "optimizer", "to be an Opacus optimizer of known noise", type(optimizer).__name__, remedy
         )
     inner = optimizer.original_optimizer
     if not isinstance(inner, PrivateOptimizer):
-        remedy = "give make_private one of privgrad.optim, made of model.named_parameters()"
-        raise expected("connect", "the optimizer within", "to be of privgrad.optim", type(inner).__name__, remedy)
+        remedy = "give make_private an optimizer of privgrad.optim, created from model.named_parameters()"
+        raise expected("connect", "the inner optimizer", "to be of privgrad.optim", type(inner).__name__, remedy)
 
     def give(within: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         return (within,), {"grad": _released(optimizer)}
 
-    if inner in _connected:  # before: what has served one would not serve the other
+    if inner in _connected:  # two hooks would both use one noised sum, and the second would refuse it
         _connected[inner].remove()
     _connected[inner] = inner.register_step_pre_hook(give)
     return optimizer
@@ -74,27 +77,31 @@ def connect(optimizer: Any) -> Any:
 def plan_of(
     optimizer: Any, data_loader: Any, *, num_examples: int, epochs: int, delta: float, seed: int | None = None
 ) -> PrivacyPlan:
-    """The plan of a script for Opacus, read from what its make_private returned: one line, and the loop can be ours.
+    """Return the PrivacyPlan of an Opacus script, read from the objects that make_private returned.
+
+    With the plan, a privgrad loop can replace the script's loop.
 
     Args:
-        optimizer, data_loader: what make_private returns; flat clipping, one process, Poisson sampling.
-        num_examples: the public size of the data set. Opacus reads it off the data.
-        epochs: as in the script; steps are as many times the loader's length.
-        delta, seed: as in PrivacyPlan.
+        optimizer: from make_private; flat clipping, one process.
+        data_loader: from make_private; Poisson sampling.
+        num_examples: the public size of the data set. Opacus takes it from the data.
+        epochs: as in the script; the plan's steps are epochs times the loader's length.
+        delta: as in PrivacyPlan.
+        seed: as in PrivacyPlan.
     Raises:
-        PrivacyError: numbers that differ from num_examples, or a mechanism that the plan has no number for.
+        PrivacyError: the script's numbers do not agree with num_examples, or a plan cannot describe its mechanism.
     Privacy:
-        Rate, noise, clip norm and divisor stay the script's, so that epsilon does; as they are now, so not of a script
-        whose schedulers change noise or clip norm.
+        Sample rate, noise, clipping norm and divisor are the script's, so epsilon is the same. They are read once: the
+        plan is wrong for a script whose schedulers change noise or clipping norm.
     """
     if type(optimizer) not in (DPOptimizer, DPOptimizerFastGradientClipping) or optimizer.loss_reduction != "mean":
-        got = f"{type(optimizer).__name__}, {getattr(optimizer, 'loss_reduction', None)}"
-        remedy = "make a PrivacyPlan by hand"
-        raise expected("plan_of", "optimizer", "to be Opacus', flat, of one process, and to average", got, remedy)
+        got = f"{type(optimizer).__name__} with loss_reduction {getattr(optimizer, 'loss_reduction', None)!r}"
+        condition = "to be a flat Opacus optimizer of one process with loss_reduction 'mean'"
+        raise expected("plan_of", "optimizer", condition, got, "create a PrivacyPlan by hand")
     if not isinstance(data_loader, DPDataLoader):
-        remedy = "make the plan of a script with poisson_sampling=True: no accountant covers another"
+        remedy = "call make_private with poisson_sampling=True: the accountant covers no other sampling"
         raise expected(
-            "plan_of", "data_loader", "to be DPDataLoader", type(data_loader).__name__, remedy, SamplingError
+            "plan_of", "data_loader", "to be a DPDataLoader", type(data_loader).__name__, remedy, SamplingError
         )
     return PrivacyPlan(
         sample_rate=data_loader.sample_rate,
@@ -109,7 +116,7 @@ def plan_of(
 
 
 def _released(optimizer: Any) -> NoisyGradient:
-    """What Opacus has left in .grad, once, and the size of the noise in it."""
+    """Return the noised gradient that Opacus stored in .grad, with the scale of its noise, and mark it as used."""
     divisor = 1.0
     if optimizer.loss_reduction == "mean":
         processes = getattr(optimizer, "world_size", 1)
@@ -127,11 +134,14 @@ def _released(optimizer: Any) -> NoisyGradient:
 
 
 def _noised(optimizer: Any, name: str, parameter: nn.Parameter) -> Tensor:
-    # Opacus marks a sum once it has added the noise to it; of several processes, only the first adds any. A sum that
-    # has served says nothing of what is in .grad since.
+    """Return a parameter's .grad, or raise PrivacyError if it does not hold new noise of Opacus."""
+    # Opacus marks a sum after it added the noise; with several processes, only the first adds noise. A sum that an
+    # earlier step used does not describe the present .grad.
     summed = getattr(parameter, "summed_grad", None)
     marked = hasattr(summed, "_processed") or getattr(optimizer, "rank", 0) > 0
     if parameter.grad is None or summed is None or not marked or hasattr(summed, "_served"):
+        used = "a sum that an earlier step used" if hasattr(summed, "_served") else "a sum without noise"
+        got = "no gradient" if parameter.grad is None else "no sum of Opacus" if summed is None else used
         remedy = "step Opacus' optimizer, after a backward pass through its module"
-        raise expected("connect", f"the gradient of {name!r}", "to hold Opacus' noise", "none of it", remedy)
+        raise expected("connect", f"the gradient of {name!r}", "to hold Opacus' noise", got, remedy)
     return parameter.grad

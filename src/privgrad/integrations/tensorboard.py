@@ -1,4 +1,4 @@
-"""TensorBoard: a training's evaluations as scalars."""
+"""A bridge to TensorBoard: the evaluations of a training as scalars."""
 
 import math
 import os
@@ -11,13 +11,13 @@ _NOT_PRIVATE = "NOT_PRIVATE"  # TensorBoard allows no spaces in tags
 
 
 class TensorBoard:
-    """Writes each evaluation of `fit`, as it is made: `pg.fit(..., on_evaluation=TensorBoard("runs/mine"))`.
+    """A writer of each evaluation of `fit`: `pg.fit(..., on_evaluation=TensorBoard("runs/mine"))`.
 
-    What was computed before the noise, whose names begin with raw_, stands under the tag NOT_PRIVATE.
+    Numbers computed before the noise have names that begin with raw_; they are written under the tag NOT_PRIVATE.
 
     Args:
-        folder: where event files go; `tensorboard --logdir` shows all that lie below a folder.
-        names: other names for some of the numbers.
+        folder: folder for the event files; `tensorboard --logdir` shows all files below a folder.
+        names: new names for some of the numbers, by their old names.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, names: Mapping[str, str] | None = None) -> None:
@@ -25,7 +25,7 @@ class TensorBoard:
         self._names = dict(names or {})
 
     def __call__(self, row: Mapping[str, Any]) -> None:
-        """Write one row of a curve: its numbers, by their names; numbers within tables by their paths."""
+        """Write the numbers of one evaluation by name; a number in a nested table has its path as name."""
         for path, value in _numbers(row):
             name = "/".join([self._names.get(path[0], path[0]), *path[1:]])
             is_raw = any(part.startswith("raw_") for part in path)
@@ -33,7 +33,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the event file."""
         self._writer.close()
 
 
