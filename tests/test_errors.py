@@ -299,7 +299,7 @@ NAMES: dict[str, tuple[str, str, str]] = {
     "model": ('"mlp"', '"mpl"', "expected model.name .*, got 'mpl'; did you mean 'mlp'"),
     "perturbation": ('"BAM"', '"BAN"', "expected methods.first.perturb.rule .*; did you mean 'BAM'"),
     "mode": ('"sam"', '"exat"', "expected methods.first.perturb.mode .*; did you mean 'exact'"),
-    "engine": ('"factored"', '"hook"', "expected run.engine .*; did you mean 'factored'"),
+    "engine": ('"factored"', '"factor"', "expected run.engine .*; did you mean 'factored'"),
     "device": ('"cpu"', '"gpu"', "expected run.device .*; did you mean 'cuda'"),
     "sampling": ("steps = 6", 'steps = 6\nsampling = "poison"', "expected privacy.sampling .*; did you mean 'poisson'"),
     "far off": ('"digits"', '"mine.csv"', "expected data.name .*, got 'mine.csv'; choose one"),
@@ -326,7 +326,7 @@ def test_what_a_file_has_wrong_is_named_with_what_was_meant(old: str, new: str, 
 
 
 CHOICES: dict[str, Callable[[], object]] = {
-    "factored": lambda: pg.PrivateGradient(make_model(), loss_fn, make_plan(), engine="hook"),  # pyright: ignore[reportArgumentType]
+    "factored": lambda: pg.PrivateGradient(make_model(), loss_fn, make_plan(), engine="factor"),  # pyright: ignore[reportArgumentType]
     "poisson": lambda: make_plan(sampling="Poison"),
     "user": lambda: make_plan(privacy_unit="users"),
     "rdp": lambda: make_plan().epsilon(delta=1e-5, accountant="RDP"),  # pyright: ignore[reportArgumentType]

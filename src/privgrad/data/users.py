@@ -59,10 +59,11 @@ def by_user(
 def _require_tensors(given: object) -> tuple[Tensor, ...]:
     columns = given.tensors if isinstance(given, TensorDataset) else given
     if isinstance(columns, tuple | list):
-        others = [column for column in cast("Sequence[object]", columns) if not isinstance(column, Tensor)]
+        held = cast("Sequence[object]", columns)
+        others = [column for column in held if not isinstance(column, Tensor)]
         if not others:
-            return tuple(cast("Sequence[Tensor]", columns))
-        got = f"{type(others[0]).__name__} in a {type(columns).__name__}"
+            return tuple(cast("Sequence[Tensor]", held))
+        got = f"{type(others[0]).__name__} in a {type(held).__name__}"
         remedy = "convert each to a tensor: torch.as_tensor(inputs)"
     else:
         got, remedy = type(columns).__name__, "give a tuple, for instance (inputs, labels)"
