@@ -142,7 +142,7 @@ REFUSED = {
     "untold": "pass processes=",
     "untold_batches": "pass processes=",
     "foreign_batch": "the same processes",
-    "other_plans": "the first process'",
+    "other_plans": "to be the same in all processes",
     "wrapped": "pass its .module",
     "wrapped_inside": "at '0'; pass its .module",
     "wrapped_by_fsdp1": "pass its .module",

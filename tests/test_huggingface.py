@@ -207,7 +207,7 @@ def test_learned_prompts_are_trained_by_the_loss_of_transformers(tmp_path: Path)
     with pytest.raises(pg.UnsupportedModuleError, match=r"'prompt_encoder\.default\.embedding'.*engine='vmap'"):
         refused.train()
     assert refused.private_grad.ledger.releases == 0
-    trainer = make_trainer(tmp_path / "vmap", model, data, engine="vmap")
+    trainer = make_trainer(tmp_path / "vmap", model, data, private_options={"engine": "vmap"})
     trainer.train()
     assert trainer.private_grad.ledger.releases == STEPS
 
@@ -389,9 +389,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="to be of this run, got a checkpoint with optimizer AdamBC, now SGD"):
         changed.train(resume_from_checkpoint=True)
     changed.private_grad.ledger.close()
-    clipped = make_trainer(tmp_path / "other", bert(), texts(), clip=pg.clip.Automatic(), planned=planned)
+    clipped = make_trainer(
+        tmp_path / "other", bert(), texts(), private_options={"clip": pg.clip.Automatic()}, planned=planned
+    )
     with pytest.raises(
-        pg.PrivacyError, match=r"to be of this run, got a checkpoint with clip None, now Automatic\(gamma=0\.01\)"
+        pg.PrivacyError, match=r"to be of this run, got a checkpoint with clip Flat\(\), now Automatic\(gamma=0\.01\)"
     ):
         clipped.train(resume_from_checkpoint=True)
 

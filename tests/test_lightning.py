@@ -214,9 +214,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="to hold the key 'privgrad', got the keys"):
         fit(other, Classifier(), ckpt_path=tmp_path / "plain.ckpt")
     clipped = PrivateStrategy(
-        plan, device="cpu", ledger=tmp_path / "one" / "ledger.jsonl", clip=pg.clip.PerLayer({"": 1.0})
+        plan,
+        device="cpu",
+        ledger=tmp_path / "one" / "ledger.jsonl",
+        private_options={"clip": pg.clip.PerLayer({"": 1.0})},
     )
-    with pytest.raises(pg.PrivacyError, match="to be of this run, got a checkpoint with clip None, now PerLayer"):
+    with pytest.raises(pg.PrivacyError, match=r"to be of this run, got a checkpoint with clip Flat\(\), now PerLayer"):
         fit(make_trainer(tmp_path / "one", plan, strategy=clipped), Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
 
 

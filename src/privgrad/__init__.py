@@ -1,9 +1,7 @@
 """Differentially private training for PyTorch that corrects the bias in private gradients."""
 
-from privgrad import audit, federated, optim, side_information
+from privgrad import audit, clip, federated, optim, perturb, precondition, side_information
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
-from privgrad.gradient import clipping as clip
-from privgrad.gradient import perturb, precondition
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan

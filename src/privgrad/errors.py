@@ -45,7 +45,7 @@ def expected(
     Args:
         function: public name of the function or class that the user called.
         name: the argument or quantity that is wrong, in the user's words.
-        condition: the condition that it must fulfil, such as "to be in (0, 1]" or "of shape (B,)".
+        condition: the condition that it must meet, such as "to be in (0, 1]" or "of shape (B,)".
         got: the actual value, of the kind that the condition names: a number, a name, a type, a shape or an index.
             Compute it if it is not at hand. Never a pronoun or a filler such as "another", "others", "more" or
             "none". Use `described` where the type of the value may be the mistake.

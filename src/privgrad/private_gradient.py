@@ -1,4 +1,4 @@
-"""PrivateGradient: the privacy boundary. What goes in is sensitive, what comes out is free."""
+"""PrivateGradient: the privacy boundary. Its inputs are sensitive; its outputs are safe to use in any way."""
 
 import hashlib
 import math
@@ -43,20 +43,20 @@ from privgrad.rng import RandomSource
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
 _ENGINES = {"factored": Hooks, "vmap": Vmap}
-# An engine changes the model while it works: in two threads at once, each would take the other's gradients.
+# An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class RawStep:
-    """One step as it was before the noise, for diagnostics. NOT PRIVATE: nothing of it is covered by any epsilon.
+    """One step before the noise, for diagnostics. NOT PRIVATE: no epsilon covers it.
 
     Attributes:
-        step: index of the release, from 0.
-        raw_mean: clipped sum / divisor, by parameter name: the released gradient without its noise. Of several
-            processes, the first has the sum of all; the others have of their own.
-        clipping: norms and factors of the examples of this process.
-        released: the gradient that left.
+        step: the index of the release, from 0.
+        raw_mean: clipped sum / divisor, by parameter name: the released gradient without its noise. With several
+            processes, the first has the sum of all; each other process has its own sum.
+        clipping: the norms and factors of this process' examples.
+        released: the released gradient.
     """
 
     step: int
@@ -66,7 +66,7 @@ class RawStep:
 
 
 def require_model(function: str, model: object) -> None:
-    """Raise PrivacyError unless it is a module, and not its class."""
+    """Raise PrivacyError unless `model` is a module (an instance, not a class)."""
     if not isinstance(model, nn.Module):
         raise expected(function, "model", "to be a torch.nn.Module", described(model), "give the model itself")
 
@@ -75,31 +75,31 @@ class PrivateGradient:
     """Turn a batch into a released gradient: per example gradient, clip; sum; noise; charge; divide by B.
 
     Args:
-        model: any module that keeps examples apart. Only its gradients are taken; nothing is hung on it. Threads that
-            call for one model take turns; models that share modules are for one thread.
+        model: any module whose examples do not influence each other. It is not changed, and no hooks stay on it.
+            Threads that use one model take turns. Use models that share modules in one thread only.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
-        perturb: where gradients are taken: perturb.BAM(radius) at a point of each example's own, perturb.SAT(radius)
-            along the last released gradient; None at the weights. With a plan for users, what each contributes:
-            federated.LocalTraining(...).
-        precondition: divides each gradient by public scales before it is clipped (AdaDPS); None divides by nothing.
+        perturb: the point at which gradients are computed: perturb.BAM(radius), one point per example;
+            perturb.SAT(radius), one point along the last released gradient; None, the weights. With a plan for users,
+            federated.LocalTraining(...): the contribution of each user.
+        precondition: divides each gradient by public scales before it is clipped (AdaDPS). None: no division.
         clip: Flat(), PerLayer({...}) or Automatic().
-        engine: "factored" (fast; examples share one forward pass) or "vmap" (any module, each example by itself, much
-            memory). Speed only: both give the same gradients.
-        microbatch_size: examples that are taken at once; None lets the engine choose. Speed and memory only.
-        memory_mb: about how many MiB the engine may take for what each example needs of its own, beyond what an
-            ordinary step takes; > 0. None lets the engine choose. Speed and memory only.
-        ledger: a Ledger, or the path of one; None keeps the record in memory. Of several processes, the first's is the
-            record; the others count in memory what they took part in.
-        processes: that train together; see integrations.distributed. None is this one by itself.
+        engine: "factored" (fast; examples share one forward pass) or "vmap" (any module, one example at a time, much
+            memory). Speed only: both compute the same gradients.
+        microbatch_size: the number of examples to compute at once; None lets the engine choose. Speed and memory only.
+        memory_mb: about how many MiB the engine may use for per-example values, in addition to an ordinary step; > 0.
+            None lets the engine choose. Speed and memory only.
+        ledger: a Ledger, or the path of one; None records in memory. With several processes, the first process has the
+            record, and the others count their steps in memory.
+        processes: the processes that train together; see integrations.distributed. None: only this one.
     Raises:
-        UnsupportedModuleError: a module mixes examples; named by path, with the remedy.
-        PrivacyError: a bad argument, or a ledger kept under other numbers.
+        UnsupportedModuleError: a module mixes examples. The message gives its path and the remedy.
+        PrivacyError: an argument is invalid, or the ledger was written under a different plan.
     Privacy:
-        T calls cost what T Poisson-subsampled Gaussian mechanisms of the plan's sigma and q cost, neighbors by
-        adding or removing one example. Whatever is computed from what it returns is post-processing.
+        T calls cost as much as T Poisson-subsampled Gaussian mechanisms with the plan's sigma and q, if neighboring
+        data sets differ by adding or removing one example. Any use of the returned gradients is post-processing.
     Attributes:
-        raw_nonfinite_examples: how many gradients were not finite. NOT private.
+        raw_nonfinite_examples: the number of gradients that were not finite. NOT private.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1, with the public expected batch size as divisor.
     """
@@ -160,7 +160,7 @@ class PrivateGradient:
         self._clip: Clipping = Flat() if clip is None else clip
         self._microbatch_size = microbatch_size
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
-        # Made of the private batch itself, a transform reveals it whatever noise follows.
+        # A transform that depends on the private batch reveals it, whatever noise is added later.
         self._release, facts = plan.release, plan.public_facts
         facts["research_seed"] = plan.seed is not None
         facts["side_information"] = None if precondition is None else precondition.source
@@ -170,7 +170,7 @@ class PrivateGradient:
             for parameter in trainable(model).values()
         ]
         facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
-        # Asked once: what is charged as private stays so.
+        # Read once, so that a part cannot change from public to private between charges.
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
         if self._not_private:
             self._release, facts["noise_multiplier"] = replace(plan.release, noise_multiplier=0.0), 0.0
@@ -187,7 +187,7 @@ class PrivateGradient:
 
     @property
     def ledger(self) -> Ledger:
-        """The record of what has been released."""
+        """The record of all releases."""
         return self._ledger
 
     @property
@@ -207,7 +207,7 @@ class PrivateGradient:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What decides the released gradient besides the plan, in words: a resumed run must have the same."""
+        """All that decides the released gradient besides the plan, in words. A resumed run must have the same."""
         perturb, precondition = self._parts().get("perturb"), self._precondition
         return {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
 
@@ -245,7 +245,7 @@ class PrivateGradient:
         self._ledger.bind(self._facts)
 
     def epsilon(self, *, steps: int) -> float:
-        """Epsilon that `steps` steps cost: the plan's, or infinite if perturb or precondition say they are not private.
+        """Return the epsilon of `steps` steps; infinite if perturb or precondition declare that they are not public.
 
         Raises:
             PrivacyError: the plan has no delta.
@@ -258,14 +258,14 @@ class PrivateGradient:
         Args:
             batch: from `plan.batches(dataset)`; each at most once. May hold no examples.
         Returns:
-            The averaged noisy gradient by parameter name, and the noise's size.
+            The averaged noisy gradient by parameter name, and the standard deviation of its noise.
         Raises:
-            SamplingError: not a Batch, drawn otherwise than the plan says, or used before.
+            SamplingError: it is not a Batch, was not drawn by this plan, or was used before.
             BudgetExceededError: the plan's steps are spent.
             PrivacyError: the loss is wrong (first batch), or the ledger cannot be written.
         Privacy:
-            One charge, on the ledger before the gradient leaves; an empty batch is noised and charged as any other.
-            Where it raises, nothing is released and nothing charged.
+            Each call is charged once, on the ledger, before the gradient is returned. An empty batch gets noise and a
+            charge like any other. If the call raises, nothing was released and nothing was charged.
         """
         with self._turn, self._processes.unsharded(self._model):
             parameters = trainable(self._model)
@@ -273,7 +273,7 @@ class PrivateGradient:
             try:
                 gradient, raw = self._released(batch, parameters)
             except BaseException:
-                # What does not return may still be seen in a traceback: without a seed its noise is not drawn again.
+                # A traceback may still show the values. Without a seed, the same noise is not drawn again.
                 self._make_streams()
                 raise
             self._perturb.released(gradient)
@@ -283,10 +283,10 @@ class PrivateGradient:
         return replace(gradient, values=self._processes.shard_like(gradient.values, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raise what speaks against this step, before the work is done."""
-        require_told("PrivateGradient", self._processes)  # torch may have heard of others since
+        """Raise PrivacyError if this step is not allowed, before it is computed."""
+        require_told("PrivateGradient", self._processes)  # the process group may have been created since
         self._require_drawn_as_planned(batch)
-        # Once is enough here; but what an earlier process released may be computed again.
+        # A draw is used once. Under a seed, a release that was lost may be computed again.
         repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
         self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
         require_supported(self._model)
@@ -297,9 +297,9 @@ class PrivateGradient:
             self._checked.add(found)
 
     def _released(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
-        """The step of all processes: each clips its own examples; the first adds the noise, and charges."""
+        """Release one step: each process clips its own examples; the first adds the noise and charges the ledger."""
         processes, divisor = self._processes, self._plan.divisor
-        # A seeded draw has its own place in the streams, however often it is computed and by whom.
+        # Under a seed, a draw has a fixed position in the streams, whichever process computes it.
         index = self._step if self._plan.seed is None else batch.sampling.step
         word = processes.broadcast_object(int(self._dropout_stream.uint64(index, 1)[0] >> 1))
         clipped, clipping = processes.run_on_all(lambda: self._clipped(batch, index, word, parameters), step=index)
@@ -310,7 +310,7 @@ class PrivateGradient:
 
         def noisy() -> NoisyGradient:
             if processes.rank > 0:
-                # The memory that the first one's goes to.
+                # Memory that receives the first process' gradient.
                 return NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
             gradient = add_noise(
                 clipped,
@@ -331,7 +331,7 @@ class PrivateGradient:
 
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
         seeded = self._plan.seed is not None
-        # Only a research seed can draw the same noise again, so only then can a release be known as the same.
+        # Only a research seed can draw the same noise again, so only then can a release be recognized.
         digest = _digest(gradient.values) if seeded else None
         self._ledger.charge(self._release, draw=batch.sampling.draw, limit=self._plan.steps, digest=digest)
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
@@ -339,11 +339,11 @@ class PrivateGradient:
     def _clipped(
         self, batch: Batch, index: int, word: int, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[ClippedSum, RawClipping]:
-        """The clipped sum of this process' examples."""
+        """Return the clipped sum of this process' examples, and the PRIVATE norms and factors."""
         transform = self._transform(batch, index, word, parameters)
         radius = self._perturb.radius(index)
         raw_mean = partial(self._raw_mean, batch, "perturb")
-        # Masks of their own in each process; what is public was the same in all.
+        # Each process draws its own dropout masks; the public parts were the same in all.
         inverse_scales = self._perturb.divide(transform.inverse_scales)
         if inverse_scales is not transform.inverse_scales:
             require_scales_only(transform)
@@ -359,23 +359,38 @@ class PrivateGradient:
             )
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
-        """Raise PrivacyError unless the processes can do this together, and mean the same."""
+        """Raise PrivacyError unless all processes have the same plan, and can train it together."""
         plan, first = self._plan, self._processes.broadcast_object([dict(facts), self._plan.steps, self._plan.seed])
 
         def require() -> None:
             if first != [dict(facts), plan.steps, plan.seed]:
-                raise expected("PrivateGradient", "the plan", "to be the first process'", "another", "make one plan")
+                raise self._other_plan(first, [dict(facts), plan.steps, plan.seed])
             if plan.group_size > 1 or self._not_private:
-                remedy, what = "train in one process", "group_size > 1, or what is NOT private"
-                raise expected("PrivateGradient", "several processes", "to train privately", what, remedy)
+                got = f"group_size = {plan.group_size}" if plan.group_size > 1 else f"{sorted(self._not_private)}"
+                condition, remedy = (
+                    "to train without groups and without parts that are NOT private",
+                    "train in one process",
+                )
+                raise expected("PrivateGradient", "several processes", condition, got, remedy)
 
         self._processes.run_on_all(require)
 
+    def _other_plan(self, first: list[Any], own: list[Any]) -> Exception:
+        """Return the error for a process whose plan differs from the first process' plan."""
+        (facts, steps, seed), rank = first, self._processes.rank
+        named = {**facts, "steps": steps, "seed": seed}
+        mine = {**own[0], "steps": own[1], "seed": own[2]}
+        differing = [name for name in mine if mine[name] != named.get(name)]
+        condition = f"to be the same in all processes ({', '.join(f'{n} {named.get(n)}' for n in differing)})"
+        got = f"{', '.join(f'{n} {mine[n]}' for n in differing)} in process {rank}"
+        return expected("PrivateGradient", "the plan", condition, got, "build one plan and use it in every process")
+
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
-        """Mean gradient of the batch, for research only. NOT private."""
+        """Return the mean gradient of the batch, for research only. NOT private."""
         if asked_by not in self._not_private:
-            remedy = "let it say is_public = False from the start: epsilon is then infinite"
-            raise expected("PrivateGradient", asked_by, "to be public", "a wish for private data", remedy)
+            condition, got = "to use the raw mean gradient only if is_public is False", "is_public = True"
+            remedy = "set is_public = False on its class; epsilon is then infinite"
+            raise expected("PrivateGradient", asked_by, condition, got, remedy)
         if batch.size == 0:
             return {name: torch.zeros_like(parameter) for name, parameter in trainable(self._model).items()}
         sums = gradients(self._model, self._loss_fn, batch.examples)
@@ -396,9 +411,9 @@ class PrivateGradient:
         return transform
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the index of the next release, and the state of perturb and precondition.
+        """Return the state for a checkpoint: the next step's index, and the state of perturb and precondition.
 
-        No key, and nothing computed before the noise (but for a preconditioner that says it is NOT private).
+        It holds no key, and no value from before the noise (except for a preconditioner that is NOT private).
         """
         state: dict[str, Any] = {"step": self._step}
         for name, part in self._parts().items():
@@ -406,7 +421,7 @@ class PrivateGradient:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of the state. Without a research seed the streams become new, so no noise repeats."""
+        """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats."""
         function, parts = "PrivateGradient.load_state_dict", self._parts()
         if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give what state_dict() of a PrivateGradient returned"
@@ -415,7 +430,7 @@ class PrivateGradient:
         for name in parts.keys() | state.keys() - {"step"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
-                remedy = "go on with the same perturb and precondition"
+                remedy = "resume with the same perturb and precondition"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
         self._step = state["step"]
         for name, part in parts.items():
@@ -424,7 +439,7 @@ class PrivateGradient:
         self._make_streams()
 
     def _parts(self) -> dict[str, Perturbation | Preconditioner]:
-        """What has a state of its own, by name; of what was not asked for, nothing."""
+        """Return perturb and precondition by name, as far as they were given."""
         perturb = {} if type(self._perturb) is Perturbation else {"perturb": self._perturb}
         return perturb | ({} if self._precondition is None else {"precondition": self._precondition})
 
@@ -432,7 +447,7 @@ class PrivateGradient:
         return part.described(self._plan.steps) if isinstance(part, Perturbation) else repr(part)
 
     def __reduce__(self) -> str:
-        """Refuse copies and pickles: two holders of the stream would draw the same noise."""
+        """Refuse copies and pickles, because two copies of the stream would draw the same noise."""
         return self._noise_stream.__reduce__()
 
     def _make_streams(self) -> None:
@@ -451,12 +466,13 @@ class PrivateGradient:
         plan, drawn = self._plan, batch.sampling
         planned = (plan.sampling, plan.sample_rate, plan.expected_batch_size, plan.seed)
         if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed) != planned:
-            raise refusal("to be drawn as the plan says", drawn, "take the batch from the same plan")
+            raise refusal("to be drawn by the plan's scheme and rate", drawn, "take the batch from the same plan")
         if (drawn.rank, drawn.processes) != (self._processes.rank, self._processes.count):
             condition = f"to be drawn for process {self._processes.rank} of {self._processes.count}"
             raise refusal(condition, f"{drawn.rank} of {drawn.processes}", "give plan.batches the same processes")
         if count_examples(batch.examples) != batch.size:
-            raise refusal("to hold one row an example", "another number of rows", "let plan.batches make it")
+            got = "a different number of rows"  # the number itself is private
+            raise refusal("to hold one row per example", got, "let plan.batches make it")
 
     def _chunks(
         self, batch: Batch, index: int, radius: float, transform: Transform, parameters: Mapping[str, Tensor]
@@ -467,10 +483,11 @@ class PrivateGradient:
 
         def checked(rows: int, found: Mapping[str, Factor]) -> Mapping[str, Factor]:
             for name, factor in found.items():
-                # Two rows of one example would be clipped each by itself.
+                # If an example had two rows, each would be clipped by itself, and the sum could change by 2C.
                 if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
-                    condition, remedy = "to be one row an example", "correct it: nothing was released"
-                    raise expected(type(self._perturb).__name__, f"gradients of {name!r}", condition, "others", remedy)
+                    condition, remedy = "to have one row per example, shaped like the parameter", "correct `gradients`"
+                    got = f"rows of shape {tuple(factor.shape)}" if name in parameters else "no such parameter"
+                    raise expected(type(self._perturb).__name__, f"gradients of {name!r}", condition, got, remedy)
             return found
 
         def gradients_of(examples: Any) -> Mapping[str, Factor]:
@@ -487,15 +504,15 @@ class PrivateGradient:
 
 
 def _rounded(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a gradient as the optimizers take it, in float32, or float64 for such parameters. Post-processing."""
+    """Return the values in float32, or in float64 for float64 parameters, as the optimizers need. Post-processing."""
     return {
         name: value.to(torch.promote_types(parameters[name].dtype, torch.float32)) for name, value in values.items()
     }
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:
-    """Hash of released values. Post-processing: what it is made of has left, or is about to."""
-    state = hashlib.sha256()  # which processors have instructions for
+    """Return a hash of released values. Post-processing."""
+    state = hashlib.sha256()  # processors have instructions for it
     for name, value in values.items():
         state.update(name.encode())
         state.update(value.detach().cpu().flatten().numpy().data)

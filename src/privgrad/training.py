@@ -1,4 +1,4 @@
-"""fit(): the training loop, with evaluation, progress, checkpoint and resume."""
+"""fit(): a training loop with evaluation, progress, checkpoints and resume. It adds nothing to the privacy cost."""
 
 import math
 import os
@@ -42,24 +42,24 @@ from privgrad.sampling import Collate
 from privgrad.types import Batch
 
 _CHECKPOINT_VERSION = 4
-_EPSILON_SECONDS = 5.0  # for so long a shown epsilon is good
+_EPSILON_SECONDS = 5.0  # the progress bar computes epsilon once in this time
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 
 
 @dataclass
 class FitResult:
-    """What a run leaves besides the trained model.
+    """The results of a run, besides the trained model.
 
     Attributes:
-        curve: one row an evaluation: "step" (updates made), "epsilon" (spent by then; None if the plan has no
-            delta) and what `evaluate` returned.
-        updates: optimizer steps made. Below plan.steps if earlier attempts spent steps whose results were lost.
-        seconds: training time, evaluation left out.
-        examples_per_second: from the public expected batch size.
-        raw_nonfinite_examples: examples of this process whose gradients were not finite and counted as zero. NOT
-            private.
-        ledger: the record of what was released.
-        averaged: a copy of the model with averaged weights, if asked for.
+        curve: one row per evaluation: "step" (the number of steps), "epsilon" (spent until then; None if the plan has
+            no delta), and the numbers that `evaluate` returned.
+        updates: the number of optimizer steps. Below plan.steps if earlier attempts lost steps that stay charged.
+        seconds: the training time without evaluation.
+        examples_per_second: computed from the public expected batch size.
+        raw_nonfinite_examples: the number of this process' examples whose gradients were not finite, and counted as
+            zero. NOT private.
+        ledger: the record of all releases.
+        averaged: a copy of the model with averaged weights, if `ema_decay` was given.
     """
 
     curve: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -237,20 +237,20 @@ def _average_of(model: nn.Module, decay: float) -> AveragedModel:
 
 
 def _record_beside(private_grad: PrivateGradient, checkpoint: Path) -> bool:
-    """Record in ledger.jsonl beside the checkpoint, unless in a file already; return whether that opened the file."""
+    """Record in ledger.jsonl, next to the checkpoint, unless a file is open; return whether this opened the file."""
     path = checkpoint.with_name("ledger.jsonl").absolute()
     if private_grad.ledger.path not in (None, path) or private_grad.ledger.is_open:
         return False
     if checkpoint.exists() and not path.exists():
-        remedy = "put it back, or train in a new folder and add the two epsilons up"
-        raise expected("fit", f"{path}", "beside its checkpoint", "no such file", remedy)
+        remedy = "put it back, or train in a new folder and add the two epsilons"
+        raise expected("fit", f"{path}", "to exist next to its checkpoint", "a missing file", remedy)
     private_grad.record_in(path)
     return True
 
 
 @dataclass
 class _Run:
-    """The parts of a run that a checkpoint keeps together."""
+    """The state of a run that its checkpoint holds."""
 
     private_grad: PrivateGradient
     averaged: AveragedModel | None
@@ -272,7 +272,7 @@ class _Run:
         return self.private_grad.processes
 
     def resume(self) -> int:
-        """Load the checkpoint, or make the first one; return the first step to do."""
+        """Load the checkpoint, or write the first one; return the index of the next step."""
         state = self.processes.broadcast_object(self.processes.run_on_all(self._stored))
         if state is not None:
             with damage_refused("fit", self.checkpoint):
@@ -284,12 +284,12 @@ class _Run:
         return self.start
 
     def _go_on_after_lost_steps(self, spent: int) -> None:
-        """Steps that were released and then lost are spent; without a seed they cannot be drawn again."""
+        """Skip the steps that were released and then lost: they stay charged, and their noise cannot be drawn again."""
         plan = self.private_grad.plan
         lost = spent - self.private_grad.state_dict()["step"]
         if spent >= plan.steps and self.result.updates == 0:
             got = f"{spent} charged and none of their results saved"
-            remedy = "train in a new folder and add the two epsilons up"
+            remedy = "train in a new folder and add the two epsilons"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
         if lost > 0:
             warnings.warn(
@@ -305,7 +305,7 @@ class _Run:
                     self.scheduler.step()
 
     def update(self, batch: Batch) -> None:
-        """One private step, whole: a signal in its midst would leave nothing that could be saved."""
+        """Take one private step. Signals wait until its end, so that a checkpoint of it can be written."""
         began, result = time.perf_counter(), self.result
         with _signals_wait():
             self.optimizer.step(grad=self.private_grad(batch))
@@ -326,11 +326,11 @@ class _Run:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether every released gradient has also moved the model: not so amid an update."""
+        """Whether every released gradient has moved the model. It is False during an update."""
         return self.private_grad.state_dict()["step"] == self.start + self.made
 
     def save(self, *, at_least_after: float = 0.0) -> None:
-        """Write the checkpoint, atomically, unless the last one is younger than that many seconds."""
+        """Write the checkpoint, atomically, unless the last one is younger than `at_least_after` seconds."""
         if self.checkpoint is None or not self.processes.broadcast_object(
             time.monotonic() - self.saved_at >= at_least_after
         ):
@@ -355,15 +355,15 @@ class _Run:
         self.saved_at = time.monotonic()
 
     def _stored(self) -> dict[str, Any] | None:
-        """What the first process finds in the checkpoint, if there is one: checked to be of this run, and whole."""
+        """Return the content of the checkpoint in the first process, if there is one, after it was verified."""
         ledger = self.result.ledger
         if self.processes.rank > 0 or self.checkpoint is None:
             return None
         if not self.checkpoint.exists():
             if ledger.releases:
-                condition, remedy = f"beside its ledger of {ledger.releases} releases", "restore it, or"
-                remedy += " train in a new folder and add the two epsilons up"
-                raise expected("fit", f"{self.checkpoint}", condition, "no such file", remedy)
+                condition = f"to exist next to its ledger of {ledger.releases} releases"
+                remedy = "restore it, or train in a new folder and add the two epsilons"
+                raise expected("fit", f"{self.checkpoint}", condition, "a missing file", remedy)
             return None
         with damage_refused("fit", self.checkpoint):
             state = read_checkpoint(self.checkpoint)
@@ -402,7 +402,7 @@ def _averaged(decay: float, averaged: Tensor, weight: Tensor, updates: Tensor | 
 
 @contextmanager
 def _signals_wait() -> Generator[None]:
-    """SIGINT and SIGTERM take effect after the block; a second one at once."""
+    """Delay SIGINT and SIGTERM to the end of the block; a second signal takes effect at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -432,7 +432,7 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, private_grad: PrivateGradien
     if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         got = type(measured).__name__
         raise expected("fit", "evaluate", "to return numbers by name", got, 'return {"accuracy": ...}, say')
-    # Plain numbers: a checkpoint holds neither numpy's nor tensors of one.
+    # A checkpoint can hold plain numbers, but no numpy numbers.
     plain: dict[str, Any] = {
         name: value.item() if isinstance(value, np.generic) else value for name, value in measured.items()
     }
@@ -444,7 +444,7 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, private_grad: PrivateGradien
 def _progress_bar(
     private_grad: PrivateGradient, start: int, progress: bool | Progress
 ) -> Generator[Callable[[FitResult], None]]:
-    """A bar of its own, or one task more among others': epsilon, speed, and the last evaluation's first number."""
+    """Show a progress bar, or a task in a given one: epsilon, speed and the first number of the last evaluation."""
     plan = private_grad.plan
     bar = progress if isinstance(progress, Progress) else bars(shown=progress)
     of_users = plan.privacy_unit == "user"
@@ -458,7 +458,7 @@ def _progress_bar(
         step += 1
         last: dict[str, Any] = result.curve[-1] if result.curve else {}
         if live and step > covered:
-            # An accountant takes its time: epsilon of where the training will be in a while, and so an upper bound.
+            # Accounting takes time. This computes the epsilon of a later step, which is an upper bound for now.
             pace = (step - start) / (time.monotonic() - began)
             covered = min(plan.steps, step + int(_EPSILON_SECONDS * pace))
             spent = private_grad.epsilon(steps=covered)

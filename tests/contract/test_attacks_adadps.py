@@ -229,7 +229,8 @@ class Cheats(Preconditioner):
 
 def test_what_says_it_is_public_is_given_nothing_private():
     with pytest.raises(
-        pg.PrivacyError, match=r"precondition to be public, got a wish for private data; .* is_public = False"
+        pg.PrivacyError,
+        match=r"precondition to use the raw mean gradient only if is_public is False, got is_public = True; set is_pub",
     ):
         released(make_model(), make_data().tensors, loss_fn, precondition=Cheats())
 

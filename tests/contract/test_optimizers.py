@@ -50,6 +50,13 @@ def parameters(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def test_the_learning_rate_may_be_positional(row: Any):
+    ours, _, options, _ = row
+    others = {name: value for name, value in options.items() if name != "lr"}
+    optimizer = ours(make_model().named_parameters(), options["lr"], **others)
+    assert [group["lr"] for group in optimizer.param_groups] == [options["lr"]]
+
+
 def test_without_noise_and_clipping_equals_torchs_own(row: Any):
     ours, theirs, options, torch_options = row
     if theirs is None:

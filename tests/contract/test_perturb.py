@@ -399,7 +399,7 @@ def test_gradients_that_are_not_one_row_an_example_are_refused():
             twice = {name: torch.cat([factor.dense()] * 2) for name, factor in engine(examples).items()}
             return {name: Dense(rows) for name, rows in twice.items()}
 
-    with pytest.raises(pg.PrivacyError, match=r"Twice: expected gradients of '0.weight' to be one row an example"):
+    with pytest.raises(pg.PrivacyError, match=r"Twice: expected gradients of '0.weight' to have one row per example"):
         sums(Twice(0.1), EXAMPLES)
 
 

@@ -260,7 +260,7 @@ class MethodTable(_Table):
     def perturbation(self, candidate: Candidate) -> Perturbation | None:
         """Return the perturbation of one candidate, or its users' local training.
 
-        None stands for gradients at the current weights.
+        None means gradients at the current weights.
         """
         if self.local is not None and candidate.local_lr is not None:
             return LocalTraining(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)

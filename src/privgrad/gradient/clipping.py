@@ -1,4 +1,7 @@
-"""Norms -> clip factors and sensitivity; and the clipped sum.
+"""Clip each contribution to norm C and add the results. The privacy guarantee rests on this file.
+
+A clipping rule turns norms into factors. `clipped_sum` checks the factors, multiplies and adds, and states the
+sensitivity of the sum. PrivateGradient then adds noise in proportion to that sensitivity.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
@@ -19,23 +22,24 @@ from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
 _TERMS = 1e4
-_ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the places of an example
+_ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the positions of an example
 _UNIT_ROUNDOFF = 2.0**-24
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
 
 class Clipping(Protocol):
-    """A rule from per-example norms to factors that bound each example's contribution by max_grad_norm.
+    """A rule that computes, from per-example norms, factors that bound each example's contribution by max_grad_norm.
 
     Privacy:
-        An example's factors are to be made of its own norms and public numbers alone: a rule that looks at the batch
-        moves the contributions of all when one example comes or goes. Of a rule that is not the library's, clipped_sum
-        asks for each half of the examples again, and refuses other factors; of every rule it refuses contributions
-        beyond the bound. It cannot see what a rule remembers from one call to the next: it may remember nothing.
+        An example's factors may depend on that example's norms and on public numbers only. If a rule looked at the
+        whole batch, one example more or less would change the contributions of all others. `clipped_sum` checks two
+        things. For every rule, it refuses contributions beyond the bound. For a rule of your own, it asks again for
+        each half of the batch, and refuses factors that differ. It cannot detect a rule that remembers earlier calls:
+        a rule must keep no state.
     """
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-        """Factor by parameter name, each of shape (B,), row i made of row i of the norms.
+        """Return the factors by parameter name, each of shape (B,); row i depends on row i of the norms only.
 
         Args:
             norms: norms_B of each parameter's gradient, by name, all finite.
@@ -48,10 +52,10 @@ class Clipping(Protocol):
 
 @dataclass(frozen=True)
 class Flat:
-    """One norm over all parameters: g_i * min(1, C / ||g_i||).
+    """A rule with one norm over all parameters: g_i * min(1, C / ||g_i||).
 
     Privacy:
-        Each example's contribution has norm at most C; so has the change of the sum when one is added or removed.
+        Each example's contribution has norm at most C. Adding or removing one example changes the sum by at most C.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1.
     """
@@ -64,10 +68,10 @@ class Flat:
 
 @dataclass(frozen=True)
 class Automatic:
-    """Normalize instead of clip: g_i * C / (||g_i|| + gamma).
+    """A rule that normalizes instead of clipping: g_i * C / (||g_i|| + gamma).
 
     Args:
-        gamma: at least 1e-8, in gradient units; keeps small gradients small.
+        gamma: >= 1e-8, in gradient units. Gradients much shorter than gamma stay short.
     Privacy:
         Each example's contribution has norm below C.
     Reference:
@@ -88,15 +92,15 @@ class Automatic:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """Each group of parameters has its own bound C_l, and sqrt(sum of C_l**2) = C.
+    """A rule with a bound C_l for each group of parameters, where sqrt(sum of C_l**2) = C.
 
     Args:
-        shares: positive weight by prefix of the parameter's name; "" matches every name, the longest match counts.
-            Only ratios matter: C_l = C * share_l / sqrt(sum of share**2), so that C keeps its one owner, the plan.
+        shares: a positive weight by prefix of the parameter's name. "" matches every name; the longest match counts.
+            Only ratios matter: C_l = C * share_l / sqrt(sum of share**2). C itself is the plan's.
     Raises:
         PrivacyError: a share is not positive, or (on first use) a parameter has no prefix or a prefix no parameter.
     Privacy:
-        Group l of each example's contribution has norm at most C_l, the whole at most C.
+        In each example's contribution, group l has norm at most C_l, so the whole has norm at most C.
     Reference:
         McMahan et al. 2018 (arXiv 1710.06963), per-layer clipping.
     """
@@ -110,7 +114,8 @@ class PerLayer:
                 "PerLayer", "shares", "to be a mapping from prefixes to numbers", described(self.shares), remedy
             )
         if not self.shares:
-            raise expected("PerLayer", "shares", "to name groups", "none", "give {prefix: share}, or use Flat()")
+            remedy = "give {prefix: share}, or use Flat()"
+            raise expected("PerLayer", "shares", "to name at least one group", "{}", remedy)
         for prefix, share in self.shares.items():
             require_positive("PerLayer", f"share of {prefix!r}", share, "give its weight")
 
@@ -150,14 +155,14 @@ class PerLayer:
 
 @dataclass(frozen=True)
 class RawClipping:
-    """What clipping saw of each example, in the batch's order. PRIVATE: never released, for diagnostics only.
+    """The norms and factors of each example, in the order of the batch. PRIVATE: for diagnostics only.
 
     Attributes:
-        raw_norms: L2 norm of each example's whole gradient (divided by its scales), shape (B,), float64; 0 where it
-            was not finite.
-        raw_factors: the smallest of the factors that each was multiplied with, shape (B,).
-        raw_lengths: L2 norm of what was left of each, shape (B,), float64.
-        raw_nonfinite_examples: how many were not finite.
+        raw_norms: L2 norm of each example's whole gradient, divided by the scales, shape (B,), float64; 0 if it was not
+            finite.
+        raw_factors: the smallest factor of each example, shape (B,).
+        raw_lengths: L2 norm of each clipped gradient, shape (B,), float64.
+        raw_nonfinite_examples: the number of gradients that were not finite.
     """
 
     raw_norms: Tensor
@@ -176,37 +181,38 @@ def clipped_sum(
     grouped: bool = False,
     expected_size: int = 1,
 ) -> tuple[ClippedSum, RawClipping]:
-    """Clip every example's gradient and add them up.
+    """Clip every example's gradient and return the sum with its sensitivity.
 
-    Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A; in float32 or wider, autocast or not. An
-    example whose norm is not finite counts as 0 (in float32 so does one with entries above 1e17, whose squares are
-    infinite).
+    Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A. It computes in float32 or wider, with or
+    without autocast. An example whose norm is not finite counts as 0. In float32 this includes gradients with entries
+    above 1e17, whose squares are infinite.
 
     Args:
-        chunks: gradients by parameter name, for one part of the batch after the other; may be empty. A parameter
-            that is missing has gradient 0.
+        chunks: gradients by parameter name, for one part of the batch after the other; may be empty. A missing
+            parameter has gradient 0.
         like: the parameters: names, shapes, devices.
         clip: the rule.
         max_grad_norm: C > 0.
         inverse_scales: 1 / A by parameter name, elementwise; missing names and None are 1. Public.
-        expected_size: public number of contributions that are expected; the precision of the sum follows from it (see
-            `sum_dtype`).
-        grouped: what is clipped are means over groups of examples, each example in one (see `groups.group_means`).
+        expected_size: the public expected number of contributions. It decides the precision of the sum (`sum_dtype`).
+        grouped: True if the rows are means over groups of examples, with each example in one group (see
+            `example_groups.group_means`).
     Returns:
-        The sum, with its sensitivity; and what clipping saw, which is PRIVATE.
+        The sum with its sensitivity, and the PRIVATE norms and factors.
     Privacy:
-        One example added or removed moves the sum by at most C in L2 norm (up to rounding), however the batch is
-        chunked: each contribution is bounded by itself, before it meets another. With groups by at most 2C: one
-        contribution of norm C becomes another, perhaps its opposite.
+        The guarantee rests on this. If one example is added or removed, the sum changes by at most C in L2 norm, up to
+        rounding (docs/promise.md). The split into chunks does not matter, because each contribution is bounded before
+        it is added to another. With groups the bound is 2C, because one contribution of norm C is replaced by another,
+        perhaps its opposite.
     """
     sums, seen = _Sums(max_grad_norm, inverse_scales or {}), list[RawClipping]()
     devices = {value.device.type for value in like.values()}
-    for chunk in chunks:  # computed under whatever contexts the caller has open
+    for chunk in chunks:  # the engine computes here, in the contexts that the caller has open
         if not chunk:
             continue
         with ExitStack() as stack:
             for device in devices:
-                # Half-precision products under an ambient autocast would break the bound by a factor, not by rounding.
+                # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(device, enabled=False))
             seen.append(_add_clipped(sums, chunk, clip, max_grad_norm, inverse_scales or {}))
     total = {
@@ -227,15 +233,15 @@ def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
     """Return the precision of a parameter's clipped sum: float32, or float64 for many contributions.
 
     Args:
-        parameter: a float64 one has a float64 sum in any case.
-        expected_size: public number of contributions. Above 1e4, a float32 sum would be rounded by more than 6e-4 C.
+        parameter: a float64 parameter always has a float64 sum.
+        expected_size: the public number of contributions. Above 1e4, a float32 sum would be rounded by over 6e-4 C.
     """
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.float64 if expected_size > _TERMS else dtype
 
 
 def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None, expected_size: int) -> Tensor:
-    """Return one parameter's sum, scaled, in the precision that is public."""
+    """Return one parameter's sum, multiplied by the scales, in the public precision."""
     dtype = sum_dtype(parameter, expected_size)
     if total is None:
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -244,16 +250,17 @@ def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None
 
 
 class _Sums:
-    """Weighted sums by parameter name, in float32 while rounding cannot matter.
+    """Weighted sums by parameter name, in float32 as long as rounding is negligible.
 
     Privacy:
-        Rounding errors of a float32 sum change when one example comes or goes, for all terms are added to one another.
-        Three rules bound this change; `terms` are the sum of the norms of all terms that are added up.
-        - While the terms of the whole batch stay below 1e4 C, what is added is computed in float32. Its unit roundoff
-          times these is 6e-4 C. From there on it is computed in float64.
-        - An example has many places, which may all be rounded the same way. Examples are added up in parts, such that
-          the places of one times the terms of a part stay below 4e4 C. This makes 2.4e-3 C.
-        - Chunks are added to a total. It is float64 as soon as its terms, summed over these additions, pass 1e4 C.
+        In a float32 sum, one example more or less changes the rounding errors of all other terms. Three rules bound
+        this change. The term bound of a sum is the sum of the norms of all its terms.
+        - While the term bound of the whole batch is below 1e4 C, the sum is computed in float32: the unit roundoff
+          times 1e4 C is 6e-4 C. Above, it is computed in float64.
+        - An example has many positions, and all of them may be rounded in the same direction. Examples are therefore
+          added in parts. The number of positions times the term bound of a part is below 4e4 C, which gives 2.4e-3 C.
+        - Chunks are added to a total. The total becomes float64 as soon as the sum of its term bounds, over these
+          additions, exceeds 1e4 C.
     """
 
     def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor]) -> None:
@@ -263,7 +270,7 @@ class _Sums:
         self._bound, self._scales = max_grad_norm, inverse_scales
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
-        """Add every example's gradient times its factor; terms bound what each gradient is the sum of."""
+        """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
         added = torch.stack([(factors[name] * terms[name]).sum() for name in factors])
         for (name, factor_B), more in zip(factors.items(), cast("list[float]", added.tolist()), strict=True):
             self._terms[name] = self._terms.get(name, 0.0) + more
@@ -292,19 +299,19 @@ def _add_clipped(
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
 ) -> RawClipping:
-    """Add one chunk's clipped gradients to the sums."""
+    """Clip one chunk of gradients and add it to `sums`; return its norms and factors."""
     norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
     norm_B, nonfinite, apart = _joint_norm(norms.values()), 0, list[tuple[Tensor, RawClipping]]()
     finite_B = torch.isfinite(norm_B)
     if not bool(finite_B.all()):
-        # Zero times NaN is NaN: the example itself is replaced, not only its factor.
+        # Zero times NaN is NaN, so the gradient itself is replaced by 0, not only its factor.
         chunk = {name: factor.mask(finite_B) for name, factor in chunk.items()}
         norms = {name: torch.where(finite_B, each_B, 0.0) for name, each_B in norms.items()}
         norm_B, nonfinite = torch.where(finite_B, norm_B, 0.0), int((~finite_B).sum())
     factors = _factors(clip, norms, max_grad_norm)
     terms, canceling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
     if bool(canceling_B.any()):
-        # Written out, an example's gradient is one tensor with one norm, and enters the sum as that.
+        # An example's gradient that is written out is one tensor with one norm, and one term of the sum.
         few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()))
         for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
             alone = {name: Dense(factor[index].dense()) for name, factor in chunk.items()}
@@ -326,30 +333,36 @@ def _add_clipped(
 
 
 def _factors(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    """The rule's factors, each made of its own example: of our rules known, of others tried."""
+    """Return the rule's factors; refuse a user's rule whose factors depend on other examples.
+
+    The library's own rules are known to use each example's norms alone. Other rules are asked again for each half.
+    """
     factors = _answer(clip, norms, max_grad_norm)
     half = len(next(iter(norms.values()))) // 2
     if type(clip) not in (Flat, Automatic, PerLayer) and half > 0:
         for part in (slice(half), slice(half, None)):
             alone = _answer(clip, {name: norm_B[part] for name, norm_B in norms.items()}, max_grad_norm)
-            # What is not finite is refused with the bound, whatever it is made of.
+            # Factors that are not finite are refused later, with the bound.
             if not all(
                 torch.allclose(factor_B[part], alone[name], rtol=1e-6, atol=0.0, equal_nan=True)
                 for name, factor_B in factors.items()
             ):
-                got, remedy = "others without its companions", "use no maxima, means or quantiles of the batch"
-                raise expected(type(clip).__name__, "factors", "of an example to be its own", got, remedy)
+                remedy = "use no maxima, means or quantiles of the batch"
+                got = "factors that change with the rest of the batch"
+                raise expected(type(clip).__name__, "factors", "to depend on one example each", got, remedy)
     return factors
 
 
 def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    """What the rule says of these norms, one factor for every parameter and example."""
+    """Return the rule's factors for these norms, one for every parameter and example; negligible ones become 0."""
     factors, remedy = clip.factors(norms, max_grad_norm), "correct the rule: nothing was released"
     if factors.keys() != norms.keys():
         got = f"{sorted(factors)} for {sorted(norms)}"
         raise expected(type(clip).__name__, "factors", "for every parameter", got, remedy)
     if any(factor_B.shape != norms[name].shape for name, factor_B in factors.items()):
-        raise expected(type(clip).__name__, "factors", "to be one an example", "another shape", remedy)
+        dims = {factor_B.dim() for factor_B in factors.values()}
+        got = f"tensors of {max(dims)} dimensions" if dims != {1} else "tensors of a different length"  # B is private
+        raise expected(type(clip).__name__, "factors", "to be of shape (B,)", got, remedy)
     clipped = {id(factor_B): torch.where(factor_B.abs() < _LOST, 0.0, factor_B) for factor_B in _distinct(factors)}
     return {name: clipped[id(factor_B)] for name, factor_B in factors.items()}
 
@@ -361,10 +374,10 @@ def _terms(
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return a bound on each gradient's terms, by name, and which examples' terms cancel too far.
+    """Return the term bound of each gradient by name, and a mask of the examples whose terms cancel too far.
 
-    Those are examples whose terms are so large that the rounding of their own sum, which grows with the root of how
-    many there are, would pass the bound: the norm that was measured is then not that of what enters the sum.
+    The terms of such an example are so large that the rounding of their own sum would exceed the bound. This rounding
+    grows with the root of their number. The measured norm is then not the norm of the gradient that is added.
     """
     terms, canceling_B = dict(norms), torch.zeros_like(next(iter(norms.values())), dtype=torch.bool)
     for name, factor in chunk.items():
@@ -378,18 +391,22 @@ def _terms(
 def _require_bound(
     factors: Mapping[str, Tensor], norms: Mapping[str, Tensor], clip: Clipping, max_grad_norm: float
 ) -> Tensor:
-    """The lengths of the contributions, each within C: by the factors themselves and not by the rule's word."""
+    """Return the lengths of the contributions, shape (B,); raise PrivacyError unless each is within C.
+
+    The check uses the factors that the sum uses, not the promise of the rule.
+    """
     used = {id(factor_B): factor_B.float().double() for factor_B in _distinct(factors)}  # as the sum rounds them
     contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
     finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
     if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
         remedy = "correct the rule: nothing was released"
-        raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", "more", remedy)
+        got = "a longer contribution" if finite else "a factor that is not finite"  # its length is private
+        raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", got, remedy)
     return contribution_B
 
 
 def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The factors, each tensor once: most rules give all parameters the same."""
+    """Return the factors, each tensor once, because most rules give all parameters the same tensor."""
     return list({id(factor_B): factor_B for factor_B in factors.values()}.values())
 
 

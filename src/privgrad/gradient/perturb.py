@@ -1,4 +1,8 @@
-"""Where gradients are taken: at a point of each example's own (BAM), or one step along what was released (SAT)."""
+"""Choose the point at which gradients are computed: one point per example (BAM), or one point for all (SAT).
+
+The privacy guarantee rests on this file: a point may depend on one example, on public numbers and on released
+gradients only.
+"""
 
 import copy
 import hashlib
@@ -11,7 +15,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import described, expected
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.module_state import replaced
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples
@@ -22,7 +26,7 @@ MeanGradient = Callable[[], Mapping[str, Tensor]]
 
 
 class Engine(Protocol):
-    """Per-example gradients, at the weights or around them."""
+    """An engine that computes per-example gradients, at the weights or near them."""
 
     def __call__(self, examples: Any) -> Mapping[str, Factor]: ...
 
@@ -36,19 +40,21 @@ class Engine(Protocol):
 
 
 class Perturbation:
-    """What PrivateGradient asks where to take the gradients of a step: at the weights, unless a subclass says else.
+    """The base class for the point at which per-example gradients are computed; by default the current weights.
+
+    PrivateGradient calls its methods in each step.
 
     Args:
-        radius: >= 0, in parameter units: a number, or step -> number with steps counted from 0. Public: a schedule
-            may not look at private data. It is asked once a step.
+        radius: >= 0, in parameter units: a number, or a function step -> number, with steps counted from 0. Public: a
+            schedule may not depend on private data. It is called once per step.
     Attributes:
-        is_public: False if the point is made of the private batch as a whole: then nothing is private.
-        privacy_unit: what a row of the batch is: an "example", or a "user" with all of their examples.
+        is_public: False if the point depends on the whole private batch. Then nothing is private.
+        privacy_unit: the unit in one row of the batch: an "example", or a "user" with all of their examples.
     Privacy:
-        A subclass of yours is believed: each row that `gradients` and `losses` return has to be made of that row of the
-        batch, public numbers and what was released, and `at` of the latter two. An ascent on the batch's mean moves the
-        contributions of all when one example comes or goes: each is still bounded, and the guarantee is void. Say
-        is_public = False of such a point.
+        The library trusts a subclass of yours. Each row that `gradients` and `losses` return may depend on that row of
+        the batch, on public numbers and on released gradients only; the point of `at` on the last two only. If the
+        point follows the mean gradient of the batch, one example more or less changes the contributions of all others.
+        Each contribution is still bounded, but the guarantee is void. Set is_public = False for such a point.
     """
 
     is_public = True
@@ -68,7 +74,7 @@ class Perturbation:
         )
 
     def described(self, steps: int) -> str:
-        """What a run of so many steps is known by: the same for the same radii, whatever function gives them."""
+        """Return a text that identifies the radii of a run of `steps` steps, whatever function returns them."""
         if not callable(self._radius):
             return repr(self)
         radii = [self.radius(step) for step in range(steps)]
@@ -79,10 +85,10 @@ class Perturbation:
         return f"{type(self).__name__}(radius={radius})"
 
     def radius(self, step: int) -> float:
-        """The radius of a step.
+        """Return the radius of a step.
 
         Raises:
-            PrivacyError: it is not a finite number >= 0, or > 0 where only that makes sense.
+            PrivacyError: it is not a finite number >= 0 (> 0 for a learning rate).
         """
         radius: object = self._radius
         if callable(self._radius):
@@ -99,78 +105,79 @@ class Perturbation:
         return float(cast(float, radius))
 
     def begun(self) -> "Perturbation":
-        """What serves one PrivateGradient from its first step on: with state of its own, if there is any."""
+        """Return a copy with fresh state for one PrivateGradient."""
         return self
 
     @contextmanager
     def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        """The weights of one step, for all its examples; afterwards they are as they were.
+        """Move the weights to the point of one step, for all examples, and restore them afterwards.
 
         Args:
-            radius: of the step.
-            parameters: the trainable ones, by name.
-            raw_mean: mean gradient of the private batch, not clipped, for research only. NOT private; refuses to be
-                called by what says it is public.
+            radius: the radius of the step.
+            parameters: the trainable parameters, by name.
+            raw_mean: returns the mean gradient of the private batch, not clipped, for research only. NOT private; it
+                raises PrivacyError if is_public is True.
         """
         del radius, parameters, raw_mean
         yield
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
-        """One loss a row of the batch, by what gives one an example."""
+        """Return a function (model, rows) -> one loss per row of the batch, made from one loss per example."""
         return loss_fn
 
     def microbatch_size(self, engine: Engine, examples: Any) -> int:
-        """How many rows of the batch to take at once, where nobody says."""
+        """Return the number of rows to compute at once if the user gives none."""
         return engine.microbatch_size(examples)
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, radius: float
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        """The batch's `gradients`, at most so many rows at once, each with the number of its rows; each row in at most
-        one.
+        """Yield the `gradients` of the batch in chunks of at most `size` rows, each with its number of rows.
+
+        Each row of the batch is in at most one chunk.
         """
         for start in range(0, count_examples(examples), size):
             part = map_examples(itemgetter(slice(start, start + size)), examples)
             yield count_examples(part), self.gradients(engine, part, radius)
 
     def divide(self, inverse_scales: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Take over, for one step, dividing by public scales; return those that are left to divide `gradients` by."""
+        """Receive the public scales of one step; return those by which PrivateGradient still has to divide."""
         return inverse_scales
 
     def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
-        """Each example's gradient, by parameter name: one row an example, made of that example alone."""
+        """Return per-example gradients by parameter name; each row depends on that example alone."""
         del radius
         return engine(examples)
 
     def released(self, gradient: NoisyGradient) -> None:
-        """Take in what has left."""
+        """Receive the released gradient of the step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; post-processing."""
+        """Return the state for a checkpoint; post-processing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state from a checkpoint."""
         del state
 
 
 class BAM(Perturbation):
-    """Bias-aware minimization: each example's gradient at a point that is a small step up its own loss.
+    """Bias-aware minimization: each gradient is computed a small step up that example's own loss.
 
     Computes, with g_i the gradient of example i and |g_i| its norm over all parameters, in mode "sam":
         h_i = gradient of the loss of i at theta + radius g_i / |g_i|;
-    in mode "exact": h_i = g_i + radius H_i g_i / |g_i|, H_i the Hessian of that loss. They differ by O(radius^2), and
-    not at all on a quadratic loss. h_i is what is then divided by scales, clipped and summed. It is the gradient of
-    the loss plus radius |g_i|: small gradients lose less to clipping.
+    in mode "exact": h_i = g_i + radius H_i g_i / |g_i|, H_i the Hessian of that loss. The modes differ by O(radius^2),
+    and agree on a quadratic loss. h_i is then divided by scales, clipped and summed. It is the gradient of the loss
+    plus radius |g_i|, which is lower where gradients are short, and clipping changes short gradients less.
 
     Args:
         radius: as in Perturbation; 0 is DP-SGD. The paper has 0.02 (CIFAR-10), 0.01 (CIFAR-100), 0.005 (ImageNet32).
         mode: "sam" costs a second forward and backward pass, "exact" a backward pass through the backward pass.
     Raises:
-        PrivacyError: a radius or mode that is none.
+        PrivacyError: the radius or the mode is invalid.
     Privacy:
-        h_i depends on example i and the released weights alone, so the sensitivity stays C and the cost that of
-        DP-SGD.
+        h_i depends on example i and the released weights alone. The sensitivity is therefore C, and a step costs as
+        much privacy as one of DP-SGD.
     Reference:
         "Bias-Aware Minimization: Understanding and Mitigating Estimator Bias in Private SGD" (BAM), equation 14 and
         algorithm 1. Deviation: their algorithm 2 differentiates the penalized loss at the moved point, which would
@@ -198,19 +205,19 @@ class BAM(Perturbation):
 
 
 class SAT(Perturbation):
-    """DP-SAT: all gradients at one point, a small step along the last released gradient.
+    """DP-SAT: all gradients are computed at one point, a small step along the last released gradient.
 
     Computes: the gradients at theta + radius p / |p|, with p the last released gradient; at theta in the first step,
-    and where p is zero. The weights are put back, whatever happens, before anything is released.
+    and if p is zero. The weights are always restored before anything is released.
 
     Args:
         radius: as in Perturbation; 0 is DP-SGD.
     Raises:
-        PrivacyError: a radius that is none; in use, a state of another model.
+        PrivacyError: the radius is invalid; in use, the loaded state does not fit the model.
     Privacy:
-        p has been released: post-processing, at no further cost.
+        p was released before, so its use is post-processing and costs nothing.
     Reference:
-        Park et al. 2023 (DP-SAT). The point is taken once a step, however many microbatches follow.
+        Park et al. 2023 (DP-SAT). The point is computed once per step, for all microbatches.
     """
 
     def __init__(self, radius: Radius) -> None:
@@ -229,14 +236,14 @@ class SAT(Perturbation):
             if name not in parameters or value.shape != parameters[name].shape:
                 got, remedy = (
                     f"{name!r} of shape {tuple(value.shape)}",
-                    "load the state into the private_grad it came from, or freeze parameters before the first step",
+                    "load the state into the same model, or freeze parameters before the first step",
                 )
                 raise expected("SAT", "its state", "to be of this model", got, remedy)
         with _moved(parameters, self._direction, radius, self._points):
             yield
 
     def released(self, gradient: NoisyGradient) -> None:
-        # A copy: it may become a .grad, and be written to.
+        # A copy, because the gradient may become a .grad and be overwritten.
         for name, value in gradient.values.items():
             if name in self._direction:
                 self._direction[name].copy_(value)
@@ -252,15 +259,16 @@ class SAT(Perturbation):
             isinstance(value, Tensor) and bool(torch.isfinite(value).all())
             for value in cast("Mapping[str, object]", held).values()
         ):
-            raise expected("SAT", "its state", "to hold finite tensors", "another", "load a whole, unchanged state")
+            got = described(held) if not isinstance(held, Mapping) else "a direction with an entry that is not finite"
+            raise expected("SAT", "its state", "to hold finite tensors", got, "load a whole, unchanged state")
         self._direction = {name: value.clone() for name, value in cast("Mapping[str, Tensor]", held).items()}
 
 
 class RawSAM(Perturbation):
-    """Sharpness-aware minimization: all gradients a small step up the batch's own mean loss. NOT private.
+    """Sharpness-aware minimization: all gradients are computed a small step up the batch's mean loss. NOT private.
 
-    The reference without privacy: the point is made of private examples, so every release is charged as one without
-    noise, and epsilon is infinite.
+    A reference without privacy: the point depends on the private batch. Every release is therefore charged as one
+    without noise, and epsilon is infinite.
 
     Args:
         radius: as in Perturbation; 0.05 is usual.
@@ -280,7 +288,7 @@ class RawSAM(Perturbation):
 def _moved(
     parameters: Mapping[str, nn.Parameter], direction: Mapping[str, Tensor], radius: float, room: dict[str, Tensor]
 ) -> Generator[None]:
-    """Parameters radius further along a direction, in room that is made where there is none."""
+    """Move the parameters by `radius` along a direction; `room` keeps the memory for the moved values."""
     norm = math.hypot(*(float(cast(Tensor, torch.linalg.vector_norm(value))) for value in direction.values()))
     if not 0 < norm < math.inf:
         yield

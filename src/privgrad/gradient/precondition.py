@@ -298,7 +298,7 @@ def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Precond
         raise expected("precondition.fixed", "scales", "to be a mapping by parameter name", got, remedy)
     known = f"{scales.provenance}: {scales.source}" if isinstance(scales, Scales) else None
     # The text becomes a fact of the ledger, and a resumed run must have equal facts: do not change it.
-    recorded = "; ".join(part for part in (known, source) if part) or "given; source not told"
+    recorded = "; ".join(part for part in (known, source) if part) or "given; source unknown"
     is_public = not (isinstance(scales, Scales) and scales.provenance == "private-derived")
     return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, recorded, is_public=is_public)
 

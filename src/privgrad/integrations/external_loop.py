@@ -11,14 +11,28 @@ from torch.utils.data import Dataset
 
 from privgrad.checkpoint import damage_refused, require_resumable
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
-from privgrad.gradient.clipping import Clipping
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.sampling import Collate
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 3
+_OPTIONS = ("perturb", "precondition", "clip", "engine", "microbatch_size", "memory_mb")
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
+
+
+def require_private_options(function: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of PrivateGradient that a bridge passes on.
+
+    Raises:
+        PrivacyError: the bridge itself decides an option, or PrivateGradient has no such option.
+    """
+    own = {} if options is None else dict(options)
+    unknown = sorted(own.keys() - set(_OPTIONS))
+    if unknown:
+        condition, remedy = f"to be among {', '.join(_OPTIONS)}", "leave the others out"
+        raise expected(function, "private_options", condition, ", ".join(unknown), remedy)
+    return own
 
 
 class ExternalLoopStep:
@@ -33,7 +47,6 @@ class ExternalLoopStep:
         model: the model that the host trains.
         private_grad: the PrivateGradient of that model; its ledger records the privacy spent.
         optimizer: from privgrad.optim, over the same model.
-        clip: the clipping that private_grad was given; a checkpoint records it.
     Raises:
         PrivacyError: the optimizer is not from privgrad.optim, or does not hold every trainable parameter of the model.
     Privacy:
@@ -46,8 +59,6 @@ class ExternalLoopStep:
         model: nn.Module,
         private_grad: PrivateGradient,
         optimizer: object,
-        *,
-        clip: Clipping | None = None,
     ) -> None:
         if not isinstance(optimizer, PrivateOptimizer):
             remedy = "create it from privgrad.optim with model.named_parameters()"
@@ -58,7 +69,7 @@ class ExternalLoopStep:
         self._function, self.model = function, model
         self._require_held()
         self._settings = {
-            "clip": repr(clip),
+            "clip": private_grad.settings["clip"],
             "optimizer": type(optimizer).__name__,
             "options": repr(optimizer.defaults),
         }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.errors import PrivacyError, expected
-from privgrad.gradient.clipping import Clipping
-from privgrad.gradient.perturb import Perturbation
-from privgrad.gradient.precondition import Preconditioner
-from privgrad.integrations.external_loop import ExternalLoopStep
+from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
@@ -51,7 +48,8 @@ class PrivateTrainer(Trainer):
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
             of sequence classification, or of causal language models (the mean over an example's own tokens).
         data_collator: as in the Trainer, but it must pad to a public length.
-        perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
+        private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size and
+            memory_mb.
         trainer_options: the Trainer's other arguments.
     Raises:
         PrivacyError: an argument would change the private step, or reveal private information.
@@ -73,14 +71,10 @@ class PrivateTrainer(Trainer):
         optimizers: tuple[PrivateOptimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
         loss_fn: Losses | None = None,
         data_collator: Any = None,
-        perturb: Perturbation | None = None,
-        precondition: Preconditioner | None = None,
-        clip: Clipping | None = None,
-        engine: Literal["factored", "vmap"] = "factored",
-        microbatch_size: int | None = None,
-        memory_mb: float | None = None,
+        private_options: Mapping[str, Any] | None = None,
         **trainer_options: Any,
     ) -> None:
+        own = require_private_options("PrivateTrainer", private_options)
         _require_options(args, plan, data_collator, trainer_options)
         _require_optimizers(optimizers)
         if loss_fn is None and type(self).compute_loss is not Trainer.compute_loss:
@@ -100,15 +94,10 @@ class PrivateTrainer(Trainer):
             model,
             loss_fn,
             plan,
-            perturb=perturb,
-            precondition=precondition,
-            clip=clip,
-            engine=engine,
-            microbatch_size=microbatch_size,
-            memory_mb=memory_mb,
             ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
+            **own,
         )
-        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, optimizers[0], clip=clip)
+        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, optimizers[0])
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
@@ -254,7 +243,7 @@ def _require_options(
             raise expected("PrivateTrainer", name, "to be absent", type(trainer_options[name]).__name__, remedy)
     if str(getattr(collator, "padding", None)) in ("True", "longest", "PaddingStrategy.LONGEST"):
         remedy = "give padding='max_length' and a public max_length"
-        got = f"padding={cast(Any, collator).padding!r}"
+        got = f"padding={collator.padding!r}"
         raise expected("PrivateTrainer", "data_collator", "to pad each example independently", got, remedy)
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from privgrad.errors import PrivacyError, SamplingError, expected
-from privgrad.gradient.clipping import Clipping
-from privgrad.gradient.perturb import Perturbation
-from privgrad.gradient.precondition import Preconditioner
-from privgrad.integrations.external_loop import ExternalLoopStep
+from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -43,7 +40,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         plan: the public numbers; the Trainer's max_steps must be plan.steps.
         device: the device to train on; None takes the GPU if there is one.
         ledger: path of the ledger's file, which resuming needs; None keeps the ledger in memory.
-        perturb, precondition, clip, engine, microbatch_size, memory_mb: as in PrivateGradient.
+        private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size and
+            memory_mb.
     Raises:
         PrivacyError: (in fit) the Trainer or the module would change the private step, or train without it.
     Privacy:
@@ -60,24 +58,12 @@ class PrivateStrategy(SingleDeviceStrategy):
         *,
         device: str | torch.device | None = None,
         ledger: str | os.PathLike[str] | None = None,
-        perturb: Perturbation | None = None,
-        precondition: Preconditioner | None = None,
-        clip: Clipping | None = None,
-        engine: Literal["factored", "vmap"] = "factored",
-        microbatch_size: int | None = None,
-        memory_mb: float | None = None,
+        private_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._plan, self._ledger = plan, ledger
         self._in_memory = Ledger()  # shared by all fits, so that a second fit counts the releases of the first
-        self._options: dict[str, Any] = {
-            "perturb": perturb,
-            "precondition": precondition,
-            "clip": clip,
-            "engine": engine,
-            "microbatch_size": microbatch_size,
-            "memory_mb": memory_mb,
-        }
+        self._options = require_private_options("PrivateStrategy", private_options)
         self._further: tuple[Any, ...] = ()
         self._resumed = False
 
@@ -101,9 +87,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             ledger=self._in_memory if self._ledger is None else Ledger(self._ledger),
             **self._options,
         )
-        self.private_step = ExternalLoopStep(
-            "PrivateStrategy", module, self.private_grad, self.optimizers[0], clip=self._options["clip"]
-        )
+        self.private_step = ExternalLoopStep("PrivateStrategy", module, self.private_grad, self.optimizers[0])
         self._resumed = False
 
     def on_train_start(self) -> None:
@@ -207,7 +191,7 @@ def _require_options(trainer: Trainer, module: LightningModule, plan: PrivacyPla
     requested: Any = getattr(getattr(trainer, "_accelerator_connector", None), "_devices_flag", 1)
     devices = requested if isinstance(requested, int) else len(requested)
     if devices != 1:
-        remedy = "set devices=1, or use fit(processes=...)"
+        remedy = "set devices=1, or use fit with PrivateGradient(processes=...)"
         raise expected("PrivateStrategy", "the Trainer", "to train on one device", f"devices={devices}", remedy)
     required: dict[str, Any] = {
         "max_steps": plan.steps,

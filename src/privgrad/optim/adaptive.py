@@ -157,8 +157,8 @@ class AdamBC(Debiased):
     def __init__(
         self,
         params: NamedParameters,
-        *,
         lr: float = 1e-3,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         debias_floor: float | None = None,
         floor_rule: FloorRule = "max",
@@ -206,8 +206,8 @@ class AdamWBC(AdamBC):
     def __init__(
         self,
         params: NamedParameters,
-        *,
         lr: float = 1e-3,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 1e-2,
         debias_floor: float | None = None,
@@ -233,8 +233,8 @@ class NAdamBC(AdamBC):
     def __init__(
         self,
         params: NamedParameters,
-        *,
         lr: float = 2e-3,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         momentum_decay: float = 4e-3,
         debias_floor: float | None = None,
@@ -275,7 +275,7 @@ class RMSpropBC(Debiased):
     """
 
     def __init__(
-        self, params: NamedParameters, *, lr: float = 1e-2, alpha: float = 0.99, debias_floor: float | None = None
+        self, params: NamedParameters, lr: float = 1e-2, *, alpha: float = 0.99, debias_floor: float | None = None
     ) -> None:
         super().__init__(params, defaults={"lr": lr, "alpha": alpha, "debias_floor": debias_floor})
 
@@ -313,7 +313,7 @@ class AdagradBC(Debiased):
     _square = "sum"
     _noise = "noise_var_sum"
 
-    def __init__(self, params: NamedParameters, *, lr: float = 1e-2, debias_floor: float | None = None) -> None:
+    def __init__(self, params: NamedParameters, lr: float = 1e-2, *, debias_floor: float | None = None) -> None:
         super().__init__(params, defaults={"lr": lr, "debias_floor": debias_floor})
 
     def _weights(self, group: Group) -> tuple[float, float]:

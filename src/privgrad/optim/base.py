@@ -26,16 +26,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
-        kwargs: options of the torch optimizer.
+        args, kwargs: options of the torch optimizer, `lr` first.
     Raises:
         PrivacyError: parameters lack names or share a name, or an option is unknown or out of its range.
     Privacy:
         Post-processing: state and updates are functions of released gradients and public constants.
     """
 
-    def __init__(self, params: NamedParameters, **kwargs: Any) -> None:
+    def __init__(self, params: NamedParameters, *args: Any, **kwargs: Any) -> None:
         try:
-            super().__init__(cast(Any, params), **kwargs)
+            super().__init__(cast(Any, params), *args, **kwargs)
         except (TypeError, ValueError) as error:
             if isinstance(error, PrivacyError) or "unexpected keyword" in str(error):  # a TypeError, as usual
                 raise
@@ -224,7 +224,7 @@ class MomentumSGD(PrivateOptimizer):
         Tang, Lecuyer 2023 (DP-AdamBC), their comparison of DP-Adam with DP-SGD.
     """
 
-    def __init__(self, params: NamedParameters, *, lr: float, momentum: float = 0.9) -> None:
+    def __init__(self, params: NamedParameters, lr: float, *, momentum: float = 0.9) -> None:
         super().__init__(params, defaults={"lr": lr, "momentum": momentum})
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
@@ -264,7 +264,7 @@ class Yogi(PrivateOptimizer):
     """
 
     def __init__(
-        self, params: NamedParameters, *, lr: float, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3
+        self, params: NamedParameters, lr: float, *, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3
     ) -> None:
         super().__init__(params, defaults={"lr": lr, "betas": betas, "eps": eps})
 

@@ -117,7 +117,7 @@ class RMSpropPub(_WithPublic):
     """
 
     def __init__(
-        self, params: NamedParameters, *, public: Public, lr: float, beta: float = 0.9, epsilon: float = 1e-5
+        self, params: NamedParameters, lr: float, *, public: Public, beta: float = 0.9, epsilon: float = 1e-5
     ) -> None:
         super().__init__(params, public, {"lr": lr, "beta": beta, "epsilon": epsilon})
 
@@ -147,9 +147,9 @@ class AdamPub(_WithPublic):
     def __init__(
         self,
         params: NamedParameters,
+        lr: float,
         *,
         public: Public,
-        lr: float,
         beta: float = 0.999,
         beta1: float = 0.9,
         epsilon: float = 1e-5,
@@ -186,7 +186,7 @@ class MirrorDescent(_WithPublic):
         Amid et al. 2022 (PDA-DPMD, arXiv 2112.00193), as Li et al. 2022 approximate it.
     """
 
-    def __init__(self, params: NamedParameters, *, public: Public, lr: float, horizon: int) -> None:
+    def __init__(self, params: NamedParameters, lr: float, *, public: Public, horizon: int) -> None:
         super().__init__(params, public, {"lr": lr, "horizon": horizon})
 
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:

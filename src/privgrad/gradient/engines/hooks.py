@@ -146,7 +146,6 @@ class Hooks:
             share: finite.
         Returns, Raises, Privacy: as __call__.
         """
-
         audit = partial(self._audit_moved, examples, abs(share), exact=False)
         if self._begin(examples) or False not in self._moved:
             audit()
