@@ -338,7 +338,7 @@ def test_a_plan_for_examples_does_not_do_for_users_nor_the_other_way_round():
         pg.PrivateGradient(model, cross_entropy, for_examples, perturb=LocalTraining(0.1, batch_size=4))
     with pytest.raises(pg.PrivacyError, match="plan to be of unit 'example'"):
         pg.PrivateGradient(model, cross_entropy, plan_for(5))
-    with pytest.raises(pg.PrivacyError, match="group_size to be 1 for users"):
+    with pytest.raises(pg.PrivacyError, match="group_size to be 1 for privacy_unit 'user'"):
         replace(for_examples, privacy_unit="user", group_size=5)
     private_grad = pg.PrivateGradient(model, cross_entropy, plan_for(5), perturb=LocalTraining(0.1, batch_size=4))
     rows = TensorDataset(*users.tensors[:2])

@@ -67,7 +67,7 @@ def test_files_that_unpack_to_far_more_than_they_say_are_not_unpacked(tmp_path: 
     path = tmp_path / "train-labels-idx1-ubyte.gz"
     header = struct.pack(">II", 0x801, 20)
     path.write_bytes(gzip.compress(header) + gzip.compress(bytes(1 << 20)) * 50_000)  # 50 GiB
-    with pytest.raises(pg.PrivacyError, match="more values than its header says"):
+    with pytest.raises(pg.PrivacyError, match=r"got more than .* values for the shape .* of its header"):
         data.fashion_mnist(tmp_path)
     path.write_bytes(gzip.compress(struct.pack(">I4I", 0x804, *[1 << 16] * 4)))  # 0 modulo 2**64
     with pytest.raises(pg.PrivacyError, match="more than"):
@@ -103,7 +103,7 @@ def test_images_of_another_shape_and_labels_out_of_range_are_refused(tmp_path: P
     for shape, size in (((20, 28, 27), 20 * 28 * 27), ((), 1), ((20,), 20)):
         header = struct.pack(f">I{len(shape)}I", 0x800 + len(shape), *shape)
         (tmp_path / "fashion/train-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + bytes(size)))
-        with pytest.raises(pg.PrivacyError, match="28x28"):
+        with pytest.raises(pg.PrivacyError, match="28, 28"):
             data.fashion_mnist(tmp_path / "fashion")
     write_cifar(tmp_path / "cifar")
     (tmp_path / "cifar/test_batch").write_bytes(python2_pickle(np.zeros((2, 3072), dtype=np.uint8), [1, 10]))

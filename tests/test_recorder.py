@@ -155,7 +155,7 @@ def test_the_page_tells_plots_and_tags_them(
     for on, (out, records) in both.items():
         spec = check_spec(SPEC | {"run": SPEC["run"] | {"diagnose": on}}, "test")
         page = write_report(records, context(spec, records, out, command=""), tmp_path).read_text()
-        assert ("Diagnostics were asked for" in page) is on
+        assert ("Diagnostics were requested" in page) is on
         assert ('id="diagnostics">Diagnostics <span class="tag">NOT PRIVATE</span>' in page) is on
         assert all((tmp_path / f"{name}.png").exists() is on for name in ("diagnosis", "moments"))
         assert page.count("<img") == page.count('alt="') == (4 if on else 2)

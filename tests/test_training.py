@@ -328,7 +328,7 @@ def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pyt
     plan = make_plan(steps=STEPS, seed=5)
     ledger = pg.Ledger(tmp_path / "ledger.jsonl")
     private_grad = pg.PrivateGradient(model, loss_fn, plan, ledger=ledger)
-    with pytest.raises(pg.SamplingError, match="again"):
+    with pytest.raises(pg.SamplingError, match="already charged"):
         private_grad(next(plan.batches(make_data(40))))
     assert ledger.releases == 20
 

@@ -236,13 +236,19 @@ class PrivateGradient:
         Privacy:
             A file that holds releases counts them against the plan's steps.
         """
-        if self._ledger.releases > 0 and self._ledger.path != Path(path):
+        if self._ledger.releases > 0 and self._ledger.path != Path(path).absolute():
             got = f"{self._ledger.releases} releases, recorded in {self._ledger.path or 'memory'}"
             remedy = f"give PrivateGradient(..., ledger={str(path)!r}) from the start"
             raise expected("PrivateGradient", "the ledger", "to be unused before it moves to a file", got, remedy)
-        self._ledger.close()
-        self._ledger = Ledger(path)
-        self._ledger.bind(self._facts)
+        if self._ledger.path is not None:
+            self._ledger.close()
+        ledger = Ledger(path)
+        try:
+            ledger.bind(self._facts)
+        except BaseException:
+            ledger.close()
+            raise
+        self._ledger = ledger
 
     def epsilon(self, *, steps: int) -> float:
         """Return the epsilon of `steps` steps; infinite if perturb or precondition declare that they are not public.

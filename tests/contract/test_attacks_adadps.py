@@ -371,7 +371,7 @@ def test_optimizers_refuse_the_public_gradient_of_another_model(kind: str):
     model, other = make_model(), make_model()
     extra = {"horizon": 3} if kind == "MirrorDescent" else {}
     public = pg.PublicGradient(other, loss_fn, TensorDataset(*make_data(10).tensors), source="test")
-    with pytest.raises(pg.PrivacyError, match="public to be of the model that is trained"):
+    with pytest.raises(pg.PrivacyError, match="public to be a gradient of the model that is trained"):
         getattr(pg.optim, kind)(model.named_parameters(), public=public, lr=0.1, **extra)
 
     def broadcasts(step: int) -> dict[str, Tensor]:

@@ -346,7 +346,7 @@ CASES: dict[str, Case] = {
     ),
     "no second derivative": Case(
         lambda: bags(rows=False),
-        r"use BAM\(mode='sam'\), or other layers \(Embedding and a sum",
+        r"use BAM\(mode='sam'\), or other layers \(for instance Embedding and a sum",
         [{"options": {"perturb": BAM}}, {"make": lambda: bags(rows=True)}],
         x=IDS,
         options={"perturb": EXACT},
