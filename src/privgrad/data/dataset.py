@@ -141,11 +141,10 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
     private, public = ({hash(row.tobytes()) for row in part.train.tensors[0].numpy()} for part in (data, other))
     # Some inputs may be equal by chance, two empty texts for instance.
     most = min(len(private), len(public)) // 2
-    if (shared := len(private & public)) > most:
+    if len(private & public) > most:
         remedy = "choose a set without any of the private examples"
-        raise expected(
-            "data", "elsewhere", f"to share at most {most} inputs with the training examples", shared, remedy
-        )
+        condition = f"to share at most {most} inputs with the training examples"
+        raise expected("data", "elsewhere", condition, f"more than {most}", remedy)  # the number is private
     return replace(data, other_public=other.train)
 
 
