@@ -107,7 +107,7 @@ def test_images_of_another_shape_and_labels_out_of_range_are_refused(tmp_path: P
             data.fashion_mnist(tmp_path / "fashion")
     write_cifar(tmp_path / "cifar")
     (tmp_path / "cifar/test_batch").write_bytes(python2_pickle(np.zeros((2, 3072), dtype=np.uint8), [1, 10]))
-    with pytest.raises(pg.PrivacyError, match="labels that are not from 0 to 9"):
+    with pytest.raises(pg.PrivacyError, match=r"labels from .* not from 0 to 9"):
         data.cifar10(tmp_path / "cifar")
 
 

@@ -31,7 +31,7 @@ def test_a_bare_tuple_is_refused():
 )
 def test_a_batch_of_another_plan_is_refused(other: dict[str, Any]):
     private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan())
-    with pytest.raises(pg.SamplingError, match="as the plan says"):
+    with pytest.raises(pg.SamplingError, match="by the plan's scheme and rate"):
         private_grad(first_batch(make_plan(**other), make_data()))
 
 

@@ -159,7 +159,7 @@ def test_the_page_tells_plots_and_tags_them(
         assert ('id="diagnostics">Diagnostics <span class="tag">NOT PRIVATE</span>' in page) is on
         assert all((tmp_path / f"{name}.png").exists() is on for name in ("diagnosis", "moments"))
         assert page.count("<img") == page.count('alt="') == (4 if on else 2)
-        assert ("(made of released numbers: covered by ε). Lines" in page) is on
+        assert ("(computed from released numbers: covered by ε). Lines" in page) is on
         assert ("DP-AdamBC:</b> Clipping shortened" in page) is on
         said = dict(re.findall(r"<li><b>(\S+):</b> (Clipping .*?)</li>", page))
         ends = {method: text.partition(" of its second moment ")[2] for method, text in said.items()}
@@ -169,7 +169,7 @@ def test_the_page_tells_plots_and_tags_them(
     fixed = [record | {"sampling": "fixed"} for record in both[True][1]]
     told = context(check_spec(SPEC, "test"), fixed, both[True][0], command="")
     page = write_report(fixed, told, tmp_path).read_text()
-    assert "(made of released numbers). Lines" in page
+    assert "(computed from released numbers). Lines" in page
     records = both[True][1]
     found = diagnosis(diagnosed(records)["DP-AdamBC"])
     assert 0 <= found["raw_clip_fraction"] <= 1

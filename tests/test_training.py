@@ -30,6 +30,7 @@ from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.diagnostics import RawGradientStats
 from privgrad.integrations.distributed import Distributed
 from privgrad.private_gradient import RawStep
+from privgrad.processes import Processes
 from privgrad.progress import bars
 from privgrad.training import FitResult
 
@@ -49,6 +50,7 @@ def run(
     steps: int = STEPS,
     delta: float | None = None,
     perturb: pg.perturb.Perturbation | None = None,
+    processes: Processes | None = None,
     observers: Sequence[Callable[[RawStep], None]] = (),
     schedule: Callable[[pg.optim.PrivateOptimizer], LRScheduler] | None = None,
     **options: Any,
@@ -58,7 +60,7 @@ def run(
     model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
     plan = make_plan(steps=steps, seed=seed, delta=delta)
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, processes=processes)
     for observer in observers:
         private_grad.register_raw_observer(observer)
     if schedule is not None:
