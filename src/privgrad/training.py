@@ -137,9 +137,8 @@ def fit(
     model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
-    opened = False
-    if checkpoint is not None and processes.rank == 0:
-        opened = _record_beside(private_grad, checkpoint)
+    # In all processes: if the first process refuses a file, the others must not wait for it.
+    opened = checkpoint is not None and processes.run_on_all(partial(_record_beside, private_grad, checkpoint))
     try:
         result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
         settings = private_grad.settings | {
@@ -237,9 +236,13 @@ def _average_of(model: nn.Module, decay: float) -> AveragedModel:
 
 
 def _record_beside(private_grad: PrivateGradient, checkpoint: Path) -> bool:
-    """Record in ledger.jsonl, next to the checkpoint, unless a file is open; return whether this opened the file."""
+    """Record in ledger.jsonl, next to the checkpoint, unless a file is open; return whether this opened the file.
+
+    Only the first process has a file.
+    """
     path = checkpoint.with_name("ledger.jsonl").absolute()
-    if private_grad.ledger.path not in (None, path) or private_grad.ledger.is_open:
+    is_first = private_grad.processes.rank == 0
+    if not is_first or private_grad.ledger.path not in (None, path) or private_grad.ledger.is_open:
         return False
     if checkpoint.exists() and not path.exists():
         remedy = "put it back, or train in a new folder and add the two epsilons"
