@@ -225,7 +225,7 @@ def test_fixed_batches_are_labeled_everywhere(here: Here, tmp_path: Path):
     assert "no accountant covers" in here("epsilon", ledger, "--delta", "1e-5").stderr
 
 
-def test_raw_counts_are_told_and_not_saved(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_raw_counts_are_announced_and_not_saved(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def spoilt(*, validation: int = 0) -> data.DataSet:
         loaded = data.digits(validation=validation)
         loaded.train.tensors[0][:] = float("nan")

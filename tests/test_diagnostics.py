@@ -19,14 +19,14 @@ def trained(watch: bool, steps: int = 6) -> tuple[Any, nn.Module, dict[str, Any]
     model = make_model(torch.float64)
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    watches = (
-        {"twins": diagnostics.RawMoments(private_grad), "watch": diagnostics.RawGradientStats(private_grad)}
+    observers = (
+        {"moments": diagnostics.RawMoments(private_grad), "stats": diagnostics.RawGradientStats(private_grad)}
         if watch
         else {}
     )
     for batch in plan.batches(make_data(dtype=torch.float64)):
         optimizer.step(grad=private_grad(batch))
-    return optimizer, model, watches
+    return optimizer, model, observers
 
 
 def test_watching_changes_nothing():
@@ -36,12 +36,12 @@ def test_watching_changes_nothing():
 
 
 def test_twins_are_the_moments_with_and_without_noise():
-    optimizer, model, watches = trained(True)
-    twins = watches["twins"]
+    optimizer, model, observers = trained(True)
+    moments = observers["moments"]
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(twins.exp_avg[name], optimizer.state[parameter]["exp_avg"])
-        torch.testing.assert_close(twins.exp_avg_sq[name], optimizer.state[parameter]["exp_avg_sq"])
-        assert twins.noise_var[name] == pytest.approx(optimizer.state[parameter]["exp_avg_noise_var"])
+        torch.testing.assert_close(moments.exp_avg[name], optimizer.state[parameter]["exp_avg"])
+        torch.testing.assert_close(moments.exp_avg_sq[name], optimizer.state[parameter]["exp_avg_sq"])
+        assert moments.noise_var[name] == pytest.approx(optimizer.state[parameter]["exp_avg_noise_var"])
 
     plan = make_plan(seed=3, steps=6, max_grad_norm=0.5)
     clean = make_model(torch.float64)
@@ -65,16 +65,16 @@ def test_a_parameter_that_came_later_has_its_own_start():
     model = make_model(torch.float64)
     model[0].requires_grad_(False)
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
-    twins = diagnostics.RawMoments(private_grad)
+    moments = diagnostics.RawMoments(private_grad)
     for step, batch in enumerate(plan.batches(make_data(dtype=torch.float64))):
         model[0].requires_grad_(step >= 5)
         private_grad(batch)
-    counts = {name: 1 if name.startswith("0") else 6 for name in twins.exp_avg}
-    assert twins.steps == counts
-    late = torch.cat([twins.raw_exp_avg[name].flatten() for name in twins.exp_avg if name.startswith("0")])
-    updates = twins.updates()["raw_clean"]
-    names = list(twins.exp_avg)
-    sizes = [twins.exp_avg[name].numel() for name in names]
+    counts = {name: 1 if name.startswith("0") else 6 for name in moments.exp_avg}
+    assert moments.steps == counts
+    late = torch.cat([moments.raw_exp_avg[name].flatten() for name in moments.exp_avg if name.startswith("0")])
+    updates = moments.updates()["raw_clean"]
+    names = list(moments.exp_avg)
+    sizes = [moments.exp_avg[name].numel() for name in names]
     parts = dict(zip(names, updates.split(sizes), strict=True))
     found = torch.cat([parts[name] for name in names if name.startswith("0")])
     torch.testing.assert_close(found[late != 0], late[late != 0].sign())  # Adam's first step is one learning rate
@@ -84,7 +84,7 @@ def test_what_clipping_leaves_by_layer():
     plan = make_plan(max_grad_norm=0.5, sample_rate=1.0, expected_batch_size=32)
     model, shares = make_model(torch.float64), {"0": 1.0, "2": 1e-3}
     private_grad = pg.PrivateGradient(model, loss_fn, plan, clip=pg.clip.PerLayer(shares))
-    watch = diagnostics.RawGradientStats(private_grad)
+    stats = diagnostics.RawGradientStats(private_grad)
     batch = next(iter(plan.batches(make_data(dtype=torch.float64))))
     private_grad(batch)
     rows = per_sample_gradients(model, loss_fn, batch.examples)
@@ -96,7 +96,7 @@ def test_what_clipping_leaves_by_layer():
             square += min(norm, 0.5 * share / (1 + 1e-6) ** 0.5) ** 2
             total += norm**2
         kept, whole = kept + square**0.5, whole + total**0.5
-    assert watch.summary()["raw_kept"] == pytest.approx(kept / whole)
+    assert stats.summary()["raw_kept"] == pytest.approx(kept / whole)
 
 
 def test_diagnostics_refuse_what_they_cannot_watch():
@@ -105,25 +105,25 @@ def test_diagnostics_refuse_what_they_cannot_watch():
         diagnostics.RawGradientStats(make_model())  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="betas"):
         diagnostics.RawMoments(private_grad, betas=(1, 2))
-    twins = diagnostics.RawMoments(private_grad)
-    for ask in (twins.table, twins.updates):
+    moments = diagnostics.RawMoments(private_grad)
+    for ask in (moments.table, moments.updates):
         with pytest.raises(pg.PrivacyError, match="observed steps"):
             ask()
 
 
 def test_table_and_updates_follow_the_papers_definitions():
-    _, _, watches = trained(True)
-    twins = watches["twins"]
-    table = twins.table()
-    noisy = torch.cat([v.flatten() for v in twins.exp_avg_sq.values()])
+    _, _, observers = trained(True)
+    moments = observers["moments"]
+    table = moments.table()
+    noisy = torch.cat([v.flatten() for v in moments.exp_avg_sq.values()])
     assert table["noisy"]["median"] == pytest.approx(float(noisy.quantile(0.5)))
     assert table["noisy"]["q1"] == pytest.approx(float(noisy.quantile(0.25)))
     assert table["noisy"]["max"] == float(noisy.max())
     assert table["raw_clean"]["mean"] < table["noisy"]["mean"]
-    corrected = twins.table(corrected=True)
+    corrected = moments.table(corrected=True)
     assert corrected["noisy"]["mean"] == pytest.approx(table["noisy"]["mean"] / (1 - 0.999**6))
-    updates = twins.updates(debias_floor=1e9)
-    numerator = torch.cat([m.flatten() for m in twins.raw_exp_avg.values()]) / (1 - 0.9**6)
+    updates = moments.updates(debias_floor=1e9)
+    numerator = torch.cat([m.flatten() for m in moments.raw_exp_avg.values()]) / (1 - 0.9**6)
     torch.testing.assert_close(updates["raw_debiased"], numerator / math.sqrt(1e9))
     assert updates["raw_noisy"].abs().sum() < updates["raw_clean"].abs().sum()
 
@@ -147,29 +147,29 @@ def test_an_observer_sees_only_what_was_charged():
 def test_watch_tells_noise_from_clipping(max_grad_norm: float, noise_multiplier: float, says: str):
     plan = make_plan(seed=1, steps=3, max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
-    watch = diagnostics.RawGradientStats(private_grad)
-    assert "yet" in watch.verdict()
+    stats = diagnostics.RawGradientStats(private_grad)
+    assert "yet" in stats.verdict()
     for batch in plan.batches(make_data()):
         private_grad(batch)
-    verdict = watch.verdict()
+    verdict = stats.verdict()
     assert says in verdict
     assert verdict.startswith("NOT PRIVATE")
-    assert ("Adam would divide by its root, AdamBC subtracts it." in verdict) is (watch.summary()["noise_share"] > 0.5)
-    assert {row["name"] for row in watch.layers()} == {name for name, _ in make_model().named_parameters()}
-    assert watch.table().row_count == 4
+    assert ("Adam would divide by its root, AdamBC subtracts it." in verdict) is (stats.summary()["noise_share"] > 0.5)
+    assert {row["name"] for row in stats.layers()} == {name for name, _ in make_model().named_parameters()}
+    assert stats.table().row_count == 4
 
 
 def test_watch_measures_what_the_definitions_say():
     plan = make_plan(seed=1, steps=1, max_grad_norm=0.3, sample_rate=1.0, expected_batch_size=32)
     model, data = make_model(torch.float64), make_data(dtype=torch.float64)
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
-    watch = diagnostics.RawGradientStats(private_grad)
+    stats = diagnostics.RawGradientStats(private_grad)
     private_grad(first_batch(plan, data))
     rows = torch.cat([g.flatten(1) for g in per_sample_gradients(model, loss_fn, data.tensors).values()], 1)
     norms = rows.norm(dim=1)
     factors = (0.3 / norms).clamp(max=1)
     mean = (factors[:, None] * rows).sum(0) / 32
-    found = watch.summary()
+    found = stats.summary()
     assert found["raw_clip_fraction"] == pytest.approx(float((norms > 0.3).double().mean()))
     assert found["raw_kept"] == pytest.approx(float((factors * norms).sum() / norms.sum()))
     noise = plan.noise_multiplier * 0.3 / 32 * math.sqrt(rows.shape[1])

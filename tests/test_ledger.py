@@ -40,7 +40,7 @@ def written(path: Path, *draws: str) -> bytes:
     return path.read_bytes()
 
 
-def sealed_anew(*lines: bytes) -> bytes:
+def resealed(*lines: bytes) -> bytes:
     """A ledger's bytes with checksums that fit, as someone who knows how they are made would write them."""
     head, out = "", b""
     for line in lines:
@@ -345,7 +345,7 @@ def test_what_the_checksum_cannot_tell(tmp_path: Path):
     assert shorter.releases == 2
     assert not shorter.went_through(head)
     assert shorter.went_through(shorter.head)
-    path.write_bytes(sealed_anew(lines[0], *lines[2:]))
+    path.write_bytes(resealed(lines[0], *lines[2:]))
     forged = pg.Ledger(path, read_only=True)
     assert forged.releases == 2
     assert not forged.went_through(head)
@@ -377,7 +377,7 @@ def test_what_the_checksum_cannot_tell(tmp_path: Path):
 )
 def test_a_first_line_that_is_no_plan_is_refused_whatever_its_checksum(tmp_path: Path, line: bytes):
     path = tmp_path / "ledger.jsonl"
-    for content in (line, line + b"\n", sealed_anew(line)):
+    for content in (line, line + b"\n", resealed(line)):
         path.write_bytes(content)
         with pytest.raises(pg.PrivacyError, match="line 1"):
             pg.Ledger(path, read_only=True)
@@ -387,7 +387,7 @@ def test_a_first_line_that_is_no_plan_is_refused_whatever_its_checksum(tmp_path:
 def test_a_release_of_other_numbers_is_refused_whatever_its_checksum(tmp_path: Path, changed: bytes):
     path = tmp_path / "ledger.jsonl"
     first, line = written(path, "a").splitlines()
-    path.write_bytes(sealed_anew(first, line.replace(b'"noise_multiplier": 1.0', changed)))
+    path.write_bytes(resealed(first, line.replace(b'"noise_multiplier": 1.0', changed)))
     with pytest.raises(pg.PrivacyError, match="line 2"):
         pg.Ledger(path, read_only=True)
 

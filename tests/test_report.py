@@ -507,7 +507,7 @@ def test_no_final_run_raises_and_writes_nothing(tmp_path: Path, records: list[di
     assert not (tmp_path / "report").exists()
 
 
-def test_side_information_is_told_and_marked_where_it_is_not_covered(tmp_path: Path):
+def test_side_information_is_recorded_and_marked_when_not_covered(tmp_path: Path):
     records = [
         final("public", side_information="public data: volunteers"),
         final("derived", side_information="private-derived: counts of the records"),

@@ -38,7 +38,7 @@ from privgrad.gradient.validation import check_loss, configuration, gradients, r
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
-from privgrad.processes import ALONE, Processes, require_told
+from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
@@ -142,7 +142,7 @@ class PrivateGradient:
             got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
             raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
         self._processes = processes = ALONE if processes is None else processes
-        require_told("PrivateGradient", processes)
+        require_all_processes("PrivateGradient", processes)
         processes.begin(model)
         self._turn = _TURNS.setdefault(model, threading.RLock())
         with self._turn, processes.unsharded(model):
@@ -290,7 +290,7 @@ class PrivateGradient:
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise PrivacyError if this step is not allowed, before it is computed."""
-        require_told("PrivateGradient", self._processes)  # the process group may have been created since
+        require_all_processes("PrivateGradient", self._processes)  # the process group may have been created since
         self._require_drawn_as_planned(batch)
         # A draw is used once. Under a seed, a release that was lost may be computed again.
         repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
@@ -366,11 +366,13 @@ class PrivateGradient:
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
         """Raise PrivacyError unless all processes have the same plan, and can train it together."""
-        plan, first = self._plan, self._processes.broadcast_object([dict(facts), self._plan.steps, self._plan.seed])
+        plan = self._plan
+        own = {**facts, "steps": plan.steps, "seed": plan.seed}
+        first = self._processes.broadcast_object(own)
 
         def require() -> None:
-            if first != [dict(facts), plan.steps, plan.seed]:
-                raise self._other_plan(first, [dict(facts), plan.steps, plan.seed])
+            if first != own:
+                raise self._other_plan(first, own)
             if plan.group_size > 1 or self._not_private:
                 got = f"group_size = {plan.group_size}" if plan.group_size > 1 else f"{sorted(self._not_private)}"
                 condition, remedy = (
@@ -381,14 +383,11 @@ class PrivateGradient:
 
         self._processes.run_on_all(require)
 
-    def _other_plan(self, first: list[Any], own: list[Any]) -> Exception:
-        """Return the error for a process whose plan differs from the first process' plan."""
-        (facts, steps, seed), rank = first, self._processes.rank
-        named = {**facts, "steps": steps, "seed": seed}
-        mine = {**own[0], "steps": own[1], "seed": own[2]}
-        differing = [name for name in mine if mine[name] != named.get(name)]
-        condition = f"to be the same in all processes ({', '.join(f'{n} {named.get(n)}' for n in differing)})"
-        got = f"{', '.join(f'{n} {mine[n]}' for n in differing)} in process {rank}"
+    def _other_plan(self, first: Mapping[str, Any], own: Mapping[str, Any]) -> Exception:
+        """Return the error for a process whose plan differs from the first process's plan."""
+        differing = [name for name in own if own[name] != first.get(name)]
+        condition = f"to be the same in all processes ({', '.join(f'{n} {first.get(n)}' for n in differing)})"
+        got = f"{', '.join(f'{n} {own[n]}' for n in differing)} in process {self._processes.rank}"
         return expected("PrivateGradient", "the plan", condition, got, "build one plan and use it in every process")
 
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ class Processes:
 ALONE = Processes()
 
 
-def require_told(function: str, processes: Processes) -> None:
+def require_all_processes(function: str, processes: Processes) -> None:
     """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one.
 
     Otherwise each process would draw its own noise for its own sum. A mean of their gradients would then cost more

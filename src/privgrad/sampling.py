@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer
-from privgrad.processes import ALONE, Processes, require_told
+from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_examples
 
@@ -79,7 +79,7 @@ def batches(
         cryptographic stream. Without a seed each process has a stream of its own entropy. With a seed all processes
         share one stream, and each uses the words of its own examples. No accountant here covers "fixed".
     """
-    require_told("plan.batches", processes)
+    require_all_processes("plan.batches", processes)
     require_integer("plan.batches", "start", start, 0)
     if collate is not None:
         require_callable("plan.batches", "collate", collate, "give a function of a list of examples")

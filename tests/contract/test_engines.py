@@ -96,7 +96,7 @@ def test_a_model_that_vmap_cannot_batch_says_so():
         per_sample_gradients(Recurrent().double(), loss_fn, (VECTORS, torch.arange(6) % 3))
 
 
-def test_dropout_draws_anew_for_every_example():
+def test_dropout_draws_one_mask_per_example():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
     ones = torch.ones(8, 64)
     rows = per_sample_gradients(model, lambda m, x: m(x)[:, 0], ones)["1.weight"]

@@ -295,7 +295,7 @@ def test_an_input_changed_in_place_afterwards_is_refused():
         Hooks(Overwrites(), losses_of)(torch.randn(6, 5))
 
 
-def test_a_sequence_of_calls_that_depends_on_length_is_learned_anew():
+def test_a_sequence_of_calls_that_depends_on_length_is_recorded_again():
     class Loop(nn.Module):
         def __init__(self) -> None:
             super().__init__()

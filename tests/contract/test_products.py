@@ -173,7 +173,7 @@ def test_a_weight_made_of_the_whole_batch_is_refused():
         Hooks(Whitened().double(), losses_of)(floats(5)(7))
 
 
-def test_a_module_that_changes_its_mind_is_refused_or_learned_anew():
+def test_a_module_that_takes_another_path_is_refused_or_checked_again():
     class Sometimes(nn.Module):
         scaled = False
 

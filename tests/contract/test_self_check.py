@@ -201,18 +201,18 @@ def refused_at(row: int, calls: int, size: int = 8) -> int | None:
     return None
 
 
-def test_the_first_and_the_last_row_are_always_looked_at():
+def test_the_first_and_the_last_row_are_always_audited():
     assert refused_at(-1, 1) == 1
     assert refused_at(0, 1) == 1
 
 
-def test_other_rows_are_looked_at_anew_in_each_audit():
+def test_each_audit_draws_other_rows():
     found = [refused_at(row, 4096, size=6) for row in range(1, 5)]
     assert all(call is not None for call in found)
     assert len(set(found)) > 1  # not all at once: other rows each time
 
 
-def test_the_row_that_is_clipped_least_is_looked_at():
+def test_the_row_that_is_clipped_least_is_audited():
     """An example whose gradient is lost in a large batch is found at once, wherever it stands."""
 
     class Lost(nn.Linear):
@@ -242,7 +242,7 @@ class CachesInEvaluation(nn.Module):
         return self.drop(h)
 
 
-def test_the_mode_is_that_of_training():
+def test_the_self_check_runs_in_training_mode():
     torch.manual_seed(0)
     model, x = CachesInEvaluation(), torch.randn(8, 3)
     check_loss(model, squares, x)
@@ -308,7 +308,7 @@ RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_what_draws_at_random_is_told_and_switched_off(name: str):
+def test_random_layers_are_named_and_switched_off(name: str):
     make, kind = RANDOM[name]
     torch.manual_seed(0)
     model, x = make(), torch.randn(6, 1, 4) if name == "encoder layer" else torch.randn(6, 4)

@@ -148,7 +148,7 @@ def _read_ledger(folder: Path) -> None:
     pg.Ledger(folder / "ledger.jsonl").close()
 
 
-def _sealed_anew(content: bytes) -> bytes:
+def _resealed(content: bytes) -> bytes:
     head, out = "", b""
     for line in content.split(b"\n"):
         sealed, head = ledger._sealed(head, line)
@@ -237,7 +237,7 @@ def _write_brown(folder: Path) -> None:
 
 READERS: dict[str, Sequence[Reader]] = {
     "spec": [Reader(_write_specs, _read_specs)],
-    "ledger": [Reader(_write_ledger, _read_ledger, _unsealed, _sealed_anew)],
+    "ledger": [Reader(_write_ledger, _read_ledger, _unsealed, _resealed)],
     "checkpoint": [
         Reader(_train, _train, _undigested, _digested, pattern="*.pt"),
         Reader(_write_hostile_checkpoint, _train, _undigested, _digested, pattern="*.pt", refused=True),

@@ -92,7 +92,7 @@ def one_step_for_ever(_: int, __: int, options: dict[str, Any]) -> None:
     options["step"] = 0
 
 
-def each_tensor_anew(patch: Patch) -> None:
+def restart_for_each_tensor(patch: Patch) -> None:
     def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
         parts = [real(ClippedSum({n: v}, clipped.sensitivity), **options) for n, v in clipped.values.items()]
         return NoisyGradient({name: value for part in parts for name, value in part.values.items()}, 0.0)
@@ -256,7 +256,7 @@ NOISE = [
     ),
     Mutant(
         "the same noise for each tensor",
-        each_tensor_anew,
+        restart_for_each_tensor,
         "test_noise.test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut",
         {"threads": 1},
     ),

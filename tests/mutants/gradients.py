@@ -572,7 +572,7 @@ GRADIENTS = [
     Mutant(
         "one dropout mask for all examples",
         shared_draws,
-        "test_engines.test_dropout_draws_anew_for_every_example",
+        "test_engines.test_dropout_draws_one_mask_per_example",
     ),
     Mutant("other masks in BAM's second pass", two_draws, "test_perturb.test_both_passes_draw_the_same_dropout"),
     Mutant(
@@ -620,12 +620,12 @@ GRADIENTS = [
     Mutant(
         "the self-check at the head of the batch",
         the_head_of_the_batch,
-        "test_self_check.test_the_first_and_the_last_row_are_always_looked_at",
+        "test_self_check.test_the_first_and_the_last_row_are_always_audited",
     ),
     Mutant(
         "the self-check in evaluation mode",
         checked_in_evaluation_mode,
-        "test_self_check.test_the_mode_is_that_of_training",
+        "test_self_check.test_the_self_check_runs_in_training_mode",
         guard="each loss to depend on its own example only",
     ),
     Mutant(

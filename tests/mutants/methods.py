@@ -128,7 +128,7 @@ def joined_scales_of_the_better_source(patch: Patch) -> None:
     patch.setattr(pg.Scales, "__or__", wrong)
 
 
-def side_information_not_told(patch: Patch) -> None:
+def side_information_not_recorded(patch: Patch) -> None:
     real = pg.Ledger.bind
     patch.setattr(pg.Ledger, "bind", lambda self, facts: real(self, dict(facts) | {"side_information": None}))
 
@@ -167,7 +167,7 @@ def moments_of_the_clean_gradient(patch: Patch) -> None:
     patch.setattr(Debiased, "_update", lambda *given: update(given[0], replace(given[1], values=clean)))
 
 
-def noise_told(planted: Callable[[int, int, dict[str, Any]], float]) -> Callable[[Patch], None]:
+def reported_noise(planted: Callable[[int, int, dict[str, Any]], float]) -> Callable[[Patch], None]:
     """The noise is right, and what the optimizers are told of it is not."""
 
     def plant(patch: Patch) -> None:
@@ -296,7 +296,7 @@ PRECONDITIONING = [
     ),
     Mutant(
         "a ledger that does not tell its side information",
-        side_information_not_told,
+        side_information_not_recorded,
         "test_attacks_adadps.test_a_ledger_with_side_information_is_not_gone_on_with_without_any",
     ),
     Mutant(
@@ -316,13 +316,13 @@ OPTIMIZERS = [
     Mutant("moments of the clean gradient", moments_of_the_clean_gradient, FIFTY_STEPS),
     Mutant(
         "debiased by noise over the realized batch",
-        noise_told(lambda examples, _, options: options["divisor"] / max(examples, 1)),
+        reported_noise(lambda examples, _, options: options["divisor"] / max(examples, 1)),
         "test_debias_configurations.test_debias_subtracts_the_noise_that_was_added",
         {"configuration": "Poisson, other sizes than expected", "optimizer": "AdamBC"},
     ),
     Mutant(
         "debiased by noise of every microbatch",
-        noise_told(lambda _, microbatches, __: max(microbatches, 1) ** 0.5),
+        reported_noise(lambda _, microbatches, __: max(microbatches, 1) ** 0.5),
         "test_debias_configurations.test_debias_subtracts_the_noise_that_was_added",
         {"configuration": "microbatches", "optimizer": "AdamBC"},
     ),

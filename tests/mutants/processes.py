@@ -11,7 +11,7 @@ from mutants.draws import scaled
 from mutants.mutant import Mutant, Patch, everywhere
 from privgrad import sampling
 from privgrad.integrations.distributed import Distributed
-from privgrad.processes import require_told
+from privgrad.processes import require_all_processes
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import NoisyGradient
 
@@ -60,7 +60,7 @@ def one_stream(patch: Patch) -> None:
 
 
 def untold(patch: Patch) -> None:
-    everywhere(patch, require_told, lambda *_: None)
+    everywhere(patch, require_all_processes, lambda *_: None)
 
 
 def plans_of_their_own(patch: Patch) -> None:

@@ -27,14 +27,14 @@ class RawRecorder:
     """
 
     def __init__(self, optimizer: PrivateOptimizer) -> None:
-        self._optimizer, self._watch = optimizer, RawGradientStats()
+        self._optimizer, self._stats = optimizer, RawGradientStats()
         options = optimizer.param_groups[0]
         decays = options.get("betas", (0.9, options["alpha"]) if "alpha" in options else None)
         self._twins = None if decays is None else RawMoments(betas=decays)
 
     def observe(self, raw: RawStep) -> None:
         """Add one step to the current row."""
-        self._watch.observe(raw)
+        self._stats.observe(raw)
         if self._twins is not None:
             self._twins.observe(raw)
 
@@ -48,18 +48,18 @@ class RawRecorder:
             values beyond), for "raw_clean", "noisy" and "debiased", see `RawMoments.over_noise`. Values that are not
             finite are None. NOT private.
         """
-        watch, self._watch = self._watch, RawGradientStats()
-        if watch.steps == 0:
+        stats, self._stats = self._stats, RawGradientStats()
+        if stats.steps == 0:
             return {}
         floored = self._optimizer.floored() if isinstance(self._optimizer, Debiased) else {}
         on_floor, coordinates = (by_module({name: pair[i] for name, pair in floored.items()}) for i in (0, 1))
         layers: dict[str, dict[str, float | None]] = {}
-        for layer in watch.layers(whole=True):
+        for layer in stats.layers(whole=True):
             name: str = layer.pop("name")
             if name in on_floor:
                 layer["fraction_floored"] = on_floor[name] / coordinates[name]
             layers[name] = {key: _short(value) for key, value in layer.items()}
-        found = {key: _short(value) for key, value in watch.summary().items()}
+        found = {key: _short(value) for key, value in stats.summary().items()}
         return found | {"raw_layers": layers} | self._moments()
 
     def _moments(self) -> dict[str, Any]:

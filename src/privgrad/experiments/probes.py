@@ -130,10 +130,10 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
             tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
             along = stops(spec, method, spec.run.seeds[0], [0, *at], data, tick)
             private_grad = next(along).private_grad
-            twins, watch = RawMoments(private_grad), RawGradientStats(private_grad)
+            moments, stats = RawMoments(private_grad), RawGradientStats(private_grad)
             for stop in along:
-                found = {"raw_moments": twins.table(), "raw_watch": watch.summary()}
-                records.append({"t": stop.step, **found, "raw_histograms": _histograms(twins)})
+                found = {"raw_moments": moments.table(), "raw_watch": stats.summary()}
+                records.append({"t": stop.step, **found, "raw_histograms": _histograms(moments)})
         _write(out, records)
     (out / "histograms.png").write_bytes(png(partial(histograms_figure, records[-1]["raw_histograms"])))
     table = Table("step", "second moment", *_INNER, title=spec.title, caption="NOT PRIVATE")
@@ -186,14 +186,14 @@ def _only_method(spec: Spec) -> MethodTable:
     return spec.methods[0]
 
 
-def _histograms(twins: RawMoments) -> dict[str, dict[str, Any]]:
+def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
     """Return, by panel, the "edges" of the bins and the number of coordinates of each kind in each bin."""
-    clean, noisy = twins.raw_exp_avg_sq, twins.exp_avg_sq
-    debiased = {name: v - twins.noise_var[name] for name, v in noisy.items()}
+    clean, noisy = moments.raw_exp_avg_sq, moments.exp_avg_sq
+    debiased = {name: v - moments.noise_var[name] for name, v in noisy.items()}
     panels: dict[str, dict[str, Tensor]] = {
-        "first moment": {"clean": _flat(twins.raw_exp_avg), "noisy": _flat(twins.exp_avg)},
+        "first moment": {"clean": _flat(moments.raw_exp_avg), "noisy": _flat(moments.exp_avg)},
         "second moment": {"clean": _flat(clean), "noisy": _flat(noisy), "debiased": _flat(debiased)},
-        "step / lr, clean numerator": {k.removeprefix("raw_"): x for k, x in twins.updates().items()},
+        "step / lr, clean numerator": {k.removeprefix("raw_"): x for k, x in moments.updates().items()},
     }
     found: dict[str, dict[str, Any]] = {}
     for title, values in panels.items():

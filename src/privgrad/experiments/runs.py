@@ -180,12 +180,12 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
     # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
-    diary = RawRecorder(optimizer) if spec.run.diagnose and not validated else None
+    recorder = RawRecorder(optimizer) if spec.run.diagnose and not validated else None
     board = _tensorboard(folder, data) if spec.run.tensorboard else None
 
     def evaluate(model: nn.Module) -> dict[str, Any]:
         measured = measure(model, data.validation if validated else data.test, data)
-        return measured if diary is None else measured | diary.row()
+        return measured if recorder is None else measured | recorder.row()
 
     private_grad = PrivateGradient(
         model,
@@ -197,8 +197,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
     )
-    if diary is not None:
-        private_grad.register_raw_observer(diary.observe)
+    if recorder is not None:
+        private_grad.register_raw_observer(recorder.observe)
     result = fit(
         private_grad,
         optimizer,

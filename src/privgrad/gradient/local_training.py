@@ -55,7 +55,7 @@ class LocalTraining(Perturbation):
         self.batch_size, self.epochs = batch_size, epochs
         self._inverse_scales: Mapping[str, Tensor] = {}
 
-    def _told(self, radius: str) -> str:
+    def _description(self, radius: str) -> str:
         return f"LocalTraining(lr={radius}, batch_size={self.batch_size}, epochs={self.epochs})"
 
     def begun(self) -> "LocalTraining":
@@ -162,7 +162,7 @@ class Reported(Perturbation):
     def __init__(self) -> None:
         super().__init__(0.0)
 
-    def _told(self, radius: str) -> str:
+    def _description(self, radius: str) -> str:
         return "Reported()"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:

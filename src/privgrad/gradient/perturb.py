@@ -69,7 +69,7 @@ class Perturbation:
 
     def __repr__(self) -> str:
         radius = self._radius
-        return self._told(
+        return self._description(
             getattr(radius, "__qualname__", type(radius).__qualname__) if callable(radius) else f"{radius:g}"
         )
 
@@ -79,9 +79,9 @@ class Perturbation:
             return repr(self)
         radii = [self.radius(step) for step in range(steps)]
         digest = hashlib.sha256(repr(radii).encode()).hexdigest()[:8]
-        return self._told(f"{radii[0]:g} to {radii[-1]:g} in {steps} steps, {digest}")
+        return self._description(f"{radii[0]:g} to {radii[-1]:g} in {steps} steps, {digest}")
 
-    def _told(self, radius: str) -> str:
+    def _description(self, radius: str) -> str:
         return f"{type(self).__name__}(radius={radius})"
 
     def radius(self, step: int) -> float:
@@ -190,7 +190,7 @@ class BAM(Perturbation):
         super().__init__(radius)
         self.mode: Mode = mode
 
-    def _told(self, radius: str) -> str:
+    def _description(self, radius: str) -> str:
         return f"BAM(radius={radius}, mode={self.mode!r})"
 
     def chunks(

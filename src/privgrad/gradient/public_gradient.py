@@ -29,7 +29,7 @@ class PublicGradient:
         loss_fn: (model, examples) -> losses, shape (B,).
         examples: the public examples: a map-style data set, or tensors in the structure that loss_fn takes, with
             leading dimension P >= 1. They are never clipped, noised or charged: no private example may be among them.
-        source: in a few words, what the examples are and why they are public; recorded.
+        source: a short description of the examples, and why they are public; recorded.
         batch_size: the number of examples per batch, from 1 to P; None means all P.
         seed: >= 0; it decides the order of the examples, and random draws of the model.
         processes: the processes that train a sharded model together; all compute the same gradients.

@@ -33,11 +33,7 @@ from privgrad.gradient.factors.norms import (
 )
 
 _ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
-
-
 _PASSES, _GROWTH = 32, 1.25  # the norm of J is measured again after so many passes, or if J grew by this factor
-
-
 _SHARES = random.Random()  # independent of every stream that a user seeds
 
 
