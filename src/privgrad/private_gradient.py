@@ -40,6 +40,7 @@ from privgrad.noise import add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource
+from privgrad.threads import keep_freed_memory
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
 _ENGINES = {"factored": Hooks, "vmap": Vmap}
@@ -179,6 +180,7 @@ class PrivateGradient:
         self._facts = facts
         processes.run_on_all(lambda: self._ledger.bind(facts))
         self._make_streams()
+        keep_freed_memory()
         self._step = 0
         self._checked = set[tuple[frozenset[str], int]]()  # trained parameters and configuration
         self._known: Transform | None = None
