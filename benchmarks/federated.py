@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.data import by_user
-from privgrad.federated import LocalTraining
+from privgrad.federated import LocalUpdate
 
 ROUNDS, WARM_UP = 10, 34  # the engine looks closely at calls 1, 2, 4, 8, 16, 32
 USERS, COHORTS = 300, (20, 100)
@@ -49,7 +49,7 @@ WORKLOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int
 }
 
 
-def loop_round(model: nn.Module, cohort: Any, local: LocalTraining, bound: float) -> dict[str, Tensor]:
+def loop_round(model: nn.Module, cohort: Any, local: LocalUpdate, bound: float) -> dict[str, Tensor]:
     """The clipped sum of a cohort's updates, one user after the other."""
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     *tensors, counts = cohort
@@ -62,7 +62,7 @@ def loop_round(model: nn.Module, cohort: Any, local: LocalTraining, bound: float
             with torch.no_grad():
                 for parameter in own.parameters():
                     assert parameter.grad is not None
-                    parameter -= local.radius(0) * parameter.grad
+                    parameter -= local.lr(0) * parameter.grad
         with torch.no_grad():
             pairs = zip(model.named_parameters(), own.parameters(), strict=True)
             update = {name: before - after for (name, before), after in pairs}
@@ -77,7 +77,7 @@ def measured(
 ) -> tuple[float, float]:
     """Median CPU seconds of a round: ours, noise, charge and all; and the loop, which adds torch's own noise."""
     torch.manual_seed(0)
-    model, users, local = make(), made_up(inputs, classes), LocalTraining(0.1, batch_size=20)
+    model, users, local = make(), made_up(inputs, classes), LocalUpdate(0.1, batch_size=20)
     plan = pg.PrivacyPlan.for_users(
         num_users=USERS,
         expected_cohort_size=cohort_size,

@@ -29,14 +29,14 @@ plan = pg.PrivacyPlan.for_users(
 )
 
 
-def loss_fn(model, batch):  # one loss per example; LocalTraining averages them for each user
+def loss_fn(model, batch):  # one loss per example; LocalUpdate averages them for each user
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="none")
 
 
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 private_update = pg.PrivateGradient(
-    model, loss_fn, plan, perturb=pg.federated.LocalTraining(lr=0.5, batch_size=5, epochs=2)
+    model, loss_fn, plan, perturb=pg.federated.LocalUpdate(lr=0.5, batch_size=5, epochs=2)
 )
 server = pg.optim.SGD(model.named_parameters(), lr=1.0)  # federated averaging; AdamBC is another choice
 

@@ -40,7 +40,7 @@ def data_of(context: Context, user: int) -> tuple[Tensor, ...]:  # a real device
     return tuple(rows[user : user + 1] for rows in users.tensors)
 
 
-client = client_app(lambda: nn.Linear(64, 10), loss_fn, data_of, pg.federated.LocalTraining(lr=0.5, batch_size=35))
+client = client_app(lambda: nn.Linear(64, 10), loss_fn, data_of, pg.federated.LocalUpdate(lr=0.5, batch_size=35))
 server = ServerApp()
 
 

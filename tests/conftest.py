@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +13,10 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad import accounting
+from privgrad.gradient import clipping
+from privgrad.gradient.clipping import RawClipping
+from privgrad.gradient.factors.base import Factor
+from privgrad.types import ClippedSum
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model that is not here is a reason to skip, not to wait
 _TEST_SEED = int(os.environ.get("PRIVGRAD_TEST_SEED", "0"))
@@ -95,3 +99,11 @@ def without_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plan() -> Callable[..., pg.PrivacyPlan]:
     return make_plan
+
+
+def clipped_sum(chunks: Iterable[Mapping[str, Factor]], **options: Any) -> tuple[ClippedSum, RawClipping]:
+    """Clip and add all chunks."""
+    accumulator = clipping.ClippingAccumulator(**options)
+    for chunk in chunks:
+        accumulator.add(chunk)
+    return accumulator.result()

@@ -32,11 +32,11 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
 from privgrad.data.users import by_user
-from privgrad.federated import LocalTraining
+from privgrad.federated import LocalUpdate
 from privgrad.integrations.flower import PrivateStrategy, client_app
 
 USERS, NORM = 8, 0.5
-LOCAL = LocalTraining(lambda step: 0.2 / (1 + step), batch_size=2)
+LOCAL = LocalUpdate(lambda step: 0.2 / (1 + step), batch_size=2)
 
 
 def make_users() -> TensorDataset:

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_model, make_plan
+from mutants.mutant import plant_sum
 from privgrad import accounting, audit, private_gradient
 from privgrad.accounting import Release
 from privgrad.audit.bounds import mu_of_rates, one_run_p_value
@@ -233,15 +234,13 @@ def less_noise(monkeypatch: pytest.MonkeyPatch, share: float = 0.5) -> None:
 
 
 def clipped_after_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = private_gradient.clipped_sum
-
-    def late(chunks: Any, *, max_grad_norm: float, **options: Any) -> Any:
+    def late(honest: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> Any:
         whole, raw = honest(chunks, max_grad_norm=1e6, **options)
         norm = math.sqrt(sum(float(value.square().sum()) for value in whole.values.values()))
         share = min(1.0, max_grad_norm / norm) if norm else 1.0
         return ClippedSum({name: share * value for name, value in whole.values.items()}, max_grad_norm), raw
 
-    monkeypatch.setattr(private_gradient, "clipped_sum", late)
+    plant_sum(monkeypatch, late)
 
 
 def one_noise_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,13 +254,11 @@ def one_noise_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sensitivity_of_groups_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = private_gradient.clipped_sum
-
-    def forgetful(chunks: Any, *, max_grad_norm: float, **options: Any) -> Any:
+    def forgetful(honest: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> Any:
         whole, raw = honest(chunks, max_grad_norm=max_grad_norm, **options)
         return ClippedSum(whole.values, max_grad_norm), raw
 
-    monkeypatch.setattr(private_gradient, "clipped_sum", forgetful)
+    plant_sum(monkeypatch, forgetful)
 
 
 FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, int, int]] = {

@@ -36,7 +36,7 @@ BATCH = (torch.randn(5, 2, 8, 8, dtype=torch.float64, generator=torch.Generator(
 def test_the_gradient_is_that_of_the_mean_over_the_same_views(perturb: Any):
     model = model_of()
     losses = multiplicity(loss_fn, augment, views=3)
-    chosen = pg.perturb.Perturbation(0.0) if perturb is None else perturb
+    chosen = pg.perturb.SampleGradient() if perturb is None else perturb
     hooks = Hooks(model, losses)
     chosen.gradients(hooks, BATCH, 0)  # audits draw as well
     chosen.gradients(hooks, BATCH, 0)

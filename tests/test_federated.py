@@ -23,7 +23,7 @@ from conftest import account_by_rdp
 from privgrad import cli
 from privgrad.data import LOADERS, DataSet, by_user
 from privgrad.experiments.spec import check_spec, make_data
-from privgrad.federated import LocalTraining, Reported, local_update
+from privgrad.federated import LocalUpdate, ReportedUpdate, local_update
 from privgrad.models import SparseLinear
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +84,7 @@ def plan_for(users: int, **changes: Any) -> pg.PrivacyPlan:
 
 
 def updates_by_loop(
-    model: nn.Module, users: TensorDataset, local: LocalTraining, scales: dict[str, Tensor]
+    model: nn.Module, users: TensorDataset, local: LocalUpdate, scales: dict[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     """w - w_last of each user, by training a copy of the model."""
     found: list[dict[str, Tensor]] = []
@@ -98,7 +98,7 @@ def updates_by_loop(
                 with torch.no_grad():
                     for name, parameter in own.named_parameters():
                         assert parameter.grad is not None
-                        parameter -= local.radius(0) * parameter.grad / scales.get(name, 1.0)
+                        parameter -= local.lr(0) * parameter.grad / scales.get(name, 1.0)
         pairs = zip(model.named_parameters(), own.parameters(), strict=True)
         found.append({name: (before - after).detach() for (name, before), after in pairs})
     return found
@@ -124,7 +124,7 @@ def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: 
         for index, (parameter, value) in enumerate(model.named_parameters()):
             shape = [value.shape[:1] + (1,) * (value.dim() - 1), value.shape, value.shape[-1:]][index % 3]
             scales[parameter] = torch.linspace(0.5, 3.0, shape.numel(), dtype=torch.float64).view(shape)
-    local = LocalTraining(0.7, batch_size=3, epochs=2)
+    local = LocalUpdate(0.7, batch_size=3, epochs=2)
     precondition = pg.precondition.fixed(scales, source="made up") if scales else None
     plan = plan_for(len(users))
     private_grad = pg.PrivateGradient(
@@ -146,7 +146,7 @@ def test_scales_of_one_are_federated_averaging_to_the_bit():
     ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     plan, found = plan_for(len(users)), list[dict[str, Tensor]]()
     for precondition in (None, pg.precondition.fixed(ones, source="made up")):
-        local = LocalTraining(0.5, batch_size=2)
+        local = LocalUpdate(0.5, batch_size=2)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=precondition)
         found.append(dict(private_grad(next(plan.batches(users))).values))
     assert all(torch.equal(found[0][name], found[1][name]) for name in ones)
@@ -163,7 +163,7 @@ def test_one_user_one_step_and_no_noise_is_a_gradient_step():
             parameter -= 0.2 * parameter.grad
     plan = plan_for(1, max_update_norm=math.inf)
     optimizer = pg.optim.SGD(model.named_parameters(), lr=1.0)
-    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.2, batch_size=100))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.2, batch_size=100))
     optimizer.step(grad=private_grad(next(plan.batches(users))))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -178,7 +178,7 @@ def test_a_user_moves_the_sum_by_at_most_the_bound(clip: pg.clip.Clipping, data:
     """Whatever their examples, how many, and however they train; and all others contribute as before."""
     model, (inputs, labels), _ = users_of("mlp")
     scale = 10.0 ** data.draw(st.integers(-8, 8))
-    local = LocalTraining(
+    local = LocalUpdate(
         10.0 ** data.draw(st.integers(-3, 3)),
         batch_size=data.draw(st.integers(1, 9)),
         epochs=data.draw(st.integers(1, 3)),
@@ -209,7 +209,7 @@ def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: 
     for rows in (slice(None), slice(0, 30)):
         users = by_user((inputs[rows], labels[rows]), owners[rows], cap=8)
         plan = plan_for(len(users), max_update_norm=1.0)
-        local = LocalTraining(lr, batch_size=2, epochs=epochs)
+        local = LocalUpdate(lr, batch_size=2, epochs=epochs)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, engine=engine)
         released = private_grad(next(plan.batches(users))).values
         sums.append({name: value * len(users) for name, value in released.items()})
@@ -219,7 +219,7 @@ def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: 
 def test_counts_are_believed_only_where_they_can_be_right():
     model, _, users = users_of("linear")
     plan, (inputs, labels, counts) = plan_for(5, rounds=9), users.tensors
-    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=3))
     right = private_grad(next(plan.batches(users))).values
     for dtype in (torch.uint8, torch.int8, torch.int32):
         narrow = TensorDataset(inputs, labels, counts.to(dtype))
@@ -232,7 +232,7 @@ def test_counts_are_believed_only_where_they_can_be_right():
         (TensorDataset(inputs, labels[:, :2], counts), r"to hold tensors \(users, examples, ...\)"),
     ):
         with pytest.raises(pg.PrivacyError, match=message):
-            pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=3))(
+            pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=3))(
                 next(plan.batches(wrong))
             )
 
@@ -248,13 +248,15 @@ def test_what_users_report_has_the_models_names_and_real_numbers():
     ):
         drawn = next(plan.batches(TensorDataset(torch.arange(2))))
         with pytest.raises(pg.PrivacyError, match=message):
-            pg.PrivateGradient(model, cross_entropy, plan, perturb=Reported())(pg.Batch(updates, 2, drawn.sampling))
+            pg.PrivateGradient(model, cross_entropy, plan, perturb=ReportedUpdate())(
+                pg.Batch(updates, 2, drawn.sampling)
+            )
 
 
 def test_a_devices_update_refuses_what_the_server_would():
     model, (inputs, labels), users = users_of("linear")
     public = pg.PublicGradient(model, cross_entropy, (inputs, labels), source="public: made up")
-    one, local = tuple(tensor[:1] for tensor in users.tensors), LocalTraining(0.1, batch_size=3)
+    one, local = tuple(tensor[:1] for tensor in users.tensors), LocalUpdate(0.1, batch_size=3)
     adam = pg.precondition.public_adam(public, keep=0.9)
     with pytest.raises(pg.PrivacyError, match="precondition to divide only"):
         local_update(model, cross_entropy, one, local, max_update_norm=1.0, precondition=adam)
@@ -268,7 +270,7 @@ def test_the_divisor_and_the_noise_are_those_of_the_expected_cohort():
     plan = plan_for(
         5, expected_cohort_size=2, noise_multiplier=3.0, rounds=400, max_update_norm=1e-6, delta=0.1, seed=2
     )
-    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=4))
     drawn, released = list[int](), list[Tensor]()
     for batch in plan.batches(users):
         drawn.append(batch.size)
@@ -291,7 +293,7 @@ def test_the_noise_is_one_draw_of_its_own_whoever_took_part():
 
     def released(data: TensorDataset, sigma: float) -> list[Tensor]:
         plan = plan_for(5, expected_cohort_size=2, noise_multiplier=sigma, seed=2)
-        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=4))
         return [torch.cat([v.flatten() for v in private_grad(batch).values.values()]) for batch in plan.batches(data)]
 
     means, noise = released(users, 0.0), released(nobodys, 2.0)
@@ -308,7 +310,7 @@ def test_neither_cohorts_nor_noise_follow_from_the_round():
     cohorts, noise = list[list[list[int]]](), list[Tensor]()
     for _ in range(2):
         plan = plan_for(5, expected_cohort_size=2, noise_multiplier=2.0, rounds=30)
-        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalTraining(0.1, batch_size=4))
+        private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=4))
         noise.append(private_grad(next(plan.batches(nobodys))).values["weight"])
         cohorts.append([batch.examples[0].tolist() for batch in plan.batches(TensorDataset(torch.arange(5)))])
     assert cohorts[0] != cohorts[1]
@@ -321,7 +323,7 @@ def test_reported_updates_are_clipped_again_and_nonsense_counts_as_nothing():
     bad = [1e30, math.nan, math.inf, 0.0]
     stacked = {name: torch.cat([value, *(torch.full_like(value, b) for b in bad)]) for name, value in good.items()}
     plan = plan_for(5, max_update_norm=1.0)
-    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=Reported())
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=ReportedUpdate())
     drawn = next(plan.batches(TensorDataset(torch.arange(5))))
     released = private_grad(pg.Batch(stacked, 5, drawn.sampling)).values
     total = {name: value * 5 - good[name][0] for name, value in released.items()}
@@ -335,12 +337,12 @@ def test_a_plan_for_examples_does_not_do_for_users_nor_the_other_way_round():
         sample_rate=1.0, steps=1, expected_batch_size=5, noise_multiplier=1.0, max_grad_norm=1.0, num_examples=5
     )
     with pytest.raises(pg.PrivacyError, match=r"plan to be of unit 'user'.*PrivacyPlan\.for_users"):
-        pg.PrivateGradient(model, cross_entropy, for_examples, perturb=LocalTraining(0.1, batch_size=4))
+        pg.PrivateGradient(model, cross_entropy, for_examples, perturb=LocalUpdate(0.1, batch_size=4))
     with pytest.raises(pg.PrivacyError, match="plan to be of unit 'example'"):
         pg.PrivateGradient(model, cross_entropy, plan_for(5))
     with pytest.raises(pg.PrivacyError, match="group_size to be 1 for privacy_unit 'user'"):
         replace(for_examples, privacy_unit="user", group_size=5)
-    private_grad = pg.PrivateGradient(model, cross_entropy, plan_for(5), perturb=LocalTraining(0.1, batch_size=4))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan_for(5), perturb=LocalUpdate(0.1, batch_size=4))
     rows = TensorDataset(*users.tensors[:2])
     with pytest.raises(pg.PrivacyError, match=r"users' examples and their counts.*data\.by_user"):
         private_grad(next(plan_for(5).batches(rows)))
@@ -349,7 +351,7 @@ def test_a_plan_for_examples_does_not_do_for_users_nor_the_other_way_round():
 def test_a_public_share_of_the_gradient_has_no_place_in_local_training():
     model, (inputs, labels), users = users_of("linear")
     public = pg.PublicGradient(model, cross_entropy, (inputs, labels), source="public: made up")
-    plan, local = plan_for(len(users)), LocalTraining(0.1, batch_size=4)
+    plan, local = plan_for(len(users)), LocalUpdate(0.1, batch_size=4)
     adam = pg.precondition.public_adam(public, keep=0.9)
     with pytest.raises(pg.PrivacyError, match="precondition to divide only"):
         pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=adam)(next(plan.batches(users)))
@@ -371,8 +373,8 @@ def test_a_public_share_of_the_gradient_has_no_place_in_local_training():
 )
 def test_local_training_refuses_what_is_no_training(options: dict[str, Any], what: str):
     numbers: dict[str, Any] = {"lr": 0.1, "batch_size": 4} | options
-    with pytest.raises(pg.PrivacyError, match=f"LocalTraining: expected {what}"):
-        LocalTraining(**numbers)
+    with pytest.raises(pg.PrivacyError, match=f"LocalUpdate: expected {what}"):
+        LocalUpdate(**numbers)
 
 
 def test_plans_for_users(monkeypatch: pytest.MonkeyPatch):
@@ -457,7 +459,7 @@ def test_the_command_line_says_whose_epsilon_it_is(
 ):
     model, _, users = users_of("linear")
     plan = plan_for(5, expected_cohort_size=2, noise_multiplier=2.0)
-    local, path = LocalTraining(0.1, batch_size=3), tmp_path / "ledger.jsonl"
+    local, path = LocalUpdate(0.1, batch_size=3), tmp_path / "ledger.jsonl"
     pg.PrivateGradient(model, cross_entropy, plan, perturb=local, ledger=path)(next(plan.batches(users)))
     monkeypatch.setattr(sys, "argv", ["privgrad", "epsilon", str(path), "--delta", "0.3"])
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
@@ -485,7 +487,7 @@ def test_a_federated_training_goes_on_where_it_was_stopped(tmp_path: Path, monke
                 raise KeyboardInterrupt
             return {}
 
-        local = LocalTraining(0.3, batch_size=3)
+        local = LocalUpdate(0.3, batch_size=3)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local)
         result = pg.fit(private_grad, optimizer, users, evaluate=evaluate, num_evaluations=6, output_dir=folder)
         return {name: p.detach().clone() for name, p in model.named_parameters()}, result

@@ -169,7 +169,7 @@ def test_an_empty_batch_costs_and_hides_as_much_as_any_other():
 
 @pytest.mark.parametrize("perturb", [None, pg.perturb.BAM(0.1), pg.perturb.SAT(0.1)], ids=repr)
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
-def test_nothing_is_left_in_grad(engine: Any, perturb: pg.perturb.Perturbation | None):
+def test_nothing_is_left_in_grad(engine: Any, perturb: pg.perturb.Contribution | None):
     plan, model = make_plan(steps=3), make_model()
     private_grad = pg.PrivateGradient(model, loss_fn, plan, engine=engine, perturb=perturb)
     for batch in plan.batches(make_data()):

@@ -49,7 +49,7 @@ def run(
     seed: int | None = 5,
     steps: int = STEPS,
     delta: float | None = None,
-    perturb: pg.perturb.Perturbation | None = None,
+    perturb: pg.perturb.Contribution | None = None,
     processes: Processes | None = None,
     observers: Sequence[Callable[[RawStep], None]] = (),
     schedule: Callable[[pg.optim.PrivateOptimizer], LRScheduler] | None = None,

@@ -1,32 +1,33 @@
 """Federated training with user-level privacy: one row of the data holds all examples of one user.
 
-A round is one step of PrivateGradient. `plan.batches(users)` draws a cohort, and LocalTraining computes one update per
+A round is one step of PrivateGradient. `plan.batches(users)` draws a cohort, and LocalUpdate computes one update per
 user. Each update is clipped as a whole. The clipped updates are summed, noised once, and divided by the public expected
 cohort size. The released mean of w - w_user is a gradient for any optimizer of privgrad.optim: SGD with lr 1 averages
 the users' weights (DP-FedAvg).
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
-from privgrad.gradient.clipping import Flat, clipped_sum
+from privgrad.gradient.clipping import ClippingAccumulator, Flat
 from privgrad.gradient.engines.hooks import Hooks
-from privgrad.gradient.local_training import LocalTraining, Reported
+from privgrad.gradient.local_training import LocalUpdate, ReportedUpdate
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.precondition import Preconditioner, require_scales_only
 from privgrad.types import LossFunction
 
-__all__ = ["LocalTraining", "Reported", "local_update"]
+__all__ = ["LocalUpdate", "ReportedUpdate", "local_update"]
 
 
 def local_update(
     model: nn.Module,
     loss_fn: LossFunction,
     user: Any,
-    local: LocalTraining,
+    local: LocalUpdate,
     *,
     max_update_norm: float,
     precondition: Preconditioner | None = None,
@@ -42,7 +43,7 @@ def local_update(
         user: one row of the data set that data.by_user returns, with leading dimension 1.
         local: settings of the user's local training.
         max_update_norm: C.
-        precondition: public scales; see LocalTraining.
+        precondition: public scales; see LocalUpdate.
         step: index of the round, from 0.
     Returns:
         w - w_last by parameter name, of norm at most C; zero if it is not finite.
@@ -53,15 +54,17 @@ def local_update(
         no more than it must. The guarantee rests on the server, which clips again.
     """
     require_positive("local_update", "max_update_norm", max_update_norm, "give the plan's max_grad_norm")
-    own = local.begun()
+    inverse_scales: Mapping[str, Tensor] = {}
     if precondition is not None:
         parameters = trainable(model)
         refused = partial(_refuse_raw_mean, precondition)
         transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=refused)
-        own.divide(require_scales_only(transform))
-    engine = Hooks(model, own.losses(loss_fn))
-    chunks = [found for _, found in own.chunks(engine, user, 1, own.radius(step))]
-    clipped, _ = clipped_sum(chunks, like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
+        inverse_scales = require_scales_only(transform)
+    engine = Hooks(model, local.losses(loss_fn))
+    accumulator = ClippingAccumulator(like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
+    for _, update in local.chunks(engine, user, 1, step, inverse_scales):
+        accumulator.add(update)
+    clipped, _ = accumulator.result()
     return dict(clipped.values)
 
 

@@ -1,5 +1,6 @@
 """Points for `PrivateGradient(..., perturb=...)`. Privacy rests on privgrad.gradient.perturb."""
 
-from privgrad.gradient.perturb import BAM, SAT, Perturbation, RawSAM
+from privgrad.gradient.contribution import Contribution, SampleGradient
+from privgrad.gradient.perturb import BAM, SAT, RawSAM
 
-__all__ = ["BAM", "SAT", "Perturbation", "RawSAM"]
+__all__ = ["BAM", "SAT", "Contribution", "RawSAM", "SampleGradient"]

@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,14 @@ from privgrad.errors import (
     require_integer,
     require_positive,
 )
-from privgrad.gradient.clipping import Clipping, Flat, RawClipping, clipped_sum, sum_dtype
+from privgrad.gradient.clipping import Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
+from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.example_groups import group_means, group_of
+from privgrad.gradient.example_groups import group_means, group_of, split_by_group
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
-from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.validation import check_loss, configuration, gradients, require_supported
 from privgrad.ledger import Ledger
@@ -80,9 +80,9 @@ class PrivateGradient:
             Threads that use one model take turns. Use models that share modules in one thread only.
         loss_fn: (model, examples) -> losses, shape (B,), one per example and depending on that example only.
         plan: the public numbers.
-        perturb: the point at which gradients are computed: perturb.BAM(radius), one point per example;
-            perturb.SAT(radius), one point along the last released gradient; None, the weights. With a plan for users,
-            federated.LocalTraining(...): the contribution of each user.
+        perturb: what each example adds: perturb.BAM(radius), its gradient at a point of its own; perturb.SAT(radius),
+            its gradient at one point along the last released gradient; None, its gradient at the weights. With a plan
+            for users, federated.LocalUpdate(...): the update of each user.
         precondition: divides each gradient by public scales before it is clipped (AdaDPS). None: no division.
         clip: Flat(), PerLayer({...}) or Automatic().
         engine: "factored" (fast; examples share one forward pass) or "vmap" (any module, one example at a time, much
@@ -111,7 +111,7 @@ class PrivateGradient:
         loss_fn: LossFunction,
         plan: PrivacyPlan,
         *,
-        perturb: Perturbation | None = None,
+        perturb: Contribution | None = None,
         precondition: Preconditioner | None = None,
         clip: Clipping | None = None,
         engine: Literal["factored", "vmap"] = "factored",
@@ -133,9 +133,9 @@ class PrivateGradient:
         if clip is not None and (isinstance(clip, type) or not callable(getattr(clip, "factors", None))):
             remedy = "give clip.Flat(), clip.PerLayer({...}) or clip.Automatic()"
             raise expected("PrivateGradient", "clip", "to be a clipping rule", described(clip), remedy)
-        if perturb is not None and not isinstance(perturb, Perturbation):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if perturb is not None and not isinstance(perturb, Contribution):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
-            raise expected("PrivateGradient", "perturb", "to be a Perturbation", got, remedy)
+            raise expected("PrivateGradient", "perturb", "to be a Contribution", got, remedy)
         if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed({...})"
             raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
@@ -149,12 +149,12 @@ class PrivateGradient:
         with self._turn, processes.unsharded(model):
             require_supported(model)
             self._precondition = precondition = None if precondition is None else precondition.begun(model)
-        self._perturb = Perturbation(0.0) if perturb is None else perturb.begun()
-        if self._perturb.privacy_unit != plan.privacy_unit:
-            condition = f"to be of unit {self._perturb.privacy_unit!r}, as what is computed of each row of a batch"
-            remedy = "plan by PrivacyPlan.for_users for perturb=LocalTraining(...), and only for that"
+        self._contribution = SampleGradient() if perturb is None else perturb.begun()
+        if self._contribution.privacy_unit != plan.privacy_unit:
+            condition = f"to be of unit {self._contribution.privacy_unit!r}, like the contribution"
+            remedy = "plan by PrivacyPlan.for_users for perturb=LocalUpdate(...), and only for that"
             raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
-        self._model, loss_fn = model, self._perturb.losses(loss_fn)
+        self._model, loss_fn = model, self._contribution.losses(loss_fn)
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._loss_fn = loss_fn
         self._plan = plan
@@ -165,7 +165,7 @@ class PrivateGradient:
         self._release, facts = plan.release, plan.public_facts
         facts["research_seed"] = plan.seed is not None
         facts["side_information"] = None if precondition is None else precondition.source
-        facts["perturbation"] = None if perturb is None else self._perturb.described(plan.steps)
+        facts["perturbation"] = None if perturb is None else self._contribution.described(plan.steps)
         sums = [
             torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
             for parameter in trainable(model).values()
@@ -178,7 +178,8 @@ class PrivateGradient:
         if processes.count > 1:
             self._require_shared(facts)
         self._facts = facts
-        processes.run_on_all(lambda: self._ledger.bind(facts))
+        with processes.all_succeed():
+            self._ledger.bind(facts)
         self._make_streams()
         keep_freed_memory()
         self._step = 0
@@ -275,20 +276,35 @@ class PrivateGradient:
             Each call is charged once, on the ledger, before the gradient is returned. An empty batch gets noise and a
             charge like any other. If the call raises, nothing was released and nothing was charged.
         """
-        with self._turn, self._processes.unsharded(self._model):
+        processes = self._processes
+        with self._turn, processes.unsharded(self._model):
             parameters = trainable(self._model)
-            self._processes.run_on_all(lambda: self._admit(batch, parameters))
+            with processes.all_succeed():
+                self._admit(batch, parameters)
+            # Under a seed, a draw has a fixed position in the streams, whichever process computes it.
+            step = self._step if self._plan.seed is None else batch.sampling.step
             try:
-                gradient, raw = self._released(batch, parameters)
+                seed = processes.broadcast_object(int(self._dropout_stream.uint64(step, 1)[0] >> 1))
+                with processes.all_succeed(step=step):
+                    clipped, clipping = self._clipped_sum(batch, step, seed, parameters)
+                clipped = replace(clipped, values=processes.reduce(clipped.values))
+                raw_mean = dict[str, Tensor]()
+                if self._observers:  # a copy: the noise is added in place
+                    raw_mean = {name: value / self._plan.divisor for name, value in clipped.values.items()}
+                with processes.all_succeed():
+                    gradient = self._add_noise(batch, clipped, step, parameters)
+                gradient = processes.broadcast(gradient)
+                if processes.rank > 0:
+                    self._charge(batch, gradient)
             except BaseException:
                 # A traceback may still show the values. Without a seed, the same noise is not drawn again.
                 self._make_streams()
                 raise
-            self._perturb.released(gradient)
-            self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
+            self._contribution.released(gradient)
+            self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
-                observe(raw)
-        return replace(gradient, values=self._processes.shard_like(gradient.values, trainable(self._model)))
+                observe(RawStep(step, raw_mean, clipping, gradient))
+        return replace(gradient, values=processes.shard_like(gradient.values, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise PrivacyError if this step is not allowed, before it is computed."""
@@ -304,38 +320,80 @@ class PrivateGradient:
             self._engine.check_again()
             self._checked.add(found)
 
-    def _released(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> tuple[NoisyGradient, RawStep]:
-        """Release one step: each process clips its own examples; the first adds the noise and charges the ledger."""
-        processes, divisor = self._processes, self._plan.divisor
-        # Under a seed, a draw has a fixed position in the streams, whichever process computes it.
-        index = self._step if self._plan.seed is None else batch.sampling.step
-        word = processes.broadcast_object(int(self._dropout_stream.uint64(index, 1)[0] >> 1))
-        clipped, clipping = processes.run_on_all(lambda: self._clipped(batch, index, word, parameters), step=index)
-        clipped = replace(clipped, values=processes.reduce(clipped.values))
-        raw_clipped = dict[str, Tensor]()
-        if self._observers:  # a copy: the noise is added in place
-            raw_clipped = {name: value / divisor for name, value in clipped.values.items()}
+    def _clipped_sum(
+        self, batch: Batch, step: int, seed: int, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[ClippedSum, RawClipping]:
+        """Return the clipped sum of this process's examples, and the PRIVATE norms and factors."""
+        plan, contribution = self._plan, self._contribution
+        transform = self._transform(batch, step, seed, parameters)
+        scales = require_scales_only(transform) if contribution.applies_scales else transform.inverse_scales
+        accumulator = ClippingAccumulator(
+            like=parameters,
+            clip=self._clip,
+            max_grad_norm=plan.max_grad_norm,
+            inverse_scales={} if contribution.applies_scales else scales,
+            grouped=plan.group_size > 1,
+            expected_size=plan.divisor,
+        )
+        mixed = bool(transform.shift) or transform.keep < 1
+        raw_mean = partial(self._raw_mean, batch, "perturb")
+        # Each process draws its own dropout masks; the public parts were the same in all.
+        with seeded(seed + self._processes.rank), contribution.at(step, parameters, raw_mean):
+            for rows, chunk in self._chunks(batch, step, scales):
+                self._require_rows(rows, chunk, parameters)
+                accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk)
+        return accumulator.result()
 
-        def noisy() -> NoisyGradient:
-            if processes.rank > 0:
-                # Memory that receives the first process' gradient.
-                return NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
-            gradient = add_noise(
-                clipped,
-                noise_multiplier=self._plan.noise_multiplier,
-                divisor=divisor,
-                stream=self._noise_stream,
-                step=index,
-                on_grid=self._plan.noise_on_grid,
-            )
-            gradient = replace(gradient, values=_rounded(gradient.values, parameters))
-            self._charge(batch, gradient)
-            return gradient
+    def _chunks(
+        self, batch: Batch, step: int, inverse_scales: Mapping[str, Tensor]
+    ) -> Iterable[tuple[int, Mapping[str, Factor]]]:
+        """Return the contributions of the batch in chunks, each with its number of rows."""
+        if batch.size == 0:
+            return []
+        contribution, engine = self._contribution, self._engine
+        size = self._microbatch_size or contribution.microbatch_size(engine, batch.examples)
+        if self._plan.group_size == 1:
+            return contribution.chunks(engine, batch.examples, size, step, inverse_scales)
+        return self._group_chunks(batch, step, size, inverse_scales)
 
-        gradient = processes.broadcast(processes.run_on_all(noisy))
-        if processes.rank > 0:
-            self._charge(batch, gradient)
-        return gradient, RawStep(index, raw_clipped, clipping, gradient)
+    def _group_chunks(
+        self, batch: Batch, step: int, size: int, inverse_scales: Mapping[str, Tensor]
+    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+        """Yield the means over random groups of examples in chunks, each with its number of groups."""
+        groups = group_of(self._group_stream.uint64(step, batch.size), self._plan.divisor)
+        for group_size, part in split_by_group(batch.examples, groups, size):
+            rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
+            self._require_rows(count_examples(part), rows, trainable(self._model))
+            yield count_examples(part) // group_size, group_means(rows, group_size)
+
+    def _require_rows(self, rows: int, chunk: Mapping[str, Factor], parameters: Mapping[str, Tensor]) -> None:
+        """Raise PrivacyError unless a chunk has one row per example, because each row is clipped by itself.
+
+        If an example had two rows, the sum could change by 2C.
+        """
+        for name, factor in chunk.items():
+            if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
+                condition, remedy = "to have one row per example, shaped like the parameter", "correct `gradients`"
+                got = f"rows of shape {tuple(factor.shape)}" if name in parameters else "no such parameter"
+                raise expected(type(self._contribution).__name__, f"gradients of {name!r}", condition, got, remedy)
+
+    def _add_noise(
+        self, batch: Batch, clipped: ClippedSum, step: int, parameters: Mapping[str, Tensor]
+    ) -> NoisyGradient:
+        """Return the first process's released gradient, and charge it; in other processes, memory to receive it."""
+        if self._processes.rank > 0:
+            return NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
+        gradient = add_noise(
+            clipped,
+            noise_multiplier=self._plan.noise_multiplier,
+            divisor=self._plan.divisor,
+            stream=self._noise_stream,
+            step=step,
+            on_grid=self._plan.noise_on_grid,
+        )
+        gradient = replace(gradient, values=_rounded(gradient.values, parameters))
+        self._charge(batch, gradient)
+        return gradient
 
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
         seeded = self._plan.seed is not None
@@ -344,46 +402,18 @@ class PrivateGradient:
         self._ledger.charge(self._release, draw=batch.sampling.draw, limit=self._plan.steps, digest=digest)
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 
-    def _clipped(
-        self, batch: Batch, index: int, word: int, parameters: Mapping[str, nn.Parameter]
-    ) -> tuple[ClippedSum, RawClipping]:
-        """Return the clipped sum of this process' examples, and the PRIVATE norms and factors."""
-        transform = self._transform(batch, index, word, parameters)
-        radius = self._perturb.radius(index)
-        raw_mean = partial(self._raw_mean, batch, "perturb")
-        # Each process draws its own dropout masks; the public parts were the same in all.
-        inverse_scales = self._perturb.divide(transform.inverse_scales)
-        if inverse_scales is not transform.inverse_scales:
-            require_scales_only(transform)
-        with seeded(word + self._processes.rank), self._perturb.at(radius, parameters, raw_mean):
-            return clipped_sum(
-                self._chunks(batch, index, radius, transform, parameters),
-                like=parameters,
-                clip=self._clip,
-                max_grad_norm=self._plan.max_grad_norm,
-                grouped=self._plan.group_size > 1,
-                expected_size=self._plan.divisor,
-                inverse_scales=inverse_scales,
-            )
-
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
         """Raise PrivacyError unless all processes have the same plan, and can train it together."""
         plan = self._plan
         own = {**facts, "steps": plan.steps, "seed": plan.seed}
         first = self._processes.broadcast_object(own)
-
-        def require() -> None:
+        with self._processes.all_succeed():
             if first != own:
                 raise self._other_plan(first, own)
             if plan.group_size > 1 or self._not_private:
                 got = f"group_size = {plan.group_size}" if plan.group_size > 1 else f"{sorted(self._not_private)}"
-                condition, remedy = (
-                    "to train without groups and without parts that are NOT private",
-                    "train in one process",
-                )
-                raise expected("PrivateGradient", "several processes", condition, got, remedy)
-
-        self._processes.run_on_all(require)
+                condition = "to train without groups and without parts that are NOT private"
+                raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
 
     def _other_plan(self, first: Mapping[str, Any], own: Mapping[str, Any]) -> Exception:
         """Return the error for a process whose plan differs from the first process's plan."""
@@ -403,14 +433,14 @@ class PrivateGradient:
         sums = gradients(self._model, self._loss_fn, batch.examples)
         return {name: value / batch.size for name, value in sums.items()}
 
-    def _transform(self, batch: Batch, index: int, word: int, parameters: Mapping[str, Tensor]) -> Transform:
+    def _transform(self, batch: Batch, step: int, seed: int, parameters: Mapping[str, Tensor]) -> Transform:
         if self._precondition is None:
             return Transform()
         raw_mean = partial(self._raw_mean, batch, "precondition")
         epoch_steps = max(1, round(1 / self._plan.sample_rate))
-        with seeded(word):
+        with seeded(seed):
             transform = self._precondition.transform(
-                index, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
+                step, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
             )
         if transform is not self._known:
             require_transform(transform, parameters)
@@ -445,13 +475,13 @@ class PrivateGradient:
                 part.load_state_dict(state[name])
         self._make_streams()
 
-    def _parts(self) -> dict[str, Perturbation | Preconditioner]:
+    def _parts(self) -> dict[str, Contribution | Preconditioner]:
         """Return perturb and precondition by name, as far as they were given."""
-        perturb = {} if type(self._perturb) is Perturbation else {"perturb": self._perturb}
+        perturb = {} if type(self._contribution) is SampleGradient else {"perturb": self._contribution}
         return perturb | ({} if self._precondition is None else {"precondition": self._precondition})
 
-    def _described(self, part: Perturbation | Preconditioner | None) -> str:
-        return part.described(self._plan.steps) if isinstance(part, Perturbation) else repr(part)
+    def _described(self, part: Contribution | Preconditioner | None) -> str:
+        return part.described(self._plan.steps) if isinstance(part, Contribution) else repr(part)
 
     def __reduce__(self) -> str:
         """Refuse copies and pickles, because two copies of the stream would draw the same noise."""
@@ -480,34 +510,6 @@ class PrivateGradient:
         if count_examples(batch.examples) != batch.size:
             got = "a different number of rows"  # the number itself is private
             raise refusal("to hold one row per example", got, "let plan.batches make it")
-
-    def _chunks(
-        self, batch: Batch, index: int, radius: float, transform: Transform, parameters: Mapping[str, Tensor]
-    ) -> Iterator[Mapping[str, Factor]]:
-        if batch.size == 0:
-            return
-        size = self._microbatch_size or self._perturb.microbatch_size(self._engine, batch.examples)
-
-        def checked(rows: int, found: Mapping[str, Factor]) -> Mapping[str, Factor]:
-            for name, factor in found.items():
-                # If an example had two rows, each would be clipped by itself, and the sum could change by 2C.
-                if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
-                    condition, remedy = "to have one row per example, shaped like the parameter", "correct `gradients`"
-                    got = f"rows of shape {tuple(factor.shape)}" if name in parameters else "no such parameter"
-                    raise expected(type(self._perturb).__name__, f"gradients of {name!r}", condition, got, remedy)
-            return found
-
-        def gradients_of(examples: Any) -> Mapping[str, Factor]:
-            return checked(count_examples(examples), self._perturb.gradients(self._engine, examples, radius))
-
-        if self._plan.group_size == 1:
-            chunks = (checked(*chunk) for chunk in self._perturb.chunks(self._engine, batch.examples, size, radius))
-        else:
-            words = self._group_stream.uint64(index, batch.size)
-            chunks = group_means(gradients_of, batch.examples, group_of(words, self._plan.divisor), size)
-        for chunk in chunks:
-            mixed = transform.shift or transform.keep < 1
-            yield shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk
 
 
 def _rounded(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The interface to the processes that train one model together, and its version for a single process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -29,18 +29,17 @@ class Processes:
     rank = 0
     count = 1
 
-    def run_on_all(self, work: Callable[[], T], *, step: int = 0) -> T:
-        """Run the work of this process, and return its result once the work of all processes has succeeded.
+    def all_succeed(self, *, step: int = 0) -> AbstractContextManager[None]:
+        """Return a context for this process's part of a step. It ends once the parts of all processes have succeeded.
 
         Args:
-            work: this process's part of the step.
             step: index of the step; must be equal in all processes.
         Raises:
-            PrivacyError: the work of a different process failed, or it is at a different step. An error of this
-                process's own work is raised as it is.
+            PrivacyError: a different process failed, or is at a different step. An error of this process's own part is
+                raised as it is.
         """
         del step
-        return work()
+        return nullcontext()
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Sum the values over all processes, by name. PRIVATE. Only the first process gets a meaningful result.

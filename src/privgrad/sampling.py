@@ -83,7 +83,8 @@ def batches(
     require_integer("plan.batches", "start", start, 0)
     if collate is not None:
         require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
-    processes.run_on_all(lambda: _require_samplable(dataset, num_examples, scheme, processes))
+    with processes.all_succeed():
+        _require_samplable(dataset, num_examples, scheme, processes)
     data, take = cast(Sequence[Any], dataset), _taker(dataset, collate)
     if processes.count > 1:
         _require_same_data(take, len(data), processes)
@@ -190,22 +191,17 @@ def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Pro
     indices = np.random.default_rng().integers(count, size=_COMPARED).tolist()
     first_count, indices = processes.broadcast_object([count, indices])
 
-    def digest() -> str:
+    with processes.all_succeed():
         if count != first_count:
             got = f"{count} examples in process {processes.rank} and {first_count} in process 0"
             raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
-        return _digest(take(torch.tensor(indices)))
-
-    mine = processes.run_on_all(digest)
-    first = processes.broadcast_object(mine)
-
-    def require() -> None:
+        own = _digest(take(torch.tensor(indices)))
+    first = processes.broadcast_object(own)
+    with processes.all_succeed():
         # A data set with random items differs even between two readings in one process.
-        if mine != first and all(digest() == mine for _ in range(_REPEATS)):
+        if own != first and all(_digest(take(torch.tensor(indices))) == own for _ in range(_REPEATS)):
             got = f"process {processes.rank} with examples that differ from those of process 0"
             raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
-
-    processes.run_on_all(require)
 
 
 def _digest(examples: Any) -> str:

@@ -138,7 +138,10 @@ def fit(
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
     # In all processes: if the first process refuses a file, the others must not wait for it.
-    opened = checkpoint is not None and processes.run_on_all(partial(_record_beside, private_grad, checkpoint))
+    opened = False
+    if checkpoint is not None:
+        with processes.all_succeed():
+            opened = _record_beside(private_grad, checkpoint)
     try:
         result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
         settings = private_grad.settings | {
@@ -276,7 +279,9 @@ class _Run:
 
     def resume(self) -> int:
         """Load the checkpoint, or write the first one; return the index of the next step."""
-        state = self.processes.broadcast_object(self.processes.run_on_all(self._stored))
+        with self.processes.all_succeed():
+            stored = self._stored()
+        state = self.processes.broadcast_object(stored)
         if state is not None:
             with damage_refused("fit", self.checkpoint):
                 self._load(state)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import privgrad as pg
-from conftest import first_batch, make_data, make_plan
-from privgrad.gradient.clipping import Clipping, clipped_sum
+from conftest import clipped_sum, first_batch, make_data, make_plan
+from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.outer import Outer

@@ -19,8 +19,8 @@ from torch.func import grad
 from torch.utils._pytree import tree_leaves
 
 import privgrad as pg
+from conftest import clipped_sum
 from privgrad.gradient.batching import batched
-from privgrad.gradient.clipping import clipped_sum
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from conftest import first_batch, loss_fn, make_data, make_model, make_plan
-from privgrad.gradient.clipping import clipped_sum
+from conftest import clipped_sum, first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.factors.base import Dense
 
 CLIPPINGS: dict[str, Any] = {

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from conftest import first_batch, loss_fn, make_data, make_model, make_plan
-from privgrad.gradient.clipping import Clipping, clipped_sum
+from conftest import clipped_sum, first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad.gradient.clipping import Clipping
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense

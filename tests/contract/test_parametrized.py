@@ -13,7 +13,8 @@ from test_rules import assert_equal_to_loop, losses_of, one_by_one
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient.clipping import Flat, clipped_sum
+from conftest import clipped_sum
+from privgrad.gradient.clipping import Flat
 from privgrad.gradient.engines import hooks
 from privgrad.gradient.engines.capture import Capture
 from privgrad.gradient.engines.hooks import Hooks

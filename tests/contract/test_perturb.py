@@ -100,7 +100,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
-def sums(perturb: pg.perturb.Perturbation | None, examples: Any, **options: Any) -> dict[str, Tensor]:
+def sums(perturb: pg.perturb.Contribution | None, examples: Any, **options: Any) -> dict[str, Tensor]:
     """The released gradient of one batch of all examples, without noise."""
     plan = pg.PrivacyPlan(
         sample_rate=1.0,
@@ -129,7 +129,7 @@ ENGINES = ("factored", "vmap")
 @pytest.mark.parametrize(
     "perturb", [pg.perturb.BAM(0.0), pg.perturb.BAM(0.0, mode="exact"), pg.perturb.SAT(0.0)], ids=repr
 )
-def test_radius_zero_is_dp_sgd_to_the_bit(perturb: pg.perturb.Perturbation, engine: str):
+def test_radius_zero_is_dp_sgd_to_the_bit(perturb: pg.perturb.Contribution, engine: str):
     assert largest_difference(sums(perturb, EXAMPLES, engine=engine), sums(None, EXAMPLES, engine=engine)) == 0
 
 
@@ -348,9 +348,9 @@ def test_a_subclass_of_sat_stays_what_it_is():
         is_public = False
         asked = 0
 
-        def at(self, radius: float, parameters: Any, raw_mean: Any) -> Any:
+        def at(self, step: int, parameters: Any, raw_mean: Any) -> Any:
             Counts.asked += 1
-            return super().at(radius, parameters, raw_mean)
+            return super().at(step, parameters, raw_mean)
 
     plan = dataclasses.replace(sat_plan(2), noise_multiplier=1.0, delta=1e-5)
     private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=Counts(0.4))
@@ -394,18 +394,13 @@ def decaying(step: int, rate: float) -> float:
 
 
 def test_gradients_that_are_not_one_row_an_example_are_refused():
-    class Twice(pg.perturb.Perturbation):
-        def gradients(self, engine: Any, examples: Any, radius: float) -> Any:
+    class Twice(pg.perturb.Contribution):
+        def gradients(self, engine: Any, examples: Any, step: int, inverse_scales: Any) -> Any:
             twice = {name: torch.cat([factor.dense()] * 2) for name, factor in engine(examples).items()}
             return {name: Dense(rows) for name, rows in twice.items()}
 
     with pytest.raises(pg.PrivacyError, match=r"Twice: expected gradients of '0.weight' to have one row per example"):
-        sums(Twice(0.1), EXAMPLES)
-
-
-def test_what_moves_nothing_is_refused():
-    with pytest.raises(pg.PrivacyError, match="Perturbation: expected radius to be 0"):
-        pg.perturb.Perturbation(0.3)
+        sums(Twice(), EXAMPLES)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -509,7 +504,7 @@ def test_a_schedule_gives_the_radius_of_each_step():
 
 
 def test_what_is_no_perturbation_is_refused():
-    with pytest.raises(pg.PrivacyError, match=r"perturb to be a Perturbation, got float; give perturb.BAM"):
+    with pytest.raises(pg.PrivacyError, match=r"perturb to be a Contribution, got float; give perturb.BAM"):
         pg.PrivateGradient(mlp(), loss_fn, sat_plan(1), perturb=0.1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="mode to be 'sam' or 'exact'"):
         pg.perturb.BAM(0.1, mode="both")  # pyright: ignore[reportArgumentType]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from conftest import first_batch, loss_fn, make_data, make_model, make_plan
-from privgrad.gradient.clipping import clipped_sum
+from conftest import clipped_sum, first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors.norms import norms_of
 from privgrad.gradient.factors.outer import Outer

@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from conftest import make_plan
-from privgrad.gradient.clipping import clipped_sum, sum_dtype
+from conftest import clipped_sum, make_plan
+from privgrad.gradient.clipping import sum_dtype
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
 from privgrad.gradient.factors.outer import Outer

@@ -391,7 +391,7 @@ class Temperature(nn.Module):
         return self.layer(x) * self.scale.exp()
 
 
-PERTURB: dict[str, pg.perturb.Perturbation | None] = {
+PERTURB: dict[str, pg.perturb.Contribution | None] = {
     "plain": None,
     "BAM": pg.perturb.BAM(0.1),
     "exact BAM": pg.perturb.BAM(0.1, "exact"),

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import privgrad as pg
-from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import noise, private_gradient, rng, sampling
+from mutants.mutant import Mutant, Patch, everywhere, plant_sum
+from privgrad import noise, rng, sampling
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -56,19 +56,18 @@ def by_batch(planted: Callable[[int, int, dict[str, Any]], None]) -> Callable[[P
     """Plants options of add_noise that depend on (examples, microbatches) of the batch."""
 
     def plant(patch: Patch) -> None:
-        clipped_sum, seen = private_gradient.clipped_sum, [0, 0]
+        seen = [0, 0]
 
-        def counted(chunks: Any, **options: Any) -> Any:
-            parts = list(chunks)
-            clipped, raw = clipped_sum(parts, **options)
-            seen[:] = len(raw.raw_norms), len(parts)
+        def counted(real: Any, chunks: Any, **options: Any) -> Any:
+            clipped, raw = real(chunks, **options)
+            seen[:] = len(raw.raw_norms), len(chunks)
             return clipped, raw
 
         def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
             planted(seen[0], seen[1], options)
             return real(clipped, **options)
 
-        everywhere(patch, clipped_sum, counted)
+        plant_sum(patch, counted)
         told_truly(wrong)(patch)
 
     return plant

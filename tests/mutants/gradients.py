@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import privgrad as pg
-from mutants.mutant import Mutant, Patch, everywhere
+from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
@@ -30,13 +30,8 @@ from privgrad.types import ClippedSum
 
 
 def another_sum(planted: Callable[..., tuple[ClippedSum, Any]]) -> Callable[[Patch], None]:
-    """Plants another clipped_sum: (the real one, chunks, its options) -> what it returns."""
-
-    def plant(patch: Patch) -> None:
-        real = clipping.clipped_sum
-        everywhere(patch, real, lambda chunks, **options: planted(real, chunks, **options))
-
-    return plant
+    """Plants another clipped sum: (the real one, chunks, its options) -> what it returns."""
+    return lambda patch: plant_sum(patch, planted)
 
 
 def clipped_as_a_whole(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -> tuple[ClippedSum, Any]:

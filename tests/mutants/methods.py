@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import privgrad as pg
-from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import noise, private_gradient
+from mutants.mutant import Mutant, Patch, everywhere, plant_sum
+from privgrad import noise
 from privgrad.gradient import module_state, precondition
 from privgrad.gradient.engines import vmap as engines
 from privgrad.gradient.factors.base import Dense, Factor
@@ -38,9 +38,9 @@ def ascent_of_the_batch(patch: Patch) -> None:
 def sat_up_the_private_batch(patch: Patch) -> None:
     real = pg.perturb.SAT.at
 
-    def wrong(self: Any, radius: float, parameters: Any, raw_mean: Any) -> Any:
+    def wrong(self: Any, step: int, parameters: Any, raw_mean: Any) -> Any:
         self._direction = dict(raw_mean())
-        return real(self, radius, parameters, raw_mean)
+        return real(self, step, parameters, raw_mean)
 
     patch.setattr(pg.perturb.SAT, "at", wrong)
 
@@ -171,19 +171,18 @@ def reported_noise(planted: Callable[[int, int, dict[str, Any]], float]) -> Call
     """The noise is right, and what the optimizers are told of it is not."""
 
     def plant(patch: Patch) -> None:
-        clipped_sum, real, seen = private_gradient.clipped_sum, noise.add_noise, [0, 0]
+        real, seen = noise.add_noise, [0, 0]
 
-        def counted(chunks: Any, **options: Any) -> Any:
-            parts = list(chunks)
-            clipped, raw = clipped_sum(parts, **options)
-            seen[:] = len(raw.raw_norms), len(parts)
+        def counted(real: Any, chunks: Any, **options: Any) -> Any:
+            clipped, raw = real(chunks, **options)
+            seen[:] = len(raw.raw_norms), len(chunks)
             return clipped, raw
 
         def wrong(clipped: Any, **options: Any) -> NoisyGradient:
             released: Any = real(clipped, **options)
             return replace(released, noise_std=released.noise_std * planted(seen[0], seen[1], options))
 
-        everywhere(patch, clipped_sum, counted)
+        plant_sum(patch, counted)
         everywhere(patch, real, wrong)
 
     return plant

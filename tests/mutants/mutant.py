@@ -3,7 +3,7 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import privgrad as pg
+from privgrad.gradient import clipping
+from privgrad.types import ClippedSum
 
 Patch = pytest.MonkeyPatch
 TESTS = Path(__file__).parent.parent
@@ -46,6 +48,32 @@ def everywhere(patch: Patch, original: Any, planted: Any) -> None:
         if (getattr(module, "__file__", None) or "").startswith(_OURS) and not name.startswith("mutants."):
             for attribute in [key for key, value in vars(module).items() if value is original]:
                 patch.setattr(module, attribute, planted)
+
+
+def plant_sum(patch: Patch, planted: Callable[..., tuple[ClippedSum, Any]], module: Any = None) -> None:
+    """Plant a wrong clipped sum, (the real one, chunks, its options) -> its result, in one module or in all."""
+    real = clipping.ClippingAccumulator
+
+    def clipped_sum(chunks: Iterable[Any], **options: Any) -> Any:
+        accumulator = real(**options)
+        for chunk in chunks:
+            accumulator.add(chunk)
+        return accumulator.result()
+
+    class Planted:
+        def __init__(self, **options: Any) -> None:
+            self.chunks, self.options = list[Any](), options
+
+        def add(self, chunk: Any) -> None:
+            self.chunks.append(chunk)
+
+        def result(self) -> tuple[ClippedSum, Any]:
+            return planted(clipped_sum, self.chunks, **self.options)
+
+    if module is None:
+        everywhere(patch, real, Planted)
+    else:
+        patch.setattr(module, real.__name__, Planted)
 
 
 def ending(mutant: Mutant, folder: Path, *, planted: bool) -> BaseException | None:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from mutants.draws import by_batch, default_seed, one_step_for_ever, poisson, realized_divisor
 from mutants.gradients import another_sum
-from mutants.mutant import Mutant, Patch, everywhere
+from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad import private_gradient
 from privgrad.data import users
-from privgrad.federated import LocalTraining
+from privgrad.federated import LocalUpdate
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.types import ClippedSum
 
@@ -31,15 +31,14 @@ def unclipped(real: Any, chunks: Any, *, max_grad_norm: float, **options: Any) -
 
 def devices_believed(patch: Patch) -> None:
     """The server adds up what devices say they have clipped."""
-    real = private_gradient.clipped_sum
-    patch.setattr(private_gradient, "clipped_sum", lambda chunks, **options: unclipped(real, chunks, **options))
+    plant_sum(patch, unclipped, private_gradient)
 
 
 def another_update(planted: Callable[[Updates, Tensor], Updates]) -> Callable[[Patch], None]:
     """Plants other updates: (updates by parameter name, how many examples each user has) -> updates."""
 
     def plant(patch: Patch) -> None:
-        real = LocalTraining._trained
+        real = LocalUpdate._trained
 
         def wrong(
             self: Any, engine: Any, tensors: Any, rows: Tensor, counts: Tensor, *rest: Any
@@ -50,7 +49,7 @@ def another_update(planted: Callable[[Updates, Tensor], Updates]) -> Callable[[P
                 yield size, {name: Dense(values) for name, values in updates.items()}
                 end -= size
 
-        patch.setattr(LocalTraining, "_trained", wrong)
+        patch.setattr(LocalUpdate, "_trained", wrong)
 
     return plant
 
@@ -64,14 +63,14 @@ def from_where_the_last_one_ended(updates: Updates, _: Tensor) -> Updates:
 
 
 def padding_trained_on(patch: Patch) -> None:
-    def losses(_: LocalTraining, loss_fn: Any) -> Any:
+    def losses(_: LocalUpdate, loss_fn: Any) -> Any:
         def of_users(model: nn.Module, users: Any) -> Tensor:
             shape, rows = users[0].shape[:2], tuple(tensor.flatten(0, 1) for tensor in users[:-1])
             return loss_fn(model, rows).view(shape).mean(1)
 
         return of_users
 
-    patch.setattr(LocalTraining, "losses", losses)
+    patch.setattr(LocalUpdate, "losses", losses)
 
 
 def each_adds_its_share(users: int, _: int, options: dict[str, Any]) -> None:

@@ -20,9 +20,10 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from privgrad import precondition
 from privgrad.gradient.clipping import Automatic, Clipping, Flat, PerLayer
+from privgrad.gradient.contribution import Contribution
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.module_state import seeded, trainable
-from privgrad.gradient.perturb import BAM, SAT, Perturbation
+from privgrad.gradient.perturb import BAM, SAT
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.gradient.validation import evaluating
 from tests.sensitivity.examples import LOSSES, Examples, doubled, draw_examples, loss_of, tame, without
@@ -76,7 +77,7 @@ class Case:
     profile: str
     used: list[str]
     clip: Clipping
-    perturb: Perturbation | None
+    perturb: Contribution | None
     direction: dict[str, Tensor]
     scales: dict[str, Tensor]
     public_examples: Examples
@@ -207,7 +208,7 @@ def _weighted(rng: random.Random, weights: Mapping[str, int]) -> str:
     return rng.choices(list(weights), weights=list(weights.values()))[0]
 
 
-def _perturbation(contribution: str, radius: float) -> Perturbation | None:
+def _perturbation(contribution: str, radius: float) -> Contribution | None:
     """Return what moves the point at which gradients are taken."""
     if contribution == "SAT":
         return SAT(radius)
@@ -303,10 +304,10 @@ class Oracle:
         """Audit on ordinary examples, as a first step may, and leave the steps between two audits to the case."""
         engine = self.private_grad._engine
         if isinstance(engine, Hooks):
-            perturb, first = self.private_grad._perturb, self.case.public_examples
+            perturb, first = self.private_grad._contribution, self.case.public_examples
             # In evaluation mode, which is the same without dropout, audits have less to do.
-            with evaluating(self.model), perturb.at(self.case.options.radius, trainable(self.model), dict):
-                perturb.gradients(engine, first, self.case.options.radius)
+            with evaluating(self.model), perturb.at(0, trainable(self.model), dict):
+                perturb.gradients(engine, first, 0, {})
             engine._calls = _LATER
 
     def batch(self, examples: Examples) -> pg.Batch:
@@ -322,18 +323,18 @@ class Oracle:
             values = {name: value.double() * self.plan.divisor for name, value in self.seen.pop().items()}
         else:
             self.private_grad.load_state_dict(self.start)
-            values = dict(self.private_grad._clipped(batch, 0, 0, trainable(self.model))[0].values)
+            values = dict(self.private_grad._clipped_sum(batch, 0, 0, trainable(self.model))[0].values)
         return torch.cat([value.double().flatten() for value in values.values()])
 
     def contributions(self, examples: Examples) -> Tensor:
         """Return each example's contribution, shape (B, parameters), written out one by one and clipped in float64."""
-        private_grad, parameters, radius = self.private_grad, trainable(self.model), self.case.options.radius
+        private_grad, parameters = self.private_grad, trainable(self.model)
         private_grad.load_state_dict(self.start)
         batch, rows = self.batch(examples), list[Tensor]()
         transform = private_grad._transform(batch, 0, 0, parameters)
         size = sum(p.numel() for p in parameters.values())
-        with seeded(0), private_grad._perturb.at(private_grad._perturb.radius(0), parameters, dict):
-            for chunk in private_grad._chunks(batch, 0, radius if self.case.perturb else 0.0, transform, parameters):
+        with seeded(0), private_grad._contribution.at(0, parameters, dict):
+            for _, chunk in private_grad._chunks(batch, 0, transform.inverse_scales):
                 for index in range(next(iter(chunk.values())).examples):
                     own: dict[str, Tensor] = {}
                     for name, factor in chunk.items():

@@ -16,7 +16,7 @@ from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
 from privgrad.errors import did_you_mean, expected, require_integer, require_positive
 from privgrad.gradient import clipping, perturb, precondition
-from privgrad.gradient.local_training import LocalTraining
+from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -109,7 +109,7 @@ METHODS: Mapping[str, Method] = {
     "public_adam": Method(private_grad=_by(precondition.public_adam, keep=0.9)),
     "public_adagrad": Method(private_grad=_by(precondition.public_adagrad)),
     "noise on a grid": Method(noise_on_grid=True),
-    "users": Method(private_grad=_with(perturb=LocalTraining(0.5, batch_size=1)), users=True),
+    "users": Method(private_grad=_with(perturb=LocalUpdate(0.5, batch_size=1)), users=True),
     "groups of 2": Method(group_size=2, canaries=1),
     "AdaDPS, BAM, PerLayer, microbatches": Method(
         private_grad=lambda model: {

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
+from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.module_state import trainable
-from privgrad.gradient.perturb import SAT, Perturbation
+from privgrad.gradient.perturb import SAT
 from privgrad.gradient.validation import require_supported
 from privgrad.types import LossFunction, NoisyGradient, count_examples, map_examples
 
@@ -21,7 +22,7 @@ def raw_clipping_bias(
     examples: Any,
     *,
     max_grad_norm: float,
-    perturb: Perturbation | None = None,
+    perturb: Contribution | None = None,
     step: int = 0,
     released: NoisyGradient | None = None,
 ) -> dict[str, float]:
@@ -57,7 +58,7 @@ def raw_clipping_bias(
     if isinstance(perturb, SAT) and released is None:
         raise expected("raw_clipping_bias", "released", "to be given for SAT", None, "give the last released gradient")
     engine, parameters = Hooks(model, loss_fn), trainable(model)
-    chosen = Perturbation(0.0) if perturb is None else perturb.begun()
+    chosen = SampleGradient() if perturb is None else perturb.begun()
     if released is not None:
         chosen.released(released)
     if (count := count_examples(examples)) == 0:
@@ -65,11 +66,10 @@ def raw_clipping_bias(
     size = engine.microbatch_size(examples)
     # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
-    radius = chosen.radius(step)
-    with chosen.at(radius, parameters, partial(_refuse, type(chosen).__name__)):
+    with chosen.at(step, parameters, partial(_refuse, type(chosen).__name__)):
         for start in range(0, count, size):
             part = map_examples(itemgetter(slice(start, start + size)), examples)
-            factors = chosen.gradients(engine, part, radius)
+            factors = chosen.gradients(engine, part, step, {})
             norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
             weights_B = (torch.ones_like(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1), 1 / norm_B)
             for total, weight_B in zip(sums, weights_B, strict=True):

@@ -23,7 +23,7 @@ from privgrad.experiments.records import mean, std
 from privgrad.experiments.runs import Record, append, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tasks import Stop, begin, losses_for, stops
-from privgrad.gradient.perturb import Perturbation
+from privgrad.gradient.contribution import Contribution
 from privgrad.threads import one_thread
 
 _LABELS = {
@@ -125,7 +125,7 @@ def _measured(
 ) -> Iterator[Record]:
     """Yield the bias of clipping at one stop: a record for each batch size and each point of evaluation."""
     candidate, losses = spec.grid(method)[0], losses_for(data)
-    places: dict[str, Perturbation | None] = {"plain": None}
+    places: dict[str, Contribution | None] = {"plain": None}
     own = method.perturbation(candidate)
     if item.own and own is not None and stop.released is not None:
         places["own"] = own

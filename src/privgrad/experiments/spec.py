@@ -21,8 +21,8 @@ from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.data.pretrained import pretrained
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.gradient import perturb, precondition
-from privgrad.gradient.local_training import LocalTraining
-from privgrad.gradient.perturb import Perturbation
+from privgrad.gradient.contribution import Contribution
+from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters
@@ -189,9 +189,9 @@ class PerturbTable(_Table):
     radius: Annotated[float, Field(ge=0)] | list[Annotated[float, Field(ge=0)]]
     mode: Literal["sam", "exact"] | None = None
 
-    def make(self, radius: float) -> Perturbation:
+    def make(self, radius: float) -> Contribution:
         """Return the perturbation with one radius."""
-        kind: type[Perturbation] = getattr(perturb, self.rule)
+        kind: type[Contribution] = getattr(perturb, self.rule)
         return kind(radius, **({} if self.mode is None else {"mode": self.mode}))
 
 
@@ -257,13 +257,13 @@ class MethodTable(_Table):
         by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
         return by_rule or self.warm_start is not None or self.optimizer in _PUBLIC_OPTIMIZERS
 
-    def perturbation(self, candidate: Candidate) -> Perturbation | None:
+    def perturbation(self, candidate: Candidate) -> Contribution | None:
         """Return the perturbation of one candidate, or its users' local training.
 
         None means gradients at the current weights.
         """
         if self.local is not None and candidate.local_lr is not None:
-            return LocalTraining(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
+            return LocalUpdate(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
         return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
 
     def make(

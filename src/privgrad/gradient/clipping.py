@@ -1,6 +1,6 @@
 """Clip each contribution to norm C and add the results. The privacy guarantee rests on this file.
 
-A clipping rule turns norms into factors. `clipped_sum` checks the factors, multiplies and adds, and states the
+A clipping rule turns norms into factors. ClippingAccumulator checks the factors, multiplies and adds, and states the
 sensitivity of the sum. PrivateGradient then adds noise in proportion to that sensitivity.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
@@ -32,10 +32,10 @@ class Clipping(Protocol):
 
     Privacy:
         An example's factors may depend on that example's norms and on public numbers only. If a rule looked at the
-        whole batch, one example more or less would change the contributions of all others. `clipped_sum` checks two
-        things. For every rule, it refuses contributions beyond the bound. For a rule of your own, it asks again for
-        each half of the batch, and refuses factors that differ. It cannot detect a rule that remembers earlier calls:
-        a rule must keep no state.
+        whole batch, one example more or less would change the contributions of all others. ClippingAccumulator
+        checks two things. For every rule, it refuses contributions beyond the bound. For a rule of your own, it asks
+        again for each half of the batch, and refuses factors that differ. It cannot detect a rule that remembers
+        earlier calls: a rule must keep no state.
     """
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
@@ -171,62 +171,73 @@ class RawClipping:
     raw_nonfinite_examples: int
 
 
-def clipped_sum(
-    chunks: Iterable[Mapping[str, Factor]],
-    *,
-    like: Mapping[str, Tensor],
-    clip: Clipping,
-    max_grad_norm: float,
-    inverse_scales: Mapping[str, Tensor] | None = None,
-    grouped: bool = False,
-    expected_size: int = 1,
-) -> tuple[ClippedSum, RawClipping]:
-    """Clip every example's gradient and return the sum with its sensitivity.
+class ClippingAccumulator:
+    """An accumulator that clips every example's gradient, adds it, and returns the sum with its sensitivity.
 
     Computes: sum over i of factor_i * g_i / A, where factor_i clips g_i / A. It computes in float32 or wider, with or
     without autocast. An example whose norm is not finite counts as 0. In float32 this includes gradients with entries
     above 1e17, whose squares are infinite.
 
     Args:
-        chunks: gradients by parameter name, for one part of the batch after the other; may be empty. A missing
-            parameter has gradient 0.
         like: the parameters: names, shapes, devices.
         clip: the rule.
         max_grad_norm: C > 0.
         inverse_scales: 1 / A by parameter name, elementwise; missing names and None are 1. Public.
-        expected_size: the public expected number of contributions. It decides the precision of the sum (`sum_dtype`).
         grouped: True if the rows are means over groups of examples, with each example in one group (see
-            `example_groups.group_means`).
-    Returns:
-        The sum with its sensitivity, and the PRIVATE norms and factors.
+            `example_groups`).
+        expected_size: the public expected number of contributions. It decides the precision of the sum (`sum_dtype`).
     Privacy:
         The guarantee rests on this. If one example is added or removed, the sum changes by at most C in L2 norm, up to
         rounding (docs/promise.md). The split into chunks does not matter, because each contribution is bounded before
         it is added to another. With groups the bound is 2C, because one contribution of norm C is replaced by another,
         perhaps its opposite.
     """
-    sums, seen = _Sums(max_grad_norm, inverse_scales or {}), list[RawClipping]()
-    devices = {value.device.type for value in like.values()}
-    for chunk in chunks:  # the engine computes here, in the contexts that the caller has open
+
+    def __init__(
+        self,
+        *,
+        like: Mapping[str, Tensor],
+        clip: Clipping,
+        max_grad_norm: float,
+        inverse_scales: Mapping[str, Tensor] | None = None,
+        grouped: bool = False,
+        expected_size: int = 1,
+    ) -> None:
+        self._like, self._clip, self._bound = like, clip, max_grad_norm
+        self._scales = inverse_scales or {}
+        self._grouped, self._expected_size = grouped, expected_size
+        self._sums = _Sums(max_grad_norm, self._scales)
+        self._seen: list[RawClipping] = []
+        self._devices = {value.device.type for value in like.values()}
+
+    def add(self, chunk: Mapping[str, Factor]) -> None:
+        """Clip the gradients of one part of the batch and add them.
+
+        Args:
+            chunk: gradients by parameter name, one row per example. A missing parameter has gradient 0.
+        """
         if not chunk:
-            continue
+            return
         with ExitStack() as stack:
-            for device in devices:
+            for device in self._devices:
                 # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(device, enabled=False))
-            seen.append(_add_clipped(sums, chunk, clip, max_grad_norm, inverse_scales or {}))
-    total = {
-        name: _released_sum(sums.values.get(name), parameter, (inverse_scales or {}).get(name), expected_size)
-        for name, parameter in like.items()
-    }
-    nothing = torch.zeros(0, dtype=torch.float64)
-    raw = RawClipping(
-        torch.cat([part.raw_norms for part in seen] or [nothing]),
-        torch.cat([part.raw_factors for part in seen] or [nothing]),
-        torch.cat([part.raw_lengths for part in seen] or [nothing]),
-        sum(part.raw_nonfinite_examples for part in seen),
-    )
-    return ClippedSum(total, sensitivity=(1 + grouped) * max_grad_norm), raw
+            self._seen.append(_add_clipped(self._sums, chunk, self._clip, self._bound, self._scales))
+
+    def result(self) -> tuple[ClippedSum, RawClipping]:
+        """Return the sum with its sensitivity, and the PRIVATE norms and factors."""
+        total = {
+            name: _released_sum(self._sums.values.get(name), parameter, self._scales.get(name), self._expected_size)
+            for name, parameter in self._like.items()
+        }
+        nothing = torch.zeros(0, dtype=torch.float64)
+        raw = RawClipping(
+            torch.cat([part.raw_norms for part in self._seen] or [nothing]),
+            torch.cat([part.raw_factors for part in self._seen] or [nothing]),
+            torch.cat([part.raw_lengths for part in self._seen] or [nothing]),
+            sum(part.raw_nonfinite_examples for part in self._seen),
+        )
+        return ClippedSum(total, sensitivity=(1 + self._grouped) * self._bound), raw
 
 
 def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:

@@ -3,7 +3,7 @@
 PrivateGradient uses this for `group_size` > 1. Some papers call the groups "microbatches".
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, cast
 
@@ -29,26 +29,27 @@ def group_of(words: np.ndarray, groups: int) -> Tensor:
     return torch.from_numpy((words % np.uint64(groups)).astype(np.int64))
 
 
-def group_means(
-    engine: Callable[[Any], Mapping[str, Factor]], examples: Any, group_B: Tensor, at_once: int
-) -> Iterator[dict[str, Factor]]:
-    """Yield the mean gradient of each group that has examples.
+def split_by_group(examples: Any, group_B: Tensor, at_once: int) -> Iterator[tuple[int, Any]]:
+    """Yield (size of each group, examples), in parts of whole groups of equal size, smallest size first.
 
-    Each example is in exactly one group. PrivateGradient clips each mean, so one example changes one clipped vector.
+    Each example is in exactly one group, and the examples of a group are next to each other.
 
     Args:
-        engine: examples -> their gradients by parameter name.
         examples: tensors with leading dimension B >= 1.
         group_B: the group of each example, integer, shape (B,).
-        at_once: the number of examples that the engine computes at once; one whole group is computed in any case.
-    Yields:
-        Factors by parameter name, with one row per group. Groups of equal size come together, smallest size first.
+        at_once: the number of examples per part; one whole group is in one part in any case.
     """
     order_B = torch.argsort(group_B, stable=True)
     size_B = torch.bincount(group_B)[group_B[order_B]]  # size of each example's group
     for size in cast("list[int]", size_B.unique().tolist()):
         of_size = order_B[size_B == size]
         for start in range(0, len(of_size), most := max(1, at_once // size) * size):
-            chosen = of_size[start : start + most]
-            chunk = engine(map_examples(itemgetter(chosen), examples))
-            yield {name: factor.merge(size) * (1 / size) for name, factor in chunk.items()}
+            yield size, map_examples(itemgetter(of_size[start : start + most]), examples)
+
+
+def group_means(gradients: Mapping[str, Factor], size: int) -> dict[str, Factor]:
+    """Return the mean gradient of each group of `size` successive examples, one row per group.
+
+    PrivateGradient clips each mean, so one example changes one clipped vector.
+    """
+    return {name: factor.merge(size) * (1 / size) for name, factor in gradients.items()}

@@ -1,7 +1,7 @@
 """Compute each user's update: the change of the model when it is trained on that user's own examples.
 
-`LocalTraining` and `Reported` are perturbations for PrivateGradient with plans for users. The privacy guarantee rests
-on this: a user's update depends on that user's examples, public numbers and released weights only.
+`LocalUpdate` and `ReportedUpdate` are contributions to a PrivateGradient with a plan for users. The privacy guarantee
+rests on this: a user's update depends on that user's examples, public numbers and released weights only.
 
 Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
+from privgrad.gradient.contribution import Contribution, Engine, Schedule
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.module_state import require_losses
-from privgrad.gradient.perturb import Engine, Perturbation
 from privgrad.types import LossFunction, count_examples
 
 
-class LocalTraining(Perturbation):
-    """A perturbation that computes user updates: mini-batch SGD on each user's own examples, from the model's weights.
+class LocalUpdate(Contribution):
+    """The update of each user: mini-batch SGD on the user's own examples, from the model's weights.
 
     Computes, for every user, from w_0 = w, over the user's mini-batches in order, `epochs` times:
         w_k+1 = w_k - lr (mean gradient of mini-batch k at w_k) / A
@@ -46,20 +46,22 @@ class LocalTraining(Perturbation):
     """
 
     privacy_unit = "user"
-    _called, _usual, _positive = "lr", "0.1 say", True
+    applies_scales = True
 
     def __init__(self, lr: float | Callable[[int], float], *, batch_size: int, epochs: int = 1) -> None:
-        super().__init__(lr)
-        require_integer("LocalTraining", "batch_size", batch_size, 1)
-        require_integer("LocalTraining", "epochs", epochs, 1)
+        self.lr = Schedule("LocalUpdate", "lr", lr, usual="0.1 say", positive=True)
+        require_integer("LocalUpdate", "batch_size", batch_size, 1)
+        require_integer("LocalUpdate", "epochs", epochs, 1)
         self.batch_size, self.epochs = batch_size, epochs
-        self._inverse_scales: Mapping[str, Tensor] = {}
 
-    def _description(self, radius: str) -> str:
-        return f"LocalTraining(lr={radius}, batch_size={self.batch_size}, epochs={self.epochs})"
+    def __repr__(self) -> str:
+        return self._description(repr(self.lr))
 
-    def begun(self) -> "LocalTraining":
-        return LocalTraining(self._radius, batch_size=self.batch_size, epochs=self.epochs)
+    def described(self, steps: int) -> str:
+        return self._description(self.lr.described(steps))
+
+    def _description(self, lr: str) -> str:
+        return f"LocalUpdate(lr={lr}, batch_size={self.batch_size}, epochs={self.epochs})"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
         """Return a function (model, users) -> the mean loss of each user's examples, shape (U,)."""
@@ -74,12 +76,8 @@ class LocalTraining(Perturbation):
 
         return of_users
 
-    def divide(self, inverse_scales: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        self._inverse_scales = {name: _narrow(scales) for name, scales in inverse_scales.items()}
-        return {}
-
     def chunks(
-        self, engine: Engine, examples: Any, size: int, radius: float
+        self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
         """Yield the updates of all users, in chunks of at most `size` users, each with its number of users.
 
@@ -91,17 +89,25 @@ class LocalTraining(Perturbation):
         if counts and not 0 <= min(counts) <= max(counts) <= most:
             wrong = next(count for count in counts if not 0 <= count <= most)
             remedy = "make the data set by privgrad.data.by_user; its last tensor is the number of examples per user"
-            raise expected("LocalTraining", "counts", f"to be from 0 to {most}", wrong, remedy)
-        narrow = -(-self.batch_size // 4)
+            raise expected("LocalUpdate", "counts", f"to be from 0 to {most}", wrong, remedy)
+        narrow, lr = -(-self.batch_size // 4), self.lr(step)
+        scales = {name: _narrow(scale) for name, scale in inverse_scales.items()}
         for width, least, greatest in ((narrow, 1, narrow), (self.batch_size, narrow + 1, most)):
             users = [user for user, count in enumerate(counts) if least <= count <= greatest]
             users.sort(key=lambda user: -(-counts[user] // width), reverse=True)
             for start in range(0, len(users), size):
                 row_U = torch.tensor(users[start : start + size], device=count_U.device)
-                yield from self._trained(engine, tensors, row_U, count_U[row_U], width, radius)
+                yield from self._trained(engine, tensors, row_U, count_U[row_U], width, lr, scales)
 
     def _trained(
-        self, engine: Engine, tensors: Sequence[Tensor], row_U: Tensor, count_U: Tensor, width: int, radius: float
+        self,
+        engine: Engine,
+        tensors: Sequence[Tensor],
+        row_U: Tensor,
+        count_U: Tensor,
+        width: int,
+        lr: float,
+        inverse_scales: Mapping[str, Tensor],
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
         """Yield the updates of users who are sorted by their number of mini-batches, largest first.
 
@@ -117,7 +123,7 @@ class LocalTraining(Perturbation):
         for step in range(steps[0] + 1):
             before, there = there, sum(own > step for own in steps)
             if there < before:
-                ended.append((before - there, {name: factor[there:before] * radius for name, factor in moved.items()}))
+                ended.append((before - there, {name: factor[there:before] * lr for name, factor in moved.items()}))
                 moved = {name: factor[:there] for name, factor in moved.items()}
                 # Clipping has a cost per chunk. Updates that are written out can wait, to be clipped as one chunk.
                 if there == 0 or not all(isinstance(factor, Dense) for factor in moved.values()):
@@ -129,9 +135,9 @@ class LocalTraining(Perturbation):
             # Fill a short mini-batch with its first example: an error on the filling would occur without it too.
             place_UM = torch.where(column_M < left_U[:, None], column_M, 0) + first_US[:there, step, None]
             part = (*(_taken(tensor, place_UM) for tensor in rows), left_U)
-            found = engine.at(part, moved, -radius) if moved else engine(part)
+            found = engine.at(part, moved, -lr) if moved else engine(part)
             for name, factor in found.items():
-                scales = self._inverse_scales.get(name)
+                scales = inverse_scales.get(name)
                 update = (factor if scales is None else factor.scaled(scales)).settled()
                 moved[name] = (moved[name] + update).settled() if name in moved else update
 
@@ -150,20 +156,14 @@ def _taken(rows: Tensor, place_UM: Tensor) -> Tensor:
     return rows.index_select(0, place_UM.flatten()).view(*place_UM.shape, *rows.shape[1:])
 
 
-class Reported(Perturbation):
-    """A perturbation for updates that users computed themselves, as a server with real clients receives them.
+class ReportedUpdate(Contribution):
+    """A contribution that users computed themselves, as a server with real clients receives it.
 
     The batch holds w - w_last of each user by parameter name, shape (U, *P). The loss function is not used. An update
     that is not finite contributes nothing; an update longer than C is clipped to C.
     """
 
     privacy_unit = "user"
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-
-    def _description(self, radius: str) -> str:
-        return "Reported()"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
         """Return a loss function: the inner product of update and parameters, so that its gradient is the update."""
@@ -174,7 +174,9 @@ class Reported(Perturbation):
             unknown = sorted(set(updates) - set(parameters))
             if unknown:
                 remedy = "name them as model.named_parameters() does"
-                raise expected("Reported", "updates", "to be for the model's parameters", ", ".join(unknown), remedy)
+                raise expected(
+                    "ReportedUpdate", "updates", "to be for the model's parameters", ", ".join(unknown), remedy
+                )
             _require_real(updates)
             return torch.stack([(updates[n] * parameters[n]).flatten(1).sum(1) for n in updates]).sum(0)
 
@@ -183,7 +185,9 @@ class Reported(Perturbation):
     def microbatch_size(self, engine: Engine, examples: Any) -> int:
         return count_examples(examples)
 
-    def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
+    def gradients(
+        self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
+    ) -> Mapping[str, Factor]:
         _require_real(examples)
         return {name: Dense(updates_UP) for name, updates_UP in examples.items()}
 
@@ -192,7 +196,7 @@ def _require_real(updates: Mapping[str, Tensor]) -> None:
     for name, updates_UP in updates.items():
         if not updates_UP.is_floating_point():
             condition, got = "to be real floating-point numbers", f"{updates_UP.dtype} for {name!r}"
-            raise expected("Reported", "updates", condition, got, "leave this parameter out")
+            raise expected("ReportedUpdate", "updates", condition, got, "leave this parameter out")
 
 
 def _require_users(users: Any) -> tuple[Tensor, ...]:
@@ -204,18 +208,18 @@ def _require_users(users: Any) -> tuple[Tensor, ...]:
     held = cast("tuple[Tensor, ...]", users)
     remedy, condition = "make the data set by privgrad.data.by_user", "to hold users' examples and their counts"
     if not isinstance(users, tuple | list):
-        raise expected("LocalTraining", "a batch", condition, type(users).__name__, remedy)
+        raise expected("LocalUpdate", "a batch", condition, type(users).__name__, remedy)
     if len(held) < 2:
-        raise expected("LocalTraining", "a batch", condition, f"{len(held)} tensors", remedy)
+        raise expected("LocalUpdate", "a batch", condition, f"{len(held)} tensors", remedy)
     if held[-1].dim() != 1 or not _counts(held[-1]):
         got = f"counts with {held[-1].dim()} dimensions of {held[-1].dtype}"
-        raise expected("LocalTraining", "a batch", condition, got, remedy)
+        raise expected("LocalUpdate", "a batch", condition, got, remedy)
     *tensors, count_U = held
     shape = (len(count_U), tensors[0].shape[1] if tensors[0].dim() > 1 else -1)
     for tensor in tensors:
         if tuple(tensor.shape[:2]) != shape:
             condition, got = "to hold tensors (users, examples, ...)", f"shape {tuple(tensor.shape)}"
-            raise expected("LocalTraining", "a batch", condition, got, remedy)
+            raise expected("LocalUpdate", "a batch", condition, got, remedy)
     return (*tensors, count_U.long())
 
 

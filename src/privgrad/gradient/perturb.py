@@ -1,164 +1,49 @@
-"""Choose the point at which gradients are computed: one point per example (BAM), or one point for all (SAT).
+"""Contributions that compute gradients near the weights: one point per example (BAM), or one for all (SAT).
 
 The privacy guarantee rests on this file: a point may depend on one example, on public numbers and on released
 gradients only.
 """
 
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from privgrad.errors import described, expected
+from privgrad.gradient.contribution import Contribution, Engine, MeanGradient, Schedule
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.module_state import replaced
-from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples
+from privgrad.types import NoisyGradient
 
 Mode = Literal["sam", "exact"]
 Radius = float | Callable[[int], float]
-MeanGradient = Callable[[], Mapping[str, Tensor]]
 
 
-class Engine(Protocol):
-    """An engine that computes per-example gradients, at the weights or near them."""
-
-    def __call__(self, examples: Any) -> Mapping[str, Factor]: ...
-
-    def moved(self, examples: Any, radius: float, *, exact: bool) -> Mapping[str, Factor]: ...
-
-    def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> Mapping[str, Factor]: ...
-
-    def microbatch_size(self, examples: Any) -> int: ...
-
-    def moved_size(self, size: int, *, exact: bool) -> int: ...
-
-
-class Perturbation:
-    """The base class for the point at which per-example gradients are computed; by default the current weights.
-
-    PrivateGradient calls its methods in each step.
+class Perturbation(Contribution):
+    """The base class of contributions whose gradients are computed at a distance `radius` from the weights.
 
     Args:
         radius: >= 0, in parameter units: a number, or a function step -> number, with steps counted from 0. Public: a
             schedule may not depend on private data. It is called once per step.
-    Attributes:
-        is_public: False if the point depends on the whole private batch. Then nothing is private.
-        privacy_unit: the unit in one row of the batch: an "example", or a "user" with all of their examples.
-    Privacy:
-        The library trusts a subclass of yours. Each row that `gradients` and `losses` return may depend on that row of
-        the batch, on public numbers and on released gradients only; the point of `at` on the last two only. If the
-        point follows the mean gradient of the batch, one example more or less changes the contributions of all others.
-        Each contribution is still bounded, but the guarantee is void. Set is_public = False for such a point.
+    Raises:
+        PrivacyError: the radius is invalid.
     """
 
-    is_public = True
-    privacy_unit: PrivacyUnit = "example"
-    _called, _usual, _positive = "radius", "0.02 say; 0 is no perturbation", False
-
     def __init__(self, radius: Radius) -> None:
-        self._radius = radius
-        first = self.radius(0)
-        if type(self) is Perturbation and (callable(radius) or first > 0):
-            raise expected("Perturbation", "radius", "to be 0, for it moves nothing", radius, "use BAM or SAT")
+        self.radius = Schedule(type(self).__name__, "radius", radius, usual="0.02 say; 0 is no perturbation")
 
     def __repr__(self) -> str:
-        radius = self._radius
-        return self._description(
-            getattr(radius, "__qualname__", type(radius).__qualname__) if callable(radius) else f"{radius:g}"
-        )
+        return self._description(repr(self.radius))
 
     def described(self, steps: int) -> str:
-        """Return a text that identifies the radii of a run of `steps` steps, whatever function returns them."""
-        if not callable(self._radius):
-            return repr(self)
-        radii = [self.radius(step) for step in range(steps)]
-        digest = hashlib.sha256(repr(radii).encode()).hexdigest()[:8]
-        return self._description(f"{radii[0]:g} to {radii[-1]:g} in {steps} steps, {digest}")
+        return self._description(self.radius.described(steps))
 
     def _description(self, radius: str) -> str:
         return f"{type(self).__name__}(radius={radius})"
-
-    def radius(self, step: int) -> float:
-        """Return the radius of a step.
-
-        Raises:
-            PrivacyError: it is not a finite number >= 0 (> 0 for a learning rate).
-        """
-        radius: object = self._radius
-        if callable(self._radius):
-            try:
-                radius = self._radius(step)
-            except Exception as error:  # whatever a schedule may raise
-                radius = error
-        number = isinstance(radius, int | float) and not isinstance(radius, bool) and 0 <= radius < math.inf
-        if not number or (self._positive and radius == 0):
-            remedy = f"give a Python number, {self._usual}"
-            name = f"{self._called} at step {step}" if callable(self._radius) else self._called
-            condition = f"to be a finite number {'>' if self._positive else '>='} 0"
-            raise expected(type(self).__name__, name, condition, repr(radius), remedy)
-        return float(cast(float, radius))
-
-    def begun(self) -> "Perturbation":
-        """Return a copy with fresh state for one PrivateGradient."""
-        return self
-
-    @contextmanager
-    def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        """Move the weights to the point of one step, for all examples, and restore them afterwards.
-
-        Args:
-            radius: the radius of the step.
-            parameters: the trainable parameters, by name.
-            raw_mean: returns the mean gradient of the private batch, not clipped, for research only. NOT private; it
-                raises PrivacyError if is_public is True.
-        """
-        del radius, parameters, raw_mean
-        yield
-
-    def losses(self, loss_fn: LossFunction) -> LossFunction:
-        """Return a function (model, rows) -> one loss per row of the batch, made from one loss per example."""
-        return loss_fn
-
-    def microbatch_size(self, engine: Engine, examples: Any) -> int:
-        """Return the number of rows to compute at once if the user gives none."""
-        return engine.microbatch_size(examples)
-
-    def chunks(
-        self, engine: Engine, examples: Any, size: int, radius: float
-    ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        """Yield the `gradients` of the batch in chunks of at most `size` rows, each with its number of rows.
-
-        Each row of the batch is in at most one chunk.
-        """
-        for start in range(0, count_examples(examples), size):
-            part = map_examples(itemgetter(slice(start, start + size)), examples)
-            yield count_examples(part), self.gradients(engine, part, radius)
-
-    def divide(self, inverse_scales: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Receive the public scales of one step; return those by which PrivateGradient still has to divide."""
-        return inverse_scales
-
-    def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
-        """Return per-example gradients by parameter name; each row depends on that example alone."""
-        del radius
-        return engine(examples)
-
-    def released(self, gradient: NoisyGradient) -> None:
-        """Receive the released gradient of the step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; post-processing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint."""
-        del state
 
 
 class BAM(Perturbation):
@@ -194,13 +79,16 @@ class BAM(Perturbation):
         return f"BAM(radius={radius}, mode={self.mode!r})"
 
     def chunks(
-        self, engine: Engine, examples: Any, size: int, radius: float
+        self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
-        if radius > 0:
+        if self.radius(step) > 0:
             size = engine.moved_size(size, exact=self.mode == "exact")
-        return super().chunks(engine, examples, size, radius)
+        return super().chunks(engine, examples, size, step, inverse_scales)
 
-    def gradients(self, engine: Engine, examples: Any, radius: float) -> Mapping[str, Factor]:
+    def gradients(
+        self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
+    ) -> Mapping[str, Factor]:
+        radius = self.radius(step)
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
 
 
@@ -231,7 +119,7 @@ class SAT(Perturbation):
         return own
 
     @contextmanager
-    def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         for name, value in self._direction.items():
             if name not in parameters or value.shape != parameters[name].shape:
                 got, remedy = (
@@ -239,7 +127,7 @@ class SAT(Perturbation):
                     "load the state into the same model, or freeze parameters before the first step",
                 )
                 raise expected("SAT", "its state", "to be of this model", got, remedy)
-        with _moved(parameters, self._direction, radius, self._points):
+        with _moved(parameters, self._direction, self.radius(step), self._points):
             yield
 
     def released(self, gradient: NoisyGradient) -> None:
@@ -279,8 +167,8 @@ class RawSAM(Perturbation):
     is_public = False
 
     @contextmanager
-    def at(self, radius: float, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        with _moved(parameters, raw_mean(), radius, {}):
+    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        with _moved(parameters, raw_mean(), self.radius(step), {}):
             yield
 
 

@@ -47,7 +47,7 @@ class Transform:
 
 
 def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
-    """Return the inverse scales of a transform that only divides, for LocalTraining.
+    """Return the inverse scales of a transform that only divides, for LocalUpdate.
 
     Raises:
         PrivacyError: the transform adds a public vector to the gradients.
@@ -55,7 +55,7 @@ def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
     if transform.shift or transform.keep < 1:
         remedy = "use precondition.fixed, public_rmsprop or public_adagrad"
         got = f"keep = {transform.keep:g} and a shift of {len(transform.shift)} parameters"
-        raise expected("LocalTraining", "precondition", "to divide only", got, remedy)
+        raise expected("LocalUpdate", "precondition", "to divide only", got, remedy)
     return transform.inverse_scales
 
 

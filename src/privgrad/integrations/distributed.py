@@ -65,16 +65,16 @@ class Distributed(Processes):
         if not on_gpu:
             _let_gloo_finish()
 
-    def run_on_all(self, work: Callable[[], T], *, step: int = 0) -> T:
+    @contextmanager
+    def all_succeed(self, *, step: int = 0) -> Generator[None]:
         try:
-            result = work()
+            yield
         except BaseException:
             self._any_failed(failed=True, step=step)
             raise
         if self._any_failed(failed=False, step=step):
             got, remedy = "an exception in at least one of the others", "read its traceback; nothing was released"
             raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
-        return result
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         local = {name: value.contiguous() for name, value in values.items()}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad.errors import BudgetExceededError, expected
-from privgrad.federated import LocalTraining, Reported, local_update
+from privgrad.federated import LocalUpdate, ReportedUpdate, local_update
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.integrations.external_loop import ExternalLoopStep
 from privgrad.ledger import Ledger
@@ -73,7 +73,7 @@ class PrivateStrategy(Strategy):
         nodes: Sequence[int] | None = None,
         raw_metrics: Sequence[str] = (),
     ) -> None:
-        self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=Reported(), ledger=ledger)
+        self.private_grad = PrivateGradient(model, _no_loss, plan, perturb=ReportedUpdate(), ledger=ledger)
         self.private_step = ExternalLoopStep("PrivateStrategy", model, self.private_grad, optimizer)
         self._model, self._optimizer, self._plan = model, optimizer, plan
         self._nodes = None if nodes is None else _require_nodes(nodes, plan)
@@ -235,7 +235,7 @@ def client_app(
     make_model: Callable[[], nn.Module],
     loss_fn: Callable[[nn.Module, Any], Tensor],
     data_of: Callable[[Context, int], Any],
-    local: LocalTraining,
+    local: LocalUpdate,
     *,
     precondition: Preconditioner | None = None,
 ) -> ClientApp:
@@ -247,7 +247,7 @@ def client_app(
         data_of: (context, user) -> that user's row, in the format of data.by_user, with leading dimension 1. A device
             that holds only its own user's data returns those, whatever the arguments are.
         local: settings of the user's local training.
-        precondition: public scales; see LocalTraining.
+        precondition: public scales; see LocalUpdate.
     Returns:
         An app that answers `train` with the clipped update only: no losses, no number of examples.
     Raises:
@@ -310,4 +310,4 @@ def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Tensor:
-    raise NotImplementedError  # never called: Reported computes no loss
+    raise NotImplementedError  # never called: ReportedUpdate computes no loss

@@ -138,7 +138,7 @@ class Hooks:
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at its own point, theta + share f_i, as factors.
 
-        LocalTraining calls it for every local step but the first.
+        LocalUpdate calls it for every local step but the first.
 
         Args:
             examples: with leading dimension B >= 1.
