@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from conftest import clipped_sum
 from privgrad.gradient.clipping import Flat
-from privgrad.gradient.engines import hooks
+from privgrad.gradient.engines import passes
 from privgrad.gradient.engines.capture import Capture
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
@@ -165,7 +165,7 @@ def test_a_pass_is_freed_without_the_collector_of_cycles(monkeypatch: pytest.Mon
 
     take()
     take()
-    monkeypatch.setattr(hooks, "Capture", Watched)
+    monkeypatch.setattr(passes, "Capture", Watched)
     gc.collect()
     gc.disable()
     try:

@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, hooks
+from privgrad.gradient.engines import capture
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors import base as factors
@@ -334,7 +334,7 @@ def unchecked(*functions: Any, in_training: bool = True) -> Callable[[Patch], No
         for function in functions:
             everywhere(patch, function, lambda *_, **__: None)
         if not in_training:
-            patch.setattr(Hooks, "_require_apart_in_training", lambda *_: None)
+            everywhere(patch, audit.require_apart_in_training, lambda *_: None)
 
     return plant
 
@@ -595,7 +595,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a parameter's use outside of its module dropped",
-        unchecked(hooks._require_inside_units, audit.require_single),
+        unchecked(passes._require_inside_units, audit.require_single),
         "test_hooks.test_a_parameter_used_outside_its_module_is_refused_by_name",
     ),
     Mutant(

@@ -24,11 +24,11 @@ from privgrad.types import NoisyGradient, Provenance
 def ascent_of_the_batch(patch: Patch) -> None:
     """BAM up the loss of the batch, as SAM goes: every example moves every other's gradient."""
 
-    def wrong(self: Any, engine: Any, examples: Any, radius: float) -> Mapping[str, Factor]:
+    def wrong(self: Any, engine: Any, examples: Any, step: int, _: Any) -> Mapping[str, Factor]:
         ones = torch.ones(len(examples[0]), dtype=torch.float64)
         mean = {name: factor.weighted_sum(ones) for name, factor in engine(examples).items()}
         norm = torch.stack([value.norm() for value in mean.values()]).norm()
-        along = {n: (radius * v / norm).expand(len(ones), *v.shape) for n, v in mean.items()}
+        along = {n: (self.radius(step) * v / norm).expand(len(ones), *v.shape) for n, v in mean.items()}
         rows = engines.per_sample_gradients(engine._model, engine._loss_fn, examples, along=along)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 

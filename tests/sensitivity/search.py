@@ -308,7 +308,7 @@ class Oracle:
             # In evaluation mode, which is the same without dropout, audits have less to do.
             with evaluating(self.model), perturb.at(0, trainable(self.model), dict):
                 perturb.gradients(engine, first, 0, {})
-            engine._calls = _LATER
+            engine._schedule.calls = _LATER
 
     def batch(self, examples: Examples) -> pg.Batch:
         """Draw the batch that holds all of the examples."""

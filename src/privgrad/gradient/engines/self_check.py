@@ -5,6 +5,7 @@ guarantee of the fast engine rests on these comparisons: they would detect a mod
 the compared rows. They do not prove that it never happens.
 """
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -14,12 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.engines.capture import REMEDY, refused, written_to
+from privgrad.gradient.engines.capture import REMEDY, CallSequenceChangedError, refused, written_to
+from privgrad.gradient.engines.passes import Passes, Point
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
-from privgrad.gradient.module_state import trainable
+from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.validation import gradients
-from privgrad.types import LossFunction, map_examples
+from privgrad.types import LossFunction, count_examples, map_examples
+
+
+class CheckSchedule:
+    """The schedule of the self-check: the 1st, 2nd, 4th, 8th ... call is checked, and any call on request.
+
+    Later examples may reveal a problem that the first ones did not.
+
+    Attributes:
+        calls: the number of calls so far.
+        is_due: whether the current call must be checked.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.is_due = False
+
+    def begin(self) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.is_due |= self.calls & (self.calls - 1) == 0
 
 
 def require_single(
@@ -67,6 +89,66 @@ def require_single(
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy)
+
+
+def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
+    """Raise UnsupportedModuleError if an example's gradient changes when the other examples are replaced.
+
+    This runs in training mode, with the same random draws before and after.
+
+    Args:
+        passes: the engine's passes. Their layouts are the same afterwards.
+        few: three examples.
+        tolerance: the largest accepted difference, relative to the norms of all gradients of the parameter.
+        seed: seed of the random draws.
+    """
+    calls = passes.layouts.current.calls
+    for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):
+        with_one, with_other = (_training_factors(passes, few, order, seed) for order in (one, other))
+        for name in with_one.keys() & with_other.keys():
+            first, second = with_one[name], with_other[name]
+            difference = norm_of(first[kept : kept + 1].dense() - second[kept : kept + 1].dense())
+            if difference > tolerance * float(first.norms().sum() + second.norms().sum()):
+                condition, remedy = (
+                    "not to depend on other examples",
+                    f"keep examples apart in training mode too, or {REMEDY}",
+                )
+                got = f"a difference above {tolerance:g}, relative"
+                raise refused(f"the gradient of {name!r}", condition, got, remedy)
+    passes.layouts.current.calls = calls
+
+
+def _training_factors(passes: Passes, few: Any, order: list[int], seed: int) -> dict[str, Factor]:
+    """Return the factors of examples in this order, in training mode, where the calls of layers may differ."""
+    chosen = map_examples(itemgetter(order), few)
+    try:
+        with seeded(seed):
+            return passes.compute(chosen, Point())[0]
+    except CallSequenceChangedError:
+        passes.learn(chosen)
+        with seeded(seed):
+            return passes.compute(chosen, Point())[0]
+
+
+def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
+    """Raise UnsupportedModuleError if the second pass, with zero displacements, differs from the first.
+
+    Both passes start from the same random state, so a difference means that they draw different random numbers.
+    """
+    with seeded(seed):
+        first, _ = passes.compute(few, Point())
+    with seeded(seed):
+        second, _ = passes.compute(few, Point(radius=0.0))
+    scale = tolerance * sum(float(factor.norms().sum()) for factor in first.values())
+    rows = [slice(index, index + 1) for index in range(count_examples(few))]
+    for name, factor in first.items():
+        other = second.get(name)
+        changes = [math.inf] if other is None else [norm_of(other[r].dense() - factor[r].dense()) for r in rows]
+        if max(changes) > scale:
+            remedy = f"use single layers with nn.Dropout between them, or {REMEDY}"
+            got = f"gradients with a difference above {tolerance:g}, relative"
+            got = "no gradient in the second pass" if other is None else got
+            raise refused(f"the random draws before {name!r}", "to be the same in both passes", got, remedy)
 
 
 def norm_of(x: Tensor) -> float:

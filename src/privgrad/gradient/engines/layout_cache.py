@@ -1,0 +1,72 @@
+"""The layouts that the fast engine has learned, by the shapes of the examples from which it learned them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from privgrad.gradient.engines.capture import Layout
+
+Calls = list[tuple[str, Layout]]
+
+
+@dataclass
+class Layouts:
+    """The calls of a model's units in one forward pass, with the place of the examples in each tensor.
+
+    Attributes:
+        calls: path and layout of each call, in order; None before an audit.
+        vmapped_units: paths of units that are computed by vmap.
+        displaced: the same two for displaced parameters, by whether Hessian products are computed.
+        reached: names of the parameters with gradients.
+    """
+
+    calls: Calls | None = None
+    vmapped_units: set[str] = field(default_factory=set[str])
+    displaced: dict[bool, tuple[Calls, set[str]]] = field(default_factory=dict[bool, tuple[Calls, set[str]]])
+    reached: set[str] = field(default_factory=set[str])
+
+    def copied(self) -> "Layouts":
+        """Return a copy with sets and dicts of its own."""
+        return replace(
+            self, vmapped_units=set(self.vmapped_units), displaced=dict(self.displaced), reached=set(self.reached)
+        )
+
+
+class LayoutCache:
+    """The current layouts, and those of earlier audits.
+
+    A loop may be longer for longer examples. The engine then switches to the layouts of examples of the same shapes.
+
+    Attributes:
+        current: the layouts that the next pass uses.
+    """
+
+    def __init__(self) -> None:
+        self.current = Layouts()
+        self._known = dict[Any, Layouts]()
+        self._changed = set[Any]()  # shapes for which the calls differed from the current layouts
+
+    def remember(self, examples: Any) -> None:
+        """Keep the current layouts for examples of these shapes."""
+        self._known[_shapes(examples)] = self.current.copied()
+
+    def note_change(self, examples: Any) -> None:
+        """Note that examples of these shapes need other layouts than the current ones, and switch to them if known."""
+        self._changed.add(_shapes(examples))
+        self.recall(examples)
+
+    def recall(self, examples: Any) -> None:
+        """Switch to the layouts of examples of these shapes, if such examples needed other layouts before."""
+        shapes = _shapes(examples)
+        if shapes in self._changed and (known := self._known.get(shapes)) is not None:
+            found = known.copied()
+            found.displaced = self.current.displaced | found.displaced
+            self.current = found
+
+
+def _shapes(examples: Any) -> tuple[torch.Size, ...]:
+    """Return the shapes of one example's tensors."""
+    return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))

@@ -1,0 +1,60 @@
+"""How many examples the fast engine computes at once. Speed and memory only."""
+
+from torch import nn
+
+_TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more
+_FEW = 1 << 20  # floats of output gradients that are never split in two passes, however small the model is
+
+
+class MemoryPlan:
+    """The number of examples per pass, so that their data stay near the processor's caches or within a limit.
+
+    Args:
+        model: the module.
+        memory_mb: MiB for the data that grow with the number of examples: half for output gradients, half for
+            gradients that are kept from the norms to the sum. None: a multiple of the model's size.
+    Attributes:
+        floats: floats of output gradients per example, measured in the last pass.
+    """
+
+    def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
+        self._model = model
+        self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
+        self.floats = 0
+
+    def examples(self, size: int) -> int:
+        """Return the number of examples per pass for a batch of `size`, in parts of nearly equal size."""
+        most = max(1, self._together // max(1, self.floats))
+        if self._room is None and size * self.floats > max(_FEW, 12 * self._size):
+            # Inputs and output gradients of all layers are in memory together. Two parts keep the peak near that of
+            # ordinary training.
+            most = min(most, -(-size // 2))
+        return -(-size // -(-size // most))
+
+    def displaced_examples(self, size: int, written: int, *, exact: bool) -> int:
+        """Return the number of examples per pass with displaced parameters, at most `size`.
+
+        Args:
+            size: see above.
+            written: the number of parameters that are written out for each example.
+            exact: whether Hessian products are computed.
+        """
+        if exact and size * self.floats > max(_FEW, 2 * self._size):
+            # The graph of the backward pass needs about as much memory as the graph of the forward pass.
+            size = -(-size // 2)
+        # 2: the weights themselves, and their gradients.
+        return max(1, min(size, self._together // max(1, 2 * written)))
+
+    def room(self, size: int) -> int:
+        """Return how many floats of written-out gradients of `size` examples may be kept from the norms to the sum."""
+        return size * self.floats // 4 if self._room is None else self._room
+
+    @property
+    def _together(self) -> int:
+        """The number of floats to hold in memory for the examples of one pass."""
+        return max(_TOGETHER, 4 * self._size) if self._room is None else self._room
+
+    @property
+    def _size(self) -> int:
+        """The number of trainable values."""
+        return sum(int(p.numel()) for p in self._model.parameters() if p.requires_grad)

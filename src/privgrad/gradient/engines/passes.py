@@ -1,0 +1,283 @@
+"""The forward and backward passes of the fast engine: from examples to factors, with layouts that an audit has learned.
+
+A pass trusts its layouts. `hooks.Hooks` learns and checks them.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from privgrad.gradient.autograd_graph import sources
+from privgrad.gradient.engines.capture import (
+    REMEDY,
+    Capture,
+    HvpTerms,
+    Tap,
+    find_layout,
+    misplaced,
+    mixes,
+    refused,
+    units,
+)
+from privgrad.gradient.engines.hvp import backward, curvature
+from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
+from privgrad.gradient.engines.memory import MemoryPlan
+from privgrad.gradient.engines.vmap import shares
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.displacement import Displacements
+from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled
+from privgrad.gradient.factors.norms import at_least_float32
+from privgrad.gradient.factors.weight_standardization import StandardizedWeight
+from privgrad.gradient.layers.base import find_rule
+from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
+from privgrad.gradient.validation import PROBED, refuse_reentrant
+from privgrad.types import LossFunction, count_examples, map_examples
+
+
+@dataclass(frozen=True)
+class Point:
+    """The point at which each example's gradient is computed. The default is the current weights.
+
+    Attributes:
+        radius: the distance from the weights, along the example's own gradient; None: no such displacement.
+        exact: whether to compute the Hessian's product with that displacement, instead of displacing.
+        along: factors of a displacement by parameter name, one row per example; None: no such displacement.
+        share: the number that multiplies `along`.
+    """
+
+    radius: float | None = None
+    exact: bool = False
+    along: Mapping[str, Factor] | None = None
+    share: float = 0.0
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether the point differs from the weights."""
+        return self.radius is not None or self.along is not None
+
+    def doubled(self) -> "Point":
+        """Return the point in double precision."""
+        along = {name: Dense(factor.dense().double()) for name, factor in (self.along or {}).items()}
+        return replace(self, along=along or None)
+
+
+class Passes:
+    """The passes over one model and loss.
+
+    Args:
+        model: the module. Its forwards are replaced during a pass only.
+        loss_fn: (model, examples) -> losses, shape (B,).
+        memory: chooses the number of examples per pass.
+    Attributes:
+        layouts: where the tensors of each call hold the examples.
+        pulled: by id of a parameter from which a weight is computed, whether its displacement is not written out.
+        half: whether any output gradient of the last pass is in half precision.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
+        self._model, self._loss_fn, self._memory = model, loss_fn, memory
+        self._norms = JacobianNorms()
+        self.layouts = LayoutCache()
+        self.pulled = dict[int, bool]()
+        self.half = False
+
+    def compute(self, examples: Any, point: Point) -> tuple[dict[str, Factor], Displacements | None]:
+        """Return the gradients at a point as factors, and the displacements of the parameters.
+
+        Raises:
+            CallSequenceChangedError: the model makes other calls than the current layouts have.
+        """
+        if point.radius is not None and point.exact:
+            return self._curved(examples, point.radius)
+        displacements = self._displacements(examples, point)
+        known = self.layouts.current
+        calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
+        capture = Capture(self._model, calls, count_examples(examples), units, displacements, norms=self._norms)
+        with self._forward(capture, examples) as losses:
+            edges = [tap.edge for tap in capture.taps]
+            if not edges or not losses.requires_grad:
+                return {}, displacements
+            # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on a unit's output.
+            grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
+        return self._collected(losses, capture.taps, grads), displacements
+
+    def learn(self, few: Any) -> None:
+        """Learn the layouts of a pass at the weights."""
+        self.layouts.current.calls = self._learned(few, self.layouts.current.vmapped_units)
+
+    def learn_displaced(self, few: Any, *, exact: bool) -> None:
+        """Learn the layouts of a pass with displaced parameters."""
+        costly = {path for path, unit in units(self._model) if not self._displaces_cheaply(unit, exact)}
+        vmapped = self.layouts.current.vmapped_units | costly
+        self.layouts.current.displaced[exact] = self._learned(few, vmapped), vmapped
+
+    def displacements_of(self, first: Mapping[str, Factor], radius: float) -> Displacements:
+        """Return the displacements radius g_i / |g_i|, where |g_i| is the norm over all parameters."""
+        parameters = trainable(self._model)
+        # Write out gradients that were pulled through a parametrization: they are needed more than once.
+        first = {name: f.written_out() if isinstance(f, Pulled) else f for name, f in first.items()}
+        share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
+        share_B = share_B.to(torch.promote_types(next(iter(parameters.values())).dtype, torch.float32))
+        if not bool(moving_B.all()):
+            first = {name: factor.mask(moving_B) for name, factor in first.items()}
+        return Displacements({id(parameters[name]): factor for name, factor in first.items()}, share_B)
+
+    def written_per_example(self, *, exact: bool) -> int:
+        """Return the number of parameters of which a pass with displaced parameters writes out one copy per example."""
+        each = [
+            unit
+            for _, unit in units(self._model)
+            if parametrize.is_parametrized(unit) or not self._displaces_cheaply(unit, exact)
+        ]
+        parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
+        return sum(p.numel() for p in parameters if not self.pulled.get(id(p), False))
+
+    def require_not_repeated(self, few: Any) -> None:
+        """Raise UnsupportedModuleError if the losses fail because the engine expands a layer's shared output.
+
+        The same losses have succeeded with the unchanged layers. So the cause is an output that the layer computes
+        once for all examples, and that has one row per example here.
+        """
+        known = self.layouts.current
+        shared = [path for path, layout in known.calls or [] if layout and layout[0] is None]
+        capture = Capture(self._model, known.calls or [], count_examples(few), known.vmapped_units)
+        try:
+            with self._forward(capture, few):
+                return
+        except RuntimeError as error:
+            if shared:
+                condition, got = "to be broadcast over the examples, not repeated", str(error).rstrip(".")
+                raise refused(f"the shared output of '{shared[0]}'", condition, got, REMEDY) from error
+
+    def _displacements(self, examples: Any, point: Point) -> Displacements | None:
+        """Return the displacement of each example's parameters at a point that is not `exact`; None at the weights."""
+        if point.along is not None:
+            parameters, rows = trainable(self._model), next(iter(point.along.values())).examples
+            share_B = next(iter(parameters.values())).new_full((rows,), point.share)
+            along = {id(parameters[name]): factor for name, factor in point.along.items()}
+            return Displacements(along, at_least_float32(share_B))
+        if point.radius is None:
+            return None
+        with torch.random.fork_rng():  # both passes have the same random draws
+            first, _ = self.compute(examples, Point())
+        return self.displacements_of(first, point.radius)
+
+    def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Displacements]:
+        """Return the gradients plus their Hessians' products with the displacements, in one forward pass."""
+        calls, vmapped = self.layouts.current.displaced[True]
+        capture = Capture(self._model, calls, count_examples(examples), vmapped, curved=True, norms=self._norms)
+        with differentiable(twice=True), self._forward(capture, examples) as losses:
+            if not capture.taps or not losses.requires_grad:
+                return {}, Displacements({}, torch.zeros(0))
+            first = backward(losses, capture.taps)
+            along = self.displacements_of(self._collected(losses, capture.taps, first.detached), radius)
+            grads, terms = curvature(first, along)
+        return self._collected(losses, capture.taps, grads, terms), along
+
+    @contextmanager
+    def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
+        """Yield the losses of a forward pass; the capture stays open until the graph has been used."""
+        with torch.enable_grad(), preserved(self._model), capture:
+            losses = require_losses(self._loss_fn(self._model, examples), capture.size)
+            capture.finish()
+            refuse_reentrant(losses)
+            _require_inside_units(losses, trainable(self._model))
+            yield losses
+
+    def _collected(
+        self,
+        losses: Tensor,
+        taps: Sequence[Tap],
+        grads: Sequence[Tensor | None],
+        terms: Sequence[HvpTerms | None] | None = None,
+    ) -> dict[str, Factor]:
+        """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
+        names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
+        self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
+        self._memory.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
+        factors: dict[str, Factor] = {}
+        # Gradients that are written out for their norms are kept for the sum, up to this many floats.
+        room = self._memory.room(size)
+        with torch.autocast(losses.device.type, enabled=False):
+            for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
+                _require_unwritten(tap)
+                if grad is None:
+                    continue
+                own = terms[index] if terms else None
+                for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
+                    name = names[id(parameter)]
+                    if factor.examples != size:
+                        if factor.examples % size != 0:
+                            raise misplaced(tap.path, "rows that are no multiple of the number of examples")
+                        factor = factor.merge(factor.examples // size)
+                    floats = size * int(parameter.numel())
+                    if factor.worth_keeping and floats <= room:
+                        factor, room = factor.written_out(), room - floats
+                    factors[name] = factors[name] + factor if name in factors else factor
+        return factors
+
+    def _learned(self, few: Any, vmapped: set[str]) -> Calls:
+        """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
+        sizes, captures = (PROBED, PROBED - 1), list[Capture]()
+        for size in sizes:
+            captures.append(capture := Capture(self._model, None, size, vmapped))
+            with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
+                self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
+                capture.finish()
+        more, fewer = (capture.calls for capture in captures)
+        paths = [[call.path for call in calls] for calls in (more, fewer)]
+        if paths[0] != paths[1]:
+            differing = next(pair for pair in zip_longest(*paths, fillvalue="no call") if pair[0] != pair[1])
+            got = " and ".join(f"{path!r} with {size} examples" for path, size in zip(differing, sizes, strict=True))
+            raise refused("the calls of layers", "not to depend on the examples", got, REMEDY)
+        pairs = list(zip(more, fewer, strict=True))
+        mixing = {unit for unit in captures[0].by_products if any(mixes(unit, *pair, sizes) for pair in pairs)}
+        if mixing:
+            vmapped |= mixing
+            return self._learned(few, vmapped)
+        return [(one.path, find_layout(one, other, sizes)) for one, other in pairs]
+
+    def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
+        """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
+        rule = find_rule(unit)
+        if rule is None or not rule.has_delta:
+            return False
+        if not exact or not parametrize.is_parametrized(unit):
+            return not exact or rule.is_bilinear
+        computed = cast("Mapping[str, nn.Module]", unit.parametrizations)
+        originals = [getattr(own, "original", None) for own in computed.values() if StandardizedWeight.of(own)]
+        return len(originals) == len(computed) and all(id(original) in self.pulled for original in originals)
+
+
+def _require_unwritten(tap: Tap) -> None:
+    """Raise UnsupportedModuleError if a tensor that the tap's factors need was written to since its call."""
+    for tensor, version in tap.inputs:
+        if tensor._version != version:
+            got, remedy = (
+                f"{tensor._version - version} in-place writes",
+                "work on a copy, as ordinary training requires too",
+            )
+            raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
+
+
+def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise UnsupportedModuleError if the graph of the losses reaches a parameter.
+
+    Units compute from detached parameters, so such a parameter is used outside of its unit.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for source in sources([losses]):
+        name = names.get(id(source))
+        if name is not None:
+            remedy = (
+                "use it in its own module's forward only (a tied layer: a module that is given the parameter, as "
+                f"head.weight = table.weight; a rule: through `parameters`), or {REMEDY}"
+            )
+            raise refused(f"parameter {name!r}", "to be used by its own module only", "a use outside of it", remedy)
