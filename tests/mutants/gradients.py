@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture
+from privgrad.gradient.engines import capture, passes
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors import base as factors
