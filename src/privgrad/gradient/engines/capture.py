@@ -30,8 +30,7 @@ from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements, PerSampleWeight
 from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
 from privgrad.gradient.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
-from privgrad.gradient.layers.adapters import find_adapter
-from privgrad.gradient.layers.base import Rule, find_rule
+from privgrad.gradient.layers.base import Rule, find_forward, find_rule
 from privgrad.gradient.layers.functional import Product, Products
 from privgrad.gradient.module_state import preserved, weight_norms
 
@@ -150,11 +149,11 @@ class Capture:
         for path, module in units(self._model):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
-            adapter, rule = find_adapter(module), find_rule(module)
+            with_taps, rule = find_forward(module), find_rule(module)
             if path in self._whole:
                 forward = partial(self._by_vmap, path, module, original)
-            elif adapter is not None:
-                forward = partial(self._adapted, path, module, adapter)
+            elif with_taps is not None:
+                forward = partial(self._tapped, path, module, with_taps)
             elif rule is not None:
                 forward = partial(self._ruled, path, module, rule, original)
             else:
@@ -309,12 +308,12 @@ class Capture:
                 found[name] = known or PerSampleWeight(parametrization, moves, weights[name])
         return found
 
-    def _adapted(self, path: str, module: nn.Module, adapter: Any, *args: Any, **kwargs: Any) -> Any:
+    def _tapped(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         layout = self._enter(path)
         self._note(path, [])
         tap: Any = _ignore if layout is None else partial(self._tap, path, inputs=())
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
-        return tree_map_only(Tensor, Tensor.contiguous, adapter(module, tap, *args, **kwargs))
+        return tree_map_only(Tensor, Tensor.contiguous, forward(module, tap, *args, **kwargs))
 
     def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit without a rule by its linear maps and convolutions, or by vmap if it has other operations."""
@@ -462,7 +461,7 @@ def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Ite
         return
     seen.add(id(model))
     owns = any(p.requires_grad for p in model.parameters(recurse=False))
-    if owns or find_adapter(model) is not None or parametrize.is_parametrized(model):
+    if owns or find_forward(model) is not None or parametrize.is_parametrized(model):
         yield path, model
         return
     for name, child in model.named_children():

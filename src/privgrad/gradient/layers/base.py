@@ -1,21 +1,29 @@
-"""The interface of a layer's rule: its forward pass, and the per-example gradients of its parameters.
+"""The two ways to describe a layer: a rule, and a forward with taps.
 
-`engines.capture` finds the rule of each layer by `find_rule` and calls it in place of the layer's forward.
+A `Rule` is for a layer with one weight: its forward pass, and the per-example gradients of its parameters. A forward
+with taps is for a layer that computes several linear maps, such as attention. It computes the same as the module, and
+passes the output of each map through a tap, with a function from the gradient of that output to factors.
+`engines.capture` finds both by the type of the layer and calls them in place of the layer's forward.
 
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.errors import expected
-from privgrad.gradient.factors.base import Factor
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacement
+from privgrad.gradient.factors.norms import at_least_float32, sum_over
+from privgrad.gradient.factors.outer import Outer
+
+# (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use from then on
+Tap = Callable[[Tensor, Callable[[Tensor], dict[Tensor, Factor]]], Tensor]
 
 
 class Rule(ABC):
@@ -142,6 +150,86 @@ def find_rule(layer: nn.Module) -> Rule | None:
         return None
     own = {name for name, _ in layer.named_parameters(recurse=False)}
     return rule if own <= set(rule.parameters) else None
+
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {}
+
+
+def register_forward(*layers: type[nn.Module]) -> Callable[[Forward], Forward]:
+    """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
+
+    Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
+    taps, or in different rows, its factors are added up.
+    """
+
+    def register(forward: Forward) -> Forward:
+        _FORWARDS.update(dict.fromkeys(layers, forward))
+        return forward
+
+    return register
+
+
+def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward with taps for this layer, or None.
+
+    There is none for subclasses, parametrized modules and modules whose forward has been replaced.
+    """
+    forward = _FORWARDS.get(type(layer))
+    if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
+        return None
+    return forward
+
+
+def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Factor]]) -> Tensor:
+    """Pass a tensor through the tap, with a gradient also if its inputs have none."""
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        tensor.requires_grad_()
+    return tap(tensor, factors)
+
+
+def of_linear_map(weight: Tensor, bias: Tensor | None, a_BTI: Tensor, b_BTO: Tensor) -> dict[Tensor, Factor]:
+    """Return the factors of a linear map's weight and bias, without those that are not trained.
+
+    Args:
+        weight: the weight; a tensor that is not a parameter is not trained.
+        bias: the bias, or None.
+        a_BTI: inputs, shape (B, T, I).
+        b_BTO: gradients of the outputs, shape (B, T, O).
+    """
+    found: dict[Tensor, Factor] = {}
+    if is_trained(weight):
+        found[weight] = Outer(a_BTI, b_BTO)
+    if is_trained(bias):
+        found[bias] = Dense(sum_over(at_least_float32(b_BTO), 1))
+    return found
+
+
+def add_to(found: dict[Tensor, Factor], more: Mapping[Tensor, Factor]) -> dict[Tensor, Factor]:
+    """Add factors to those of the same parameters in `found`, and return `found`."""
+    for parameter, factor in more.items():
+        found[parameter] = found[parameter] + factor if parameter in found else factor
+    return found
+
+
+def is_trained(tensor: Tensor | None) -> TypeGuard[nn.Parameter]:
+    """Return whether a tensor is a parameter with gradients."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of in-place writes to a tensor so far; 0 in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
+def require_unwritten(layer: str, inputs: Tensor, version: int) -> None:
+    """Raise UnsupportedModuleError if inputs have another version than in the forward pass."""
+    if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
+        condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
+        remedy = "use an operation that is not in place"  # torch's own backward pass refuses such a change, too
+        raise expected(layer, "inputs", condition, got, remedy, UnsupportedModuleError)
 
 
 def of_channels(move: Displacement, x: Tensor) -> Tensor:
