@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere
 from privgrad.gradient import batching, clipping, module_state
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, hooks
+from privgrad.gradient.engines import hooks, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors import base as factors
@@ -309,7 +309,7 @@ def by_rules_of_torch(*operations: Any) -> Callable[[Patch], None]:
 
 
 def states_kept(patch: Patch) -> None:
-    patch.setattr(capture, "preserved", lambda *_, **__: nullcontext())
+    patch.setattr(vmapped_unit, "preserved", lambda *_, **__: nullcontext())
 
 
 def shared_draws(patch: Patch) -> None:
@@ -558,7 +558,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a half filled cache in the loop that follows vmap",
-        unchecked(capture._require_unchanged),
+        unchecked(vmapped_unit.require_unchanged),
         "test_state.test_a_layer_that_fills_an_argument_is_refused_with_remedies_that_work",
         {"looped": True, "training_too": True},
     ),

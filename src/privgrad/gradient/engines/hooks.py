@@ -23,21 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.autograd_graph import sources
-from privgrad.gradient.engines.capture import (
-    REMEDY,
-    CallSequenceChangedError,
-    Capture,
-    HvpTerms,
-    Layout,
-    Tap,
-    find_layout,
-    misplaced,
-    mixes,
-    refused,
-    units,
-)
+from privgrad.gradient.engines.capture import Capture, units
 from privgrad.gradient.engines.hvp import backward, curvature
+from privgrad.gradient.engines.layouts import Layout, find_layout, mixes
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
 from privgrad.gradient.engines.self_check import norm_of, require_single, restored
+from privgrad.gradient.engines.taps import HvpTerms, Tap
 from privgrad.gradient.engines.vmap import shares
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.engines.capture import REMEDY, refused, written_to
+from privgrad.gradient.engines.refusals import REMEDY, refused, written_to
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import trainable

@@ -1,7 +1,7 @@
 """Weight standardization, and per-example gradients through it in closed form.
 
 The general way is `jacobian.Pulled`, which must write each gradient out for its norm. Here norms, weighted sums and
-moved weights follow from means and inner products of rows. `engines.capture` chooses between the two.
+moved weights follow from means and inner products of rows. `engines.layer_call` chooses between the two.
 
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
@@ -239,7 +239,7 @@ class StandardizedWeight:
         moved = Combined(_by_rows(cast(Rows, g.inner), scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
-    def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
+    def curved(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
         """Return `pull` of the gradients, plus the curvature of the weight itself.
 
         BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
@@ -279,8 +279,8 @@ class StandardizedWeight:
         of_rows_BO = y_BO * (1 - self.lost_1O) - 2 * inner_mean_BO * self.level_1O
         square_BO = y_BO * (2 * inner_along_BO + of_rows_BO) - inner_mean_BO.square()
         square_BO = inner_square_BO + fan_in * square_BO
-        bent = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
-        return self.named(bent, fan_in**0.5 * along_tBO + of_gain_BO)
+        found = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
+        return self.named(found, fan_in**0.5 * along_tBO + of_gain_BO)
 
     def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
         """Return the factors by parameter, for the parameters that are trained."""
