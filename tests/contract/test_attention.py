@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError
-from privgrad.gradient.factors.base import Factor, Placed
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.layers.attention import attention_forward
 
 HEADS, LENGTH, KEYS = 2, 3, 5
@@ -46,7 +47,7 @@ class Taps:
             for parameter, factor in factors(grad).items():
                 empty = grad.new_full((factor.examples, *parameter.shape), torch.nan)
                 whole = found.setdefault(names[parameter], empty)
-                for first, part in factor.parts if isinstance(factor, Placed) else [(0, factor)]:
+                for first, part in factor.parts if isinstance(factor, RowRanges) else [(0, factor)]:
                     rows = slice(first, first + part.shape[0])
                     assert whole[:, rows].isnan().all()
                     whole[:, rows] = part.dense()

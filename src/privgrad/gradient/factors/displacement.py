@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from privgrad.gradient.batching import batched
-from privgrad.gradient.factors.base import Dense, Examples, Factor
+from privgrad.gradient.factors.base import Dense, Examples, Factor, as_linear_map
 from privgrad.gradient.factors.conv import Geometry, convolve
 from privgrad.gradient.factors.norms import examples_per_block
 
@@ -48,20 +48,20 @@ class Displacement:
         return torch.addcmul(parameter, self.factor.dense().to(parameter.dtype), share.to(parameter.dtype))
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """Return `Factor.apply`, times the shares."""
-        return self.factor.apply(x_BTI) * self._share(2)
+        """Return `LinearMapFactor.apply`, times the shares."""
+        return as_linear_map(self.factor).apply(x_BTI) * self._share(2)
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        """Return `Factor.read`, times the shares."""
-        return self.factor.read(ids_BT) * self._share(2)
+        """Return `LinearMapFactor.read`, times the shares."""
+        return as_linear_map(self.factor).read(ids_BT) * self._share(2)
 
     def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
-        """Return `Factor.read_bags`, times the shares."""
-        return self.factor.read_bags(ids_BJT, weight_BJT) * self._share(2)
+        """Return `LinearMapFactor.read_bags`, times the shares."""
+        return as_linear_map(self.factor).read_bags(ids_BJT, weight_BJT) * self._share(2)
 
     def transposed(self) -> "Displacement":
         """Return the displacements transposed, for a weight that is stored transposed."""
-        return Displacement(self.factor.transposed(), self.share)
+        return Displacement(as_linear_map(self.factor).transposed(), self.share)
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
         """Convolve x with each example's displacement as the weight.

@@ -8,12 +8,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Examples, Factor, Sum, canceled, merged
-from privgrad.gradient.factors.norms import at_least_float32, float64_norms, masked, position_norms
+from privgrad.gradient.factors.base import Examples, Factor, LinearMapFactor, Sum
+from privgrad.gradient.factors.norms import (
+    at_least_float32,
+    canceled,
+    float64_norms,
+    masked,
+    merged,
+    position_norms,
+)
 from privgrad.gradient.factors.outer import Outer
 
 
-class Rows(Factor):
+class Rows(LinearMapFactor):
     """The gradients of an embedding table: row v of g_i is the sum of r_it over all t with ids_it = v.
 
     Args:
@@ -69,7 +76,7 @@ class Rows(Factor):
     def scaled(self, scales: Tensor) -> "Rows":
         return Rows(self.ids_BT, self.r_BTD * scales.expand(self.shape)[self.ids_BT], self.shape[0])
 
-    def settled(self) -> Factor:
+    def settled(self) -> LinearMapFactor:
         return self if self.ids_BT.shape[1] < self.shape[0] else self.written_out()
 
     def mask(self, kept_B: Tensor) -> "Rows":

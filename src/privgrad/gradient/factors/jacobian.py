@@ -16,18 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import (
-    Dense,
-    Examples,
-    Factor,
-    added_up,
-    flattened,
-    largest_scale,
-    term_bound_of,
-)
+from privgrad.gradient.factors.base import Dense, Examples, Factor, term_bound_of
 from privgrad.gradient.factors.norms import (
+    added_up,
     at_least_float32,
+    flattened,
     float64_norms,
+    largest_scale,
     native_norms,
     norms_of,
 )

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, Sum, canceled, largest_scale, term_bound_of
+from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, Sum, as_linear_map, term_bound_of
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.displacement import Displacement
-from privgrad.gradient.factors.norms import at_least_float32, masked, native_norms
+from privgrad.gradient.factors.norms import at_least_float32, canceled, largest_scale, masked, native_norms
 from privgrad.gradient.factors.outer import Outer
 
 
@@ -50,7 +50,7 @@ def _added(fan_in: int) -> float:
 Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
 
 
-class Combined(Factor):
+class Combined(LinearMapFactor):
     """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
 
     The three terms are a row of the example's own, a multiple of a row that all examples share, and a constant.
@@ -120,7 +120,7 @@ class Combined(Factor):
     def apply(self, x_BTI: Tensor) -> Tensor:
         shared_BTO = (x_BTI @ self.rows.mT) * self.along_BO[:, None]
         shared_BTO += x_BTI.sum(2, keepdim=True) * self.level_BO[:, None]
-        return shared_BTO + self.inner.apply(x_BTI)
+        return shared_BTO + as_linear_map(self.inner).apply(x_BTI)
 
 
 class Projected(Combined):
@@ -386,12 +386,12 @@ def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:
     return Dense(torch.addcmul(one.dense() * one_BO[:, :, None], other.dense(), other_BO[:, :, None]))
 
 
-def _products(h: Rows, other: Factor | Tensor) -> Tensor:
+def _products(h: Rows, other: LinearMapFactor | Tensor) -> Tensor:
     """Return inner products of the rows of h with those of a factor or of a common matrix, shape (B, O)."""
     if isinstance(h, Outer):
-        found_BTO = other.apply(h.a_BTI) if isinstance(other, Factor) else h.a_BTI @ other.mT
+        found_BTO = other.apply(h.a_BTI) if isinstance(other, LinearMapFactor) else h.a_BTI @ other.mT
         return (found_BTO * h.b_BTO).sum(1)
-    return cast(Tensor, torch.linalg.vecdot(h.grads_BP, other.dense() if isinstance(other, Factor) else other))
+    return cast(Tensor, torch.linalg.vecdot(h.grads_BP, other.dense() if isinstance(other, LinearMapFactor) else other))
 
 
 def _sums(h: Rows) -> Tensor:

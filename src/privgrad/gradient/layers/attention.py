@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError, expected
-from privgrad.gradient.factors.base import Dense, Factor, Placed
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.layers.base import (
     Tap,
     is_trained,
@@ -146,7 +147,7 @@ def _linear(
     def factors(grad_BTO: Tensor) -> dict[Tensor, Factor]:
         require_unwritten(_NAME, inputs, version)
         found = of_linear_map(weight, bias, inputs.detach(), grad_BTO)
-        return {own: Placed([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
+        return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
 
     return tapped(tap, F.linear(inputs, values(weight), None if bias is None else values(bias)), factors)
 
