@@ -103,8 +103,8 @@ class Rows(LinearMapFactor):
 
         An example may read a row several times: these gradients are added up before the row's norm is taken.
         """
-        keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
-        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
+        keys, positions = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
+        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, positions, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
             rows *= inverse_scales[keys % self.shape[0]]
         square = float64_norms(rows).square()

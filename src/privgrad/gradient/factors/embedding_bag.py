@@ -161,9 +161,9 @@ class ManyBags(LinearMapFactor):
         read = list[Tensor]()
         for index, (ids_JT, weight_JT) in enumerate(zip(ids_BJT, weight_BJT, strict=True)):
             words_W, rows_WD = self._rows(index)
-            place_JT = torch.searchsorted(words_W, ids_JT).clamp(max=len(words_W) - 1)
-            weight_JT = torch.where(words_W[place_JT] == ids_JT, weight_JT.to(rows_WD.dtype), 0.0)
-            read.append(F.embedding_bag(place_JT, rows_WD, mode="sum", per_sample_weights=weight_JT))
+            position_JT = torch.searchsorted(words_W, ids_JT).clamp(max=len(words_W) - 1)
+            weight_JT = torch.where(words_W[position_JT] == ids_JT, weight_JT.to(rows_WD.dtype), 0.0)
+            read.append(F.embedding_bag(position_JT, rows_WD, mode="sum", per_sample_weights=weight_JT))
         return torch.stack(read)
 
     def scaled(self, scales: Tensor) -> LinearMapFactor:
@@ -209,8 +209,8 @@ class ManyBags(LinearMapFactor):
     def _rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return an example's distinct words, sorted, and the rows of g_i for them; all other rows are zero."""
         ids_JT = self.ids_BJT[index]
-        words_W, place_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
-        bags = _sparse(place_JT, self.weight_BJT[index], len(words_W))
+        words_W, position_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
+        bags = _sparse(position_JT, self.weight_BJT[index], len(words_W))
         return words_W, cast(Tensor, torch.sparse.mm(bags.t(), self.r_BJD[index]))
 
 

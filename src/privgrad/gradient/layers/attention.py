@@ -72,31 +72,23 @@ def attention_forward(
         remedy = "give the causal mask, since is_causal only describes attn_mask"
         raise expected(_NAME, "attn_mask", "to be a tensor where is_causal is set", None, remedy)
     q_BTE, k_BSE, v_BSE = _projected(module, tap, query, key, value)
-    size, length, width = q_BTE.shape
-    heads = cast(int, module.num_heads)
-    head_dim = width // heads
-    mask = _merged(attn_mask, key_padding_mask, (size, heads, length, k_BSE.shape[1]), query.dtype)
+    shape = (len(q_BTE), module.num_heads, q_BTE.shape[1], k_BSE.shape[1])
+    mask = _merged(attn_mask, key_padding_mask, shape, query.dtype)
     # In this case torch, too, uses is_causal and not the mask.
     hint = is_causal and key_padding_mask is None and not need_weights
-    if module.bias_k is not None and module.bias_v is not None:
-        k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, size)], 1)
-        v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, size)], 1)
-    if module.add_zero_attn:
-        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+    k_BSE, v_BSE = _with_appended(module, tap, k_BSE, v_BSE)
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    q_BHTD, k_BHSD, v_BHSD = _heads(q_BTE, heads), _heads(k_BSE, heads), _heads(v_BSE, heads)
+    q_BHTD, k_BHSD, v_BHSD = (_heads(x, module.num_heads) for x in (q_BTE, k_BSE, v_BSE))
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
-        scores = (q_BHTD * head_dim**-0.5) @ k_BHSD.transpose(2, 3)
-        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+        weights = _weights(q_BHTD, k_BHSD, mask, dropout)
         mixed_BHTD = weights @ v_BHSD
         weights = weights.mean(1) if average_attn_weights else weights
     else:
-        kept = None if hint else mask
-        mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, kept, dropout, is_causal=hint)
-    mixed_BTE = mixed_BHTD.transpose(1, 2).flatten(2)
-    output = _linear(tap, mixed_BTE, module.out_proj.weight, cast("Tensor | None", module.out_proj.bias))
+        used = None if hint else mask
+        mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, used, dropout, is_causal=hint)
+    output = _linear(tap, mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
@@ -104,6 +96,12 @@ def _heads(tensor: Tensor, heads: int) -> Tensor:
     """Reshape (B, T, E) to (B, H, T, D)."""
     size, length, width = tensor.shape
     return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
+
+
+def _weights(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Return the attention weights of each head, shape (B, H, T, S)."""
+    scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
+    return F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
 
 
 def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[Tensor]:
@@ -150,6 +148,16 @@ def _linear(
         return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
 
     return tapped(tap, F.linear(inputs, values(weight), None if bias is None else values(bias)), factors)
+
+
+def _with_appended(module: nn.MultiheadAttention, tap: Tap, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with those that the module appends: parameters and zeros."""
+    if module.bias_k is not None and module.bias_v is not None:
+        k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, len(k_BSE))], 1)
+        v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, len(v_BSE))], 1)
+    if module.add_zero_attn:
+        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+    return k_BSE, v_BSE
 
 
 def _repeated(tap: Tap, bias: Tensor, size: int) -> Tensor:

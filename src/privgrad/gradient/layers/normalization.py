@@ -72,11 +72,11 @@ class _ScaleAndShift(_Normalization):
     """The rule of a normalization after its normalizing step: out = weight * x + bias.
 
     Args:
-        whole: the rule of the normalization, which knows the dimensions that its parameters vary over.
+        normalization: its rule, which knows the dimensions that the parameters vary over.
     """
 
-    def __init__(self, whole: _Normalization) -> None:
-        self.at_positions, self.over_positions = whole.at_positions, whole.over_positions
+    def __init__(self, normalization: _Normalization) -> None:
+        self.at_positions, self.over_positions = normalization.at_positions, normalization.over_positions
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return self.moved(layer, parameters, {}, x)
