@@ -74,13 +74,13 @@ def projected_twice(patch: Patch) -> None:
 
 def one_variance_for_all(patch: Patch) -> None:
     """Moved weights are divided by the batch's mean deviation, not by each example's own."""
-    real = standardization.MovedStandardizedWeight.move
+    real = standardization.MovedStandardizedWeight.displacement
 
     def wrong(self: Any) -> Any:
         self._k_BO = self._k_BO * self._inverse_BO.mean(0) / self._inverse_BO
         return real(self)
 
-    patch.setattr(standardization.MovedStandardizedWeight, "move", wrong)
+    patch.setattr(standardization.MovedStandardizedWeight, "displacement", wrong)
 
 
 def sensitivity_of_one_layer(real: Any, chunks: Any, *, clip: Any, **options: Any) -> tuple[ClippedSum, Any]:

@@ -42,7 +42,7 @@ class Capture:
         layouts: the learned layout of each call, in order; None while they are being learned.
         size: the number of examples.
         vmapped_units: paths of units that are computed by vmap; `_generic` adds to it.
-        moves: displacements of each example's parameters, if gradients are evaluated there.
+        displacements: of each example's parameters, if gradients are evaluated there.
         curved: whether to record what Hessian products need.
         norms: measured norms of Jacobians, kept from call to call.
     Attributes:
@@ -57,12 +57,12 @@ class Capture:
         layouts: list[tuple[str, Layout]] | None,
         size: int,
         vmapped_units: set[str],
-        moves: Displacements | None = None,
+        displacements: Displacements | None = None,
         *,
         curved: bool = False,
         norms: JacobianNorms | None = None,
     ) -> None:
-        self._model, self._layouts, self.size, self._moves = model, layouts, size, moves
+        self._model, self._layouts, self.size, self._displacements = model, layouts, size, displacements
         self._vmapped_units = vmapped_units
         self._norms = JacobianNorms() if norms is None else norms
         self._curved = curved
@@ -175,7 +175,7 @@ class Capture:
             if examples is not None and examples.dim != 0:
                 raise misplaced(path, f"dimension {examples.dim}")
         call = LayerCall(path, rule, layer, weights, x, self._norms, curved=self._curved)
-        output = call.forward(self._moves)
+        output = call.forward(self._displacements)
         self._note(path, [call.x, output])
         if layout is None:
             return output
@@ -225,7 +225,7 @@ class Capture:
             self._note(path, [*call.tensors, *_tensors(output)])
             return output
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        copies = copies_of(own, self.size, self._moves)
+        copies = copies_of(own, self.size, self._displacements)
         output = call.output(copies, layout, self.size)
         self._note(path, [*call.tensors, *_tensors(output)])
         for name, parameter in own.items():
@@ -266,10 +266,10 @@ def _restore(module: nn.Module, forward: Any) -> None:
         vars(module)["forward"] = forward
 
 
-def _displacement_of(parameter: Tensor, moves: Displacements) -> Tensor | None:
+def _displacement_of(parameter: Tensor, displacements: Displacements) -> Tensor | None:
     """Return each example's displacement of a parameter, shape (B, *P); None if it does not move."""
-    move = moves.of({"": parameter}).get("")
-    return None if move is None else move.dense()
+    displacement = displacements.of({"": parameter}).get("")
+    return None if displacement is None else displacement.dense()
 
 
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:

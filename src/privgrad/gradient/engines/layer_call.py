@@ -57,11 +57,12 @@ class LayerCall:
         if curved and self.x.requires_grad:
             self.x = cast(Tensor, torch.ops.aten._unsafe_view(self.x, self.x.shape))  # a node for this layer only
 
-    def forward(self, moves: Displacements | None) -> Tensor:
+    def forward(self, displacements: Displacements | None) -> Tensor:
         """Return the output, at each example's own parameters if these are displaced."""
-        if moves is not None:
-            self._per_sample = self._per_sample_weights(moves)
-            moved = moves.of(self._weights) | {name: own.move() for name, own in self._per_sample.items()}
+        if displacements is not None:
+            self._per_sample = self._per_sample_weights(displacements)
+            moved = displacements.of(self._weights)
+            moved |= {name: weight.displacement() for name, weight in self._per_sample.items()}
             if moved:
                 return self._rule.moved(self._layer, self._detached, moved, self.x)
         return self._rule.forward(self._layer, self._detached, self.x)
@@ -79,14 +80,14 @@ class LayerCall:
                 add_to(found, self._of_weight(name, weight, x, grad, terms))
         return found
 
-    def delta(self, moves: Displacements) -> Tensor | None:
-        """Return the change of the output when each example's parameters move, to first order; None if none move."""
-        found = moves.of(self._weights)
+    def delta(self, displacements: Displacements) -> Tensor | None:
+        """Return the change of the output when each example's parameters move, to first order; None if none moves."""
+        found = displacements.of(self._weights)
         for name, own in self._standardized.items():
-            if own_moves := moves.of(own.own):
-                if not own.knows(own_moves):  # the layer has more calls than for earlier examples
+            if own_displacements := displacements.of(own.own):
+                if not own.knows(own_displacements):  # the layer has more calls than for earlier examples
                     raise CallSequenceChangedError(self._path)
-                found[name] = own.tangent(own_moves)
+                found[name] = own.tangent(own_displacements)
         return self._rule.delta(self._layer, found, self.x) if found else None
 
     def _of_weight(
@@ -103,7 +104,7 @@ class LayerCall:
             return self._per_sample[name].pull(factor)
         standardized = self._standardized.get(name)
         if standardized is not None and terms is not None:
-            return standardized.curved(factor, more, terms.moves.of(standardized.own))
+            return standardized.curved(factor, more, terms.displacements.of(standardized.own))
         if standardized is not None and (self._curved or standardized.takes(factor)):
             return standardized.pull(factor)
         total = factor if more is None else factor + more
@@ -111,11 +112,11 @@ class LayerCall:
             return {weight: total}
         return _pulled(total, weight, partial(_norm_of, self._norms, (self._path, name), standardized))
 
-    def _per_sample_weights(self, moves: Displacements) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
+    def _per_sample_weights(self, displacements: Displacements) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
         """Return, by name, the per-example weights that a parametrization computes from displaced parameters."""
         found: dict[str, PerSampleWeight | MovedStandardizedWeight] = {}
         for name, parametrization in self._parametrizations.items():
-            moved = moves.of({n: p for n, p in parametrization.named_parameters() if p.requires_grad})
+            moved = displacements.of({n: p for n, p in parametrization.named_parameters() if p.requires_grad})
             if moved:
                 known = self._standardized[name].moved(moved) if name in self._standardized else None
                 found[name] = known or PerSampleWeight(parametrization, moved, self._weights[name])

@@ -43,9 +43,9 @@ class HvpTerms:
     Attributes:
         first: the gradient at the output, without the Hessian's part.
         source: the Hessian-vector term that multiplies `first` in the weight gradient, or None.
-        moves: the displacements of the parameters, the vectors of the product.
+        displacements: the displacements of the parameters, the vectors of the product.
     """
 
     first: Tensor
     source: Tensor | None
-    moves: Displacements
+    displacements: Displacements

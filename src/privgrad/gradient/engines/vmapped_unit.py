@@ -142,9 +142,10 @@ class _Unit(nn.Module):
                 setattr(self.module, name, weight)
 
 
-def copies_of(parameters: Mapping[str, Tensor], size: int, moves: Displacements | None) -> dict[str, Tensor]:
+def copies_of(parameters: Mapping[str, Tensor], size: int, displacements: Displacements | None) -> dict[str, Tensor]:
     """Return each example's own copy of parameters, displaced if they move; each of shape (B, *P), with gradients."""
-    moved, own = {} if moves is None else moves.of(parameters), {n: p.detach() for n, p in parameters.items()}
+    own = {name: p.detach() for name, p in parameters.items()}
+    moved = {} if displacements is None else displacements.of(parameters)
     points = {n: moved[n].added_to(p) if n in moved else p.expand(size, *p.shape) for n, p in own.items()}
     return {name: point.requires_grad_() for name, point in points.items()}
 

@@ -192,7 +192,7 @@ class Factor(ABC):
 class LinearMapFactor(Factor):
     """The gradients of a weight that BAM and local training also use as weights, a different one for each example.
 
-    They compute gradients at moved parameters, and a layer's output is linear in its weight's move. A subclass
+    They compute gradients at moved parameters, and a layer's output is linear in its weight's displacement. A subclass
     overrides a method where its structure allows a cheaper way than to write the gradients out in full.
     """
 

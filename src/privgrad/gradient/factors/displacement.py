@@ -81,15 +81,15 @@ class PerSampleWeight:
 
     Args:
         parametrization: computes the weight from its parameters.
-        moves: displacements of these parameters, by name.
+        displacements: of these parameters, by name.
         weight: the weight that it computes from the parameters without displacement.
     """
 
-    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Displacement], weight: Tensor) -> None:
-        self._parametrization, self._moves, self._weight = parametrization, moves, weight.detach()
+    def __init__(self, parametrization: nn.Module, displacements: Mapping[str, Displacement], weight: Tensor) -> None:
+        self._parametrization, self._displacements, self._weight = parametrization, displacements, weight.detach()
         self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
 
-    def move(self) -> Displacement:
+    def displacement(self) -> Displacement:
         """Return the displacement of each example's weight from the common weight."""
         weight = self._weight
         moved = weight.new_empty(self._examples, *weight.shape)
@@ -115,7 +115,7 @@ class PerSampleWeight:
 
     @property
     def _examples(self) -> int:
-        return next(iter(self._moves.values())).factor.examples
+        return next(iter(self._displacements.values())).factor.examples
 
     def _parts(self, shape: torch.Size) -> list[slice]:
         few = examples_per_block(int(shape.numel()))
@@ -123,7 +123,10 @@ class PerSampleWeight:
 
     def _points(self, part: slice) -> dict[str, Tensor]:
         """Return the parameters of some examples, each of shape (B, *P)."""
-        moved = {name: move[part].added_to(self._own[name].detach()) for name, move in self._moves.items()}
+        moved = {
+            name: displacement[part].added_to(self._own[name].detach())
+            for name, displacement in self._displacements.items()
+        }
         size = len(next(iter(moved.values())))
         return {n: moved[n] if n in moved else p.detach().expand(size, *p.shape) for n, p in self._own.items()}
 

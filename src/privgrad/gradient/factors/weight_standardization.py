@@ -203,20 +203,20 @@ class StandardizedWeight:
         """Return whether `pull` is cheaper for these gradients than the general way, `jacobian.Pulled`."""
         return isinstance(grads, Convolution) and grads.by_inner_products
 
-    def moved(self, moves: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
+    def moved(self, displacements: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
         """Return the weight of each example at moved parameters, or None if the closed form does not apply.
 
-        It applies if the moves are along one gradient that `pull` returned, of few positions.
+        It applies if the displacements are along one gradient that `pull` returned, of few positions.
 
         Args:
-            moves: displacements of the parameters, by name.
+            displacements: of the parameters, by name.
         """
-        few = self.knows(moves) and isinstance(self.along(moves)[0].inner, Outer)
-        return MovedStandardizedWeight(self, moves) if few else None
+        few = self.knows(displacements) and isinstance(self.along(displacements)[0].inner, Outer)
+        return MovedStandardizedWeight(self, displacements) if few else None
 
-    def knows(self, moves: Mapping[str, Displacement]) -> bool:
-        """Return whether the moves are along one gradient that `pull` returned."""
-        return "original" in moves and isinstance(moves["original"].factor, Projected)
+    def knows(self, displacements: Mapping[str, Displacement]) -> bool:
+        """Return whether the displacements are along one gradient that `pull` returned."""
+        return "original" in displacements and isinstance(displacements["original"].factor, Projected)
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """Return gradients with respect to each parameter, given gradients with respect to the weight."""
@@ -227,34 +227,36 @@ class StandardizedWeight:
         pulled = Projected(h, self.rows, scale_BO, mean_BO, along_BO, square_BO)
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
-    def tangent(self, moves: Mapping[str, Displacement]) -> Displacement:
+    def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
         """Return the displacement of the weight when its parameters move, to first order.
 
-        Computes: k_o D u_o + (move of k_o) y_o, with u the move of v. Here D u = r (u - y <y u>) is the derivative of
-        y along a u whose rows have mean 0.
+        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k. Here D u = r (u - y <y u>) is the
+        derivative of y along a u whose rows have mean 0.
         """
-        g, share_B1, gain_BO = self.along(moves)
+        g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
         moved = Combined(_by_rows(cast(Rows, g.inner), scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
-    def curved(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
+    def curved(
+        self, total: Factor, more: Factor | None, displacements: Mapping[str, Displacement]
+    ) -> dict[Tensor, Factor]:
         """Return `pull` of the gradients, plus the curvature of the weight itself.
 
         BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
         to its parameters. That term is the derivative of <h, tangent> with h held constant, where `pull` made g from h.
 
-        Computes: let u = s g be the move of v, let m be the move of k, and let G = k h. The term is
+        Computes: let u = s g be the displacement of v, let m be that of k, and let G = k h. The term is
             - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
             <h, D u> / sqrt(F) along the gain.
 
         Args:
             total: gradients with respect to the weight, including the change of the output gradient by curvature.
             more: the term that curvature adds to them through the layer's input; None: there is none.
-            moves: displacements of the parameters along g, by name.
+            displacements: of the parameters along g, by name.
         """
-        g, s_B1, m_BO = self.along(moves)
+        g, s_B1, m_BO = self.along(displacements)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
         r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
         of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
@@ -298,13 +300,12 @@ class StandardizedWeight:
         scale_BO, mean_BO, along_BO, _ = g.parts[1]
         return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 
-    def along(self, moves: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
+    def along(self, displacements: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
         """Return (g, s, m): v moves by s_i g_i, and k by m."""
-        move, gain = moves["original"], moves.get("0.gain")
-        m_BO = (
-            gain.dense().flatten(1) / self.fan_in**0.5 if gain is not None else move.share.new_zeros(len(move.share), 1)
-        )
-        return cast(Projected, move.factor), move.share[:, None], m_BO
+        v, gain = displacements["original"], displacements.get("0.gain")
+        s_B1 = v.share[:, None]
+        m_BO = torch.zeros_like(s_B1) if gain is None else gain.dense().flatten(1) / self.fan_in**0.5
+        return cast(Projected, v.factor), s_B1, m_BO
 
 
 class MovedStandardizedWeight:
@@ -315,12 +316,12 @@ class MovedStandardizedWeight:
 
     Args:
         common: the weight at the parameters that all examples share.
-        moves: displacements of the parameters along g, by name.
+        displacements: of the parameters along g, by name.
     """
 
-    def __init__(self, common: StandardizedWeight, moves: Mapping[str, Displacement]) -> None:
+    def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:
         self._common = common
-        g, s_B1, m_BO = common.along(moves)
+        g, s_B1, m_BO = common.along(displacements)
         r_1O, added = common.inverse_1O, _added(common.fan_in)
         variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * cast(Tensor, g.square_BO) / common.fan_in)
         self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
@@ -334,7 +335,7 @@ class MovedStandardizedWeight:
         self._lost_BO = 1 - moved_BO
         self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
-    def move(self) -> Displacement:
+    def displacement(self) -> Displacement:
         """Return the displacement of each example's weight from the common weight."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O

@@ -65,14 +65,14 @@ class Rule(ABC):
             grad: gradient of each example's loss with respect to the output, shape (B, ...).
         """
 
-    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
+    def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
         """Return the change of the output when each example's parameters move.
 
         It is for layers whose output is affine in their parameters.
 
         Args:
             layer: the module.
-            moves: displacements by parameter name; parameters that do not move are missing.
+            displacements: by parameter name; parameters that do not move are missing.
             x: input, shape (B parts, ...): an example may have several rows.
         Returns:
             A tensor that broadcasts to the output.
@@ -80,11 +80,11 @@ class Rule(ABC):
         raise NotImplementedError
 
     def moved(
-        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+        self, layer: Any, parameters: Mapping[str, Tensor], displacements: Mapping[str, Displacement], x: Tensor
     ) -> Tensor:
         """Return the layer's output at moved parameters; the arguments are as in `forward` and `delta`."""
         output = self.forward(layer, parameters, x)
-        return output + self.delta(layer, moves, x).to(output.dtype)
+        return output + self.delta(layer, displacements, x).to(output.dtype)
 
     def bilinear(self, layer: Any, x: Tensor) -> "tuple[Rule, Tensor]":
         """Return a bilinear rule for the parameters, and the input of that rule.
@@ -232,9 +232,9 @@ def require_unwritten(layer: str, inputs: Tensor, version: int) -> None:
         raise expected(layer, "inputs", condition, got, remedy, UnsupportedModuleError)
 
 
-def of_channels(move: Displacement, x: Tensor) -> Tensor:
+def of_channels(displacement: Displacement, x: Tensor) -> Tensor:
     """Return a bias's displacement for each row of x, shaped to broadcast over positions: (rows, C, 1, ...)."""
-    rows = move.for_rows(x)
+    rows = displacement.for_rows(x)
     return rows.view(*rows.shape, *[1] * (x.dim() - 2))
 
 
@@ -250,7 +250,7 @@ def by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
     return values_BTD.reshape(*shape, values_BTD.shape[-1])
 
 
-def of_bags(move: Displacement, ids: Tensor, weights: Tensor) -> Tensor:
+def of_bags(displacement: Displacement, ids: Tensor, weights: Tensor) -> Tensor:
     """Return weighted sums of the rows of a table's displacement, for bags (rows, T): shape (rows, D)."""
-    shape = (len(move.share), -1, ids.shape[1])
-    return by_rows(move.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])
+    shape = (len(displacement.share), -1, ids.shape[1])
+    return by_rows(displacement.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])
