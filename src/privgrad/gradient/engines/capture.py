@@ -41,12 +41,12 @@ class Capture:
         model: the module.
         layouts: the learned layout of each call, in order; None while they are being learned.
         size: the number of examples.
-        vmapped_units: paths of units that are computed by vmap; `_generic` adds to it.
+        vmapped_units: paths of units that are computed by vmap; learning adds units to it.
         displacements: of each example's parameters, if gradients are evaluated there.
         curved: whether to record what Hessian products need.
         norms: measured norms of Jacobians, kept from call to call.
     Attributes:
-        taps: the places where gradients are needed, in the order of the forward pass.
+        taps: where gradients are needed, in the order of the forward pass.
         calls: the calls of units, in order.
         by_products: paths of units without a rule that consist of linear maps and convolutions.
     """
@@ -90,11 +90,11 @@ class Capture:
         for path, module in units(self._model):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
-            with_taps, rule = find_forward(module), find_rule(module)
+            replacement, rule = find_forward(module), find_rule(module)
             if path in self._vmapped_units:
                 forward = partial(self._by_vmap, path, module, original)
-            elif with_taps is not None:
-                forward = partial(self._tapped, path, module, with_taps)
+            elif replacement is not None:
+                forward = partial(self._by_taps, path, module, replacement)
             elif rule is not None:
                 forward = partial(self._ruled, path, module, rule, original)
             else:
@@ -184,7 +184,8 @@ class Capture:
         source = call.x if call.x.requires_grad else None
         return self._tap(path, output, call.factors, inputs=[call.x], delta=call.delta, source=source, curved=True)
 
-    def _tapped(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a unit by a forward that passes the output of each linear map through a tap."""
         layout = self._enter(path)
         self._note(path, [])
         tap: Any = _ignore if layout is None else partial(self._tap, path, inputs=())
