@@ -41,7 +41,7 @@ class Taps:
 
     def gradients(self, module: nn.Module, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Per-sample gradients by parameter name; every row comes from one tap."""
-        names = {parameter: name for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         found: dict[str, Tensor] = {}
         for factors, grad in zip(self.factors, grads, strict=True):
             for parameter, factor in factors(grad).items():

@@ -303,9 +303,8 @@ class StandardizedWeight:
     def along(self, displacements: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
         """Return (g, s, m): v moves by s_i g_i, and k by m."""
         v, gain = displacements["original"], displacements.get("0.gain")
-        s_B1 = v.share[:, None]
-        m_BO = torch.zeros_like(s_B1) if gain is None else gain.dense().flatten(1) / self.fan_in**0.5
-        return cast(Projected, v.factor), s_B1, m_BO
+        m_BO = v.share.new_zeros(len(v.share), 1) if gain is None else gain.dense().flatten(1) / self.fan_in**0.5
+        return cast(Projected, v.factor), v.share[:, None], m_BO
 
 
 class MovedStandardizedWeight:
@@ -364,8 +363,9 @@ def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor)
 
 def _rows_of(grads: Factor) -> Rows:
     """Return gradients of a convolution's weight as rows, written out unless they are of few positions."""
-    few = isinstance(grads, Convolution) and grads.by_inner_products
-    return cast(Rows, grads.of_patches() if few else Dense(grads.dense().flatten(2)))
+    if isinstance(grads, Convolution) and grads.by_inner_products:
+        return grads.of_patches()
+    return Dense(grads.dense().flatten(2))
 
 
 def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:

@@ -79,7 +79,7 @@ def attention_forward(
     k_BSE, v_BSE = _with_appended(module, tap, k_BSE, v_BSE)
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    q_BHTD, k_BHSD, v_BHSD = (_heads(x, module.num_heads) for x in (q_BTE, k_BSE, v_BSE))
+    q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
         weights = _weights(q_BHTD, k_BHSD, mask, dropout)
@@ -92,9 +92,9 @@ def attention_forward(
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
-def _heads(tensor: Tensor, heads: int) -> Tensor:
+def _heads(module: nn.MultiheadAttention, tensor: Tensor) -> Tensor:
     """Reshape (B, T, E) to (B, H, T, D)."""
-    size, length, width = tensor.shape
+    (size, length, width), heads = tensor.shape, cast(int, module.num_heads)
     return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
 
 
