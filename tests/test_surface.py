@@ -101,12 +101,14 @@ def test_command_line_options():
 
 
 def test_the_extension_points_are_frozen():
-    names = {"Convolution", "Dense", "Factor", "Outer", "Rows", "Rule", "register_rule"}
+    names = {"Convolution", "Dense", "Factor", "LinearMapFactor", "Outer", "Rows", "Rule", "register_rule"}
     assert set(gradient.__all__) == names
 
 
 def test_every_file_with_a_rule_is_imported_with_the_package():
     """A rule that is not registered is missed by nobody: its layer is taken by vmap, and slow."""
     folder = Path(layers.__file__).parent
-    with_rules = {path.stem for path in folder.glob("*.py") if re.search(r"^@register_rule", path.read_text(), re.M)}
+    with_rules = {
+        path.stem for path in folder.glob("*.py") if re.search(r"^@register_(rule|forward)", path.read_text(), re.M)
+    }
     assert with_rules == set(layers.__all__)

@@ -1,6 +1,6 @@
 """The replacement forward of attention against torch's own, and against a loop over single examples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.layers.attention import attention_forward
 
 HEADS, LENGTH, KEYS = 2, 3, 5
@@ -26,32 +28,30 @@ ROLES = ["self", "memory", "three", "query is key"]
 
 
 class Taps:
-    """Collects what is tapped, as the engine does: the gradient's edge, and the contributions."""
+    """Collects what is tapped, as the engine does: the gradient's edge, and the function that makes factors of it."""
 
     def __init__(self) -> None:
         self.edges: list[Any] = []
-        self.contributions: list[Callable[[Tensor], Sequence[Any]]] = []
+        self.factors: list[Callable[[Tensor], Mapping[Tensor, Factor]]] = []
 
-    def __call__(self, tensor: Tensor, contributions: Callable[[Tensor], Sequence[Any]]) -> Tensor:
+    def __call__(self, tensor: Tensor, factors: Callable[[Tensor], Mapping[Tensor, Factor]]) -> Tensor:
         self.edges.append(get_gradient_edge(tensor))
-        self.contributions.append(contributions)
+        self.factors.append(factors)
         return tensor
 
     def gradients(self, module: nn.Module, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """Per-sample gradients by parameter name; every row is contributed once."""
-        parameters = dict(module.named_parameters())
+        """Per-sample gradients by parameter name; every row comes from one tap."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         found: dict[str, Tensor] = {}
-        for contributions, grad in zip(self.contributions, grads, strict=True):
-            for name, kind, a, b, *rest in contributions(grad):
-                rows = rest[0] if rest else slice(None)
-                whole = found.setdefault(name, torch.full((len(b), *parameters[name].shape), torch.nan, dtype=b.dtype))
-                assert whole[:, rows].isnan().all()
-                if a is None:
-                    whole[:, rows] = b.sum(1) if kind == "bias" else b
-                else:
-                    assert kind == "outer"
-                    whole[:, rows] = torch.einsum("bto,bti->boi", b, a)
-        assert found.keys() == parameters.keys()
+        for factors, grad in zip(self.factors, grads, strict=True):
+            for parameter, factor in factors(grad).items():
+                empty = grad.new_full((factor.examples, *parameter.shape), torch.nan)
+                whole = found.setdefault(names[parameter], empty)
+                for first, part in factor.parts if isinstance(factor, RowRanges) else [(0, factor)]:
+                    rows = slice(first, first + part.shape[0])
+                    assert whole[:, rows].isnan().all()
+                    whole[:, rows] = part.dense()
+        assert found.keys() == set(names.values())
         return found
 
 

@@ -22,7 +22,9 @@ import privgrad as pg
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap, per_sample_gradients
-from privgrad.gradient.factors.base import Dense
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.layers.base import register_rule
+from privgrad.gradient.layers.linear import Linear as LinearRule
 from privgrad.gradient.layers.standardization import standardized
 from privgrad.gradient.module_state import seeded
 
@@ -77,6 +79,46 @@ def test_rule_equals_a_loop_over_single_examples(name: str, dtype: torch.dtype, 
     for parameter, factor in factors.items():
         scale = rows[parameter].abs().max().item()
         torch.testing.assert_close(factor.dense(), rows[parameter], rtol=tolerance, atol=tolerance * max(scale, 1e-3))
+
+
+class Hidden(Factor):
+    """A factor of a user's own: it implements what is abstract, and hides the structure that moves need."""
+
+    def __init__(self, inner: Factor) -> None:
+        super().__init__(inner.examples, inner.shape)
+        self.inner = inner
+
+    def __getitem__(self, examples: Any) -> "Hidden":
+        return Hidden(self.inner[examples])
+
+    def dense(self) -> Tensor:
+        return self.inner.dense()
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:  # noqa: N803
+        return self.inner.weighted_sum(weight_B)
+
+    def mask(self, kept_B: Tensor) -> "Hidden":  # noqa: N803
+        return Hidden(self.inner.mask(kept_B))
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["sam", "exact"])
+def test_a_factor_that_is_no_linear_map_moves_written_out(exact: bool):
+    class Own(nn.Linear):
+        pass
+
+    @register_rule(Own)
+    class _OwnRule(LinearRule):
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Factor:
+            return Hidden(super().factor(layer, name, parameters, x, grad))
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Own(4, 3), nn.Tanh()).double(), torch.randn(5, 5).double()
+    factors, rows = (
+        Hooks(model, losses_of).moved(x, RADIUS, exact=exact),
+        moved_one_by_one(model, x, RADIUS, exact=exact),
+    )
+    for name, factor in factors.items():
+        torch.testing.assert_close(factor.dense(), rows[name], rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from privgrad.gradient.batching import batched
-from privgrad.gradient.engines import capture
+from privgrad.gradient.engines import vmapped_unit
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors.base import Dense
 
@@ -154,7 +154,7 @@ def test_taken_whole_only_where_it_must_be(name: str, monkeypatch: pytest.Monkey
         calls.append(args)
         return batched(*args, **kwargs)
 
-    monkeypatch.setattr(capture, "batched", counted)
+    monkeypatch.setattr(vmapped_unit, "batched", counted)
     make, inputs = (BY_PRODUCTS | WHOLE)[name]
     Hooks(make().double(), losses_of)(inputs(7))
     assert bool(calls) == (name in WHOLE)

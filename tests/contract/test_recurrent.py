@@ -188,6 +188,18 @@ def test_changes_in_place_are_refused_not_believed(kind: str):
         torch.autograd.grad(output.sum(), taps.edges)
 
 
+def test_a_parameter_in_two_roles_gets_both_gradients():
+    module = make("rnn tanh", "batch first")
+    module.weight_hh_l0, module.weight_ih_l0 = nn.Parameter(torch.randn(3, 3).double()), None
+    module.weight_ih_l0, module.input_size = module.weight_hh_l0, 3
+    inputs, taps = torch.randn(4, 5, 3, dtype=torch.float64), Taps()
+    loss = loss_of(recurrent_forward(module, taps, inputs))
+    rows = taps.gradients(module, torch.autograd.grad(loss, taps.edges))
+    truths = torch.autograd.grad(loss_of(module(inputs)), list(module.parameters()))
+    for (name, _), truth in zip(module.named_parameters(), truths, strict=True):
+        torch.testing.assert_close(rows[name].sum(0), truth)
+
+
 def test_nothing_is_tapped_in_vain():
     module = make("lstm", "all")
     inputs = torch.randn(0, 5, 4, dtype=torch.float64)

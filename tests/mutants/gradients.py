@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, passes
+from privgrad.gradient.engines import passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.factors import base as factors
@@ -69,13 +69,13 @@ def projected_twice(patch: Patch) -> None:
 
 def one_variance_for_all(patch: Patch) -> None:
     """Moved weights are divided by the batch's mean deviation, not by each example's own."""
-    real = standardization.MovedStandardizedWeight.move
+    real = standardization.MovedStandardizedWeight.displacement
 
     def wrong(self: Any) -> Any:
         self._k_BO = self._k_BO * self._inverse_BO.mean(0) / self._inverse_BO
         return real(self)
 
-    patch.setattr(standardization.MovedStandardizedWeight, "move", wrong)
+    patch.setattr(standardization.MovedStandardizedWeight, "displacement", wrong)
 
 
 def sensitivity_of_one_layer(real: Any, chunks: Any, *, clip: Any, **options: Any) -> tuple[ClippedSum, Any]:
@@ -304,7 +304,7 @@ def by_rules_of_torch(*operations: Any) -> Callable[[Patch], None]:
 
 
 def states_kept(patch: Patch) -> None:
-    patch.setattr(capture, "preserved", lambda *_, **__: nullcontext())
+    patch.setattr(vmapped_unit, "preserved", lambda *_, **__: nullcontext())
 
 
 def shared_draws(patch: Patch) -> None:
@@ -553,7 +553,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a half filled cache in the loop that follows vmap",
-        unchecked(capture._require_unchanged),
+        unchecked(vmapped_unit.require_unchanged),
         "test_state.test_a_layer_that_fills_an_argument_is_refused_with_remedies_that_work",
         {"looped": True, "training_too": True},
     ),

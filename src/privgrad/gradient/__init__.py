@@ -10,10 +10,10 @@ reference.
 Use the names exported here to write a rule for your own layer, or your own kind of gradient.
 """
 
-from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.base import Dense, Factor, LinearMapFactor
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.embedding import Rows
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers.base import Rule, register_rule
 
-__all__ = ["Convolution", "Dense", "Factor", "Outer", "Rows", "Rule", "register_rule"]
+__all__ = ["Convolution", "Dense", "Factor", "LinearMapFactor", "Outer", "Rows", "Rule", "register_rule"]

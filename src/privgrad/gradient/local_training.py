@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_integer
 from privgrad.gradient.contribution import Contribution, Engine, Schedule
-from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.base import Dense, Factor, as_linear_map
 from privgrad.gradient.module_state import require_losses
 from privgrad.types import LossFunction, count_examples
 
@@ -138,8 +138,9 @@ class LocalUpdate(Contribution):
             found = engine.at(part, moved, -lr) if moved else engine(part)
             for name, factor in found.items():
                 scales = inverse_scales.get(name)
-                update = (factor if scales is None else factor.scaled(scales)).settled()
-                moved[name] = (moved[name] + update).settled() if name in moved else update
+                update = as_linear_map(factor)
+                update = (update if scales is None else update.scaled(scales)).settled()
+                moved[name] = as_linear_map(moved[name] + update).settled() if name in moved else update
 
 
 def _joined(parts: list[tuple[int, Mapping[str, Factor]]]) -> list[tuple[int, Mapping[str, Factor]]]:

@@ -3,7 +3,9 @@
 `vmap.Vmap` is the reference: it computes each example by itself, as a batch of one, and stores its whole gradient.
 `hooks.Hooks` is the fast engine: it runs one forward and one backward pass for all examples. The rules of
 `privgrad.gradient.layers` then describe each gradient by factors, such as a layer's inputs and output gradients.
-`capture`, `hvp`, `arguments` and `self_check` are parts of Hooks.
+All other files are parts of Hooks. `capture` replaces the forwards of the layers and records `taps`. A layer with a
+rule is a `layer_call`, and one without is a `vmapped_unit`. `layouts` finds the dimension of the examples, `arguments`
+finds changed arguments, `hvp` computes Hessian products, `self_check` compares, and `refusals` are the errors.
 
 The privacy guarantee rests on one property of an engine: row i of its result depends on example i, the model and
 public numbers only. `privgrad.gradient.clipping` then bounds each row. Vmap has the property if torch's batching rules

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.engines.capture import REMEDY, CallSequenceChangedError, refused
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.engines.passes import Passes, Point
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
 from privgrad.gradient.engines.self_check import (
     CheckSchedule,
     require_apart_in_training,

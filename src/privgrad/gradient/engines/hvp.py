@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from privgrad.gradient.engines.capture import HvpTerms, Tap
+from privgrad.gradient.engines.taps import HvpTerms, Tap
 from privgrad.gradient.factors.displacement import Displacements
 
 
@@ -46,7 +46,7 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
     return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
 
 
-def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
+def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tensor | None], list[HvpTerms | None]]:
     """Compute the gradients at the taps with the Hessian's terms added, and the other terms for the weight gradients.
 
     Computes: let b be the gradient at a tap's output, x its source and v_i the displacement of example i. Then
@@ -59,7 +59,7 @@ def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None
     ends: list[Tensor] = []
     others: list[Tensor] = []
     for tap, grad in zip(first.taps, first.grads, strict=True):
-        delta = tap.delta(moves) if tap.delta and grad is not None else None
+        delta = tap.delta(displacements) if tap.delta and grad is not None else None
         if delta is not None:
             pair = cast(Tensor, grad), delta.expand_as(cast(Tensor, grad))
             for end, other in (pair, pair[::-1]):
@@ -68,7 +68,9 @@ def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None
                     others.append(other.detach().to(end.dtype))
     if not ends:  # the losses are linear in all outputs: only the computation of weights has curvature
         pairs = zip(first.taps, total, strict=True)
-        return total, [HvpTerms(grad, None, moves) if tap.bent and grad is not None else None for tap, grad in pairs]
+        return total, [
+            HvpTerms(grad, None, displacements) if tap.curved and grad is not None else None for tap, grad in pairs
+        ]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
     second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
     added = cast("list[Tensor | None]", list(second))
@@ -76,6 +78,6 @@ def curvature(first: Backward, moves: Displacements) -> tuple[list[Tensor | None
     terms: list[HvpTerms | None] = []
     for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):
         curved = next(rest) if back is not None and back.requires_grad else None
-        terms.append(HvpTerms(grad, curved, moves) if tap.bent and grad is not None else None)
+        terms.append(HvpTerms(grad, curved, displacements) if tap.curved and grad is not None else None)
     pairs = zip(total, added, strict=False)
     return [grad if grad is None or add is None else grad + add for grad, add in pairs], terms

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from privgrad.gradient.engines.capture import Layout
+from privgrad.gradient.engines.layouts import Layout
 
 Calls = list[tuple[str, Layout]]
 

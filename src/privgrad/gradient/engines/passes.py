@@ -15,20 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.gradient.autograd_graph import sources
-from privgrad.gradient.engines.capture import (
-    REMEDY,
-    Capture,
-    HvpTerms,
-    Tap,
-    find_layout,
-    misplaced,
-    mixes,
-    refused,
-    units,
-)
+from privgrad.gradient.engines.capture import Capture, units
 from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
+from privgrad.gradient.engines.layouts import find_layout, mixes
 from privgrad.gradient.engines.memory import MemoryPlan
+from privgrad.gradient.engines.refusals import REMEDY, misplaced, refused
+from privgrad.gradient.engines.taps import HvpTerms, Tap
 from privgrad.gradient.engines.vmap import shares
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements

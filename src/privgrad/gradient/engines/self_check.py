@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.engines.capture import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.gradient.engines.passes import Passes, Point
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused, written_to
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import seeded, trainable

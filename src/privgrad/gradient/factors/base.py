@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from privgrad.gradient.factors.norms import (
+    added_up,
     at_least_float32,
     examples_per_block,
-    float64_norms,
+    flattened,
     masked,
     norms_of,
 )
 
 Examples = slice | Tensor  # a range of examples, or their indices
-
-
-CANCELLED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 
 
 class Factor(ABC):
@@ -173,6 +171,31 @@ class Factor(ABC):
             along = (self.weighted_sum(weight_B) * direction).sum()
         return torch.autograd.grad(along, weight_B)[0]
 
+    def gram(self) -> Tensor:
+        """Return the inner products of all pairs of examples' gradients, shape (B, B)."""
+        rows_BP = flattened(self.dense())
+        return rows_BP @ rows_BP.mT
+
+    def __add__(self, other: "Factor") -> "Factor":
+        """Add the gradients of a parameter that is used in two places of the model."""
+        return Sum([self, other])
+
+    def _split(self, few: int | None = None) -> "list[Factor]":
+        """Split the factor into parts of `few` examples; at least one part, perhaps empty.
+
+        By default, a part has as many examples as the cache holds gradients written out.
+        """
+        few = examples_per_block(int(self.shape.numel())) if few is None else few
+        return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
+
+
+class LinearMapFactor(Factor):
+    """The gradients of a weight that BAM and local training also use as weights, a different one for each example.
+
+    They compute gradients at moved parameters, and a layer's output is linear in its weight's displacement. A subclass
+    overrides a method where its structure allows a cheaper way than to write the gradients out in full.
+    """
+
     def apply(self, x_BTI: Tensor) -> Tensor:
         """Return g_i x_it for every position t, shape (B, T, O).
 
@@ -196,44 +219,32 @@ class Factor(ABC):
         read_BJTD = self.read(ids_BJT.flatten(1)).reshape(*ids_BJT.shape, -1)
         return (read_BJTD * weight_BJT.to(read_BJTD.dtype)[..., None]).sum(2)
 
-    def of_patches(self) -> "Factor":
+    def of_patches(self) -> "LinearMapFactor":
         """Return the gradients of a convolution's weight as gradients of a linear map of patches.
 
         Their shape changes from (O, I, *kernel) to (O, I * kernel).
         """
         return Dense(self.dense().flatten(2))
 
-    def scaled(self, scales: Tensor) -> "Factor":
+    def scaled(self, scales: Tensor) -> "LinearMapFactor":
         """Return every gradient times the same scales, whose shape broadcasts to P."""
         return Dense(self.dense() * scales)
 
-    def settled(self) -> "Factor":
+    def settled(self) -> "LinearMapFactor":
         """Return the same gradients in the form that is cheapest to use often and to add to.
 
         Local training keeps each user's update in this form.
         """
         return self.written_out()
 
-    def transposed(self) -> "Factor":
+    def transposed(self) -> "LinearMapFactor":
         """Return every gradient transposed, for a weight that is stored transposed."""
         return Dense(self.dense().mT)
 
-    def gram(self) -> Tensor:
-        """Return the inner products of all pairs of examples' gradients, shape (B, B)."""
-        rows_BP = flattened(self.dense())
-        return rows_BP @ rows_BP.mT
 
-    def __add__(self, other: "Factor") -> "Factor":
-        """Add the gradients of a parameter that is used in two places of the model."""
-        return Sum([self, other])
-
-    def _split(self, few: int | None = None) -> "list[Factor]":
-        """Split the factor into parts of `few` examples; at least one part, perhaps empty.
-
-        By default, a part has as many examples as the cache holds gradients written out.
-        """
-        few = examples_per_block(int(self.shape.numel())) if few is None else few
-        return [self[start : start + few] for start in range(0, self.examples, few) or [0]]
+def as_linear_map(factor: Factor) -> LinearMapFactor:
+    """Return the factor itself if it is a LinearMapFactor, else its gradients written out in full."""
+    return factor if isinstance(factor, LinearMapFactor) else factor.written_out()
 
 
 class Scaled(Factor):
@@ -286,7 +297,7 @@ class Scaled(Factor):
         return self.share * self.inner.inner_products(direction)
 
 
-class Dense(Factor):
+class Dense(LinearMapFactor):
     """A factor that stores every gradient in full, for small parameters.
 
     Args:
@@ -319,7 +330,7 @@ class Dense(Factor):
         return Dense(self.grads_BP + other.grads_BP) if isinstance(other, Dense) else super().__add__(other)
 
 
-class Sum(Factor):
+class Sum(LinearMapFactor):
     """A sum of factors, for a parameter that is used in several places of the model.
 
     It serves kinds of gradients that do not combine in closed form.
@@ -339,10 +350,10 @@ class Sum(Factor):
         return added_up([part.dense() for part in self.parts])
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        return added_up([part.apply(x_BTI) for part in self.parts])
+        return added_up([as_linear_map(part).apply(x_BTI) for part in self.parts])
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        return added_up([part.read(ids_BT) for part in self.parts])
+        return added_up([as_linear_map(part).read(ids_BT) for part in self.parts])
 
     def inner_products(self, direction: Tensor) -> Tensor:
         return added_up([part.inner_products(direction) for part in self.parts])
@@ -380,103 +391,7 @@ class Sum(Factor):
         return Sum([*self.parts, other])
 
 
-class Placed(Factor):
-    """Factors for some rows of a parameter; all other rows are zero.
-
-    The q, k and v parts of a packed attention projection have such gradients.
-
-    Args:
-        parts: pairs (first row, factor), for row ranges that do not overlap.
-        shape: shape of the parameter.
-    """
-
-    def __init__(self, parts: list[tuple[int, Factor]], shape: torch.Size) -> None:
-        super().__init__(parts[0][1].examples, shape)
-        self.parts = parts
-
-    def __getitem__(self, examples: Examples) -> "Placed":
-        return Placed([(row, part[examples]) for row, part in self.parts], self.shape)
-
-    def dense(self) -> Tensor:
-        first = self.parts[0][1].dense()
-        out = first.new_zeros(self.examples, *self.shape)
-        for row, part in self.parts:
-            out[:, row : row + part.shape[0]] += part.dense()
-        return out
-
-    def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        return self._placed([part.weighted_sum(weight_B) for _, part in self.parts])
-
-    def exact_sum(self, weight_B: Tensor) -> Tensor:
-        return self._placed([part.exact_sum(weight_B) for _, part in self.parts])
-
-    def mask(self, kept_B: Tensor) -> "Placed":
-        return Placed([(row, part.mask(kept_B)) for row, part in self.parts], self.shape)
-
-    def inner_products(self, direction: Tensor) -> Tensor:
-        return added_up([part.inner_products(direction[row : row + part.shape[0]]) for row, part in self.parts])
-
-    def merge(self, parts: int) -> "Placed":
-        return Placed([(row, part.merge(parts)) for row, part in self.parts], self.shape)
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        norms = [part.norms(self._scales(inverse_scales, row, part)) for row, part in self.parts]
-        return float64_norms(torch.stack(norms, dim=1))
-
-    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
-        return added_up([term_bound_of(part, self._scales(inverse_scales, row, part)) for row, part in self.parts])
-
-    @property
-    def positions(self) -> int:
-        return max(part.positions for _, part in self.parts)
-
-    def _scales(self, inverse_scales: Tensor | None, row: int, part: Factor) -> Tensor | None:
-        return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
-
-    def _placed(self, sums: list[Tensor]) -> Tensor:
-        out = sums[0].new_zeros(self.shape)
-        for (row, _), value in zip(self.parts, sums, strict=True):
-            out[row : row + len(value)] += value
-        return out
-
-    def __add__(self, other: Factor) -> Factor:
-        if not isinstance(other, Placed):
-            return super().__add__(other)
-        joined = dict(self.parts)
-        for row, part in other.parts:
-            joined[row] = joined[row] + part if row in joined else part
-        return Placed(sorted(joined.items(), key=lambda pair: pair[0]), self.shape)
-
-
-def merged(x: Tensor, parts: int) -> Tensor:
-    """Join the positions of every `parts` neighboring rows: (B parts, T, D) -> (B, parts T, D)."""
-    return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
-
-
-def flattened(grads_BP: Tensor) -> Tensor:
-    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
-    return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
-
-
-def added_up(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of the tensors."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
-
-
 def term_bound_of(factor: Factor, inverse_scales: Tensor | None) -> Tensor:
     """Return the factor's term bound, or its norms if each gradient is a single term."""
     terms = factor.term_bound(inverse_scales)
     return factor.norms(inverse_scales) if terms is None else terms
-
-
-def largest_scale(inverse_scales: Tensor | None) -> float:
-    """Return the largest of the inverse scales, or 1 if there are none."""
-    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
-
-
-def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
-    """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
-    return square_B < CANCELLED * terms_B.square()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Examples, Factor
+from privgrad.gradient.factors.base import Examples, Factor, LinearMapFactor, as_linear_map
 from privgrad.gradient.factors.norms import at_least_float32, examples_per_block, masked, position_norms
 from privgrad.gradient.factors.outer import Outer, bounding_product
 
@@ -74,7 +74,7 @@ def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
     size, positions = weight.examples, geometry.positions(x.shape[2:])
     if geometry.by_patches(positions):
         patches = geometry.patches(x)
-        found = weight.of_patches().apply(patches.reshape(size, -1, patches.shape[2]))
+        found = as_linear_map(weight).of_patches().apply(patches.reshape(size, -1, patches.shape[2]))
         return found.reshape(*patches.shape[:2], -1).mT.reshape(len(x), -1, *positions)
     # One grouped convolution: each example is a group of channels, and its parts are the batch.
     rows = x.reshape(size, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
@@ -84,7 +84,7 @@ def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
     return found.reshape(len(found), size, -1, *positions).transpose(0, 1).flatten(0, 1)
 
 
-class Convolution(Factor):
+class Convolution(LinearMapFactor):
     """The gradients of a convolution's weight, shape (O, I / groups, *kernel).
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from privgrad.gradient.batching import batched
-from privgrad.gradient.factors.base import Dense, Examples, Factor
+from privgrad.gradient.factors.base import Dense, Examples, Factor, as_linear_map
 from privgrad.gradient.factors.conv import Geometry, convolve
 from privgrad.gradient.factors.norms import examples_per_block
 
@@ -48,20 +48,20 @@ class Displacement:
         return torch.addcmul(parameter, self.factor.dense().to(parameter.dtype), share.to(parameter.dtype))
 
     def apply(self, x_BTI: Tensor) -> Tensor:
-        """Return `Factor.apply`, times the shares."""
-        return self.factor.apply(x_BTI) * self._share(2)
+        """Return `LinearMapFactor.apply`, times the shares."""
+        return as_linear_map(self.factor).apply(x_BTI) * self._share(2)
 
     def read(self, ids_BT: Tensor) -> Tensor:
-        """Return `Factor.read`, times the shares."""
-        return self.factor.read(ids_BT) * self._share(2)
+        """Return `LinearMapFactor.read`, times the shares."""
+        return as_linear_map(self.factor).read(ids_BT) * self._share(2)
 
     def read_bags(self, ids_BJT: Tensor, weight_BJT: Tensor) -> Tensor:
-        """Return `Factor.read_bags`, times the shares."""
-        return self.factor.read_bags(ids_BJT, weight_BJT) * self._share(2)
+        """Return `LinearMapFactor.read_bags`, times the shares."""
+        return as_linear_map(self.factor).read_bags(ids_BJT, weight_BJT) * self._share(2)
 
     def transposed(self) -> "Displacement":
         """Return the displacements transposed, for a weight that is stored transposed."""
-        return Displacement(self.factor.transposed(), self.share)
+        return Displacement(as_linear_map(self.factor).transposed(), self.share)
 
     def convolve(self, x: Tensor, geometry: Geometry) -> Tensor:
         """Convolve x with each example's displacement as the weight.
@@ -81,15 +81,15 @@ class PerSampleWeight:
 
     Args:
         parametrization: computes the weight from its parameters.
-        moves: displacements of these parameters, by name.
+        displacements: of these parameters, by name.
         weight: the weight that it computes from the parameters without displacement.
     """
 
-    def __init__(self, parametrization: nn.Module, moves: Mapping[str, Displacement], weight: Tensor) -> None:
-        self._parametrization, self._moves, self._weight = parametrization, moves, weight.detach()
+    def __init__(self, parametrization: nn.Module, displacements: Mapping[str, Displacement], weight: Tensor) -> None:
+        self._parametrization, self._displacements, self._weight = parametrization, displacements, weight.detach()
         self._own = {name: p for name, p in parametrization.named_parameters() if p.requires_grad}
 
-    def move(self) -> Displacement:
+    def displacement(self) -> Displacement:
         """Return the displacement of each example's weight from the common weight."""
         weight = self._weight
         moved = weight.new_empty(self._examples, *weight.shape)
@@ -115,7 +115,7 @@ class PerSampleWeight:
 
     @property
     def _examples(self) -> int:
-        return next(iter(self._moves.values())).factor.examples
+        return next(iter(self._displacements.values())).factor.examples
 
     def _parts(self, shape: torch.Size) -> list[slice]:
         few = examples_per_block(int(shape.numel()))
@@ -123,7 +123,10 @@ class PerSampleWeight:
 
     def _points(self, part: slice) -> dict[str, Tensor]:
         """Return the parameters of some examples, each of shape (B, *P)."""
-        moved = {name: move[part].added_to(self._own[name].detach()) for name, move in self._moves.items()}
+        moved = {
+            name: displacement[part].added_to(self._own[name].detach())
+            for name, displacement in self._displacements.items()
+        }
         size = len(next(iter(moved.values())))
         return {n: moved[n] if n in moved else p.detach().expand(size, *p.shape) for n, p in self._own.items()}
 

@@ -8,12 +8,19 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Examples, Factor, Sum, canceled, merged
-from privgrad.gradient.factors.norms import at_least_float32, float64_norms, masked, position_norms
+from privgrad.gradient.factors.base import Examples, Factor, LinearMapFactor, Sum
+from privgrad.gradient.factors.norms import (
+    at_least_float32,
+    canceled,
+    float64_norms,
+    masked,
+    merged,
+    position_norms,
+)
 from privgrad.gradient.factors.outer import Outer
 
 
-class Rows(Factor):
+class Rows(LinearMapFactor):
     """The gradients of an embedding table: row v of g_i is the sum of r_it over all t with ids_it = v.
 
     Args:
@@ -69,7 +76,7 @@ class Rows(Factor):
     def scaled(self, scales: Tensor) -> "Rows":
         return Rows(self.ids_BT, self.r_BTD * scales.expand(self.shape)[self.ids_BT], self.shape[0])
 
-    def settled(self) -> Factor:
+    def settled(self) -> LinearMapFactor:
         return self if self.ids_BT.shape[1] < self.shape[0] else self.written_out()
 
     def mask(self, kept_B: Tensor) -> "Rows":
@@ -96,8 +103,8 @@ class Rows(Factor):
 
         An example may read a row several times: these gradients are added up before the row's norm is taken.
         """
-        keys, place = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
-        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, place, self.r_BTD.flatten(0, 1))
+        keys, positions = cast("tuple[Tensor, Tensor]", torch.unique(self._keys(), return_inverse=True))
+        rows = self.r_BTD.new_zeros(len(keys), self.shape[1]).index_add_(0, positions, self.r_BTD.flatten(0, 1))
         if inverse_scales is not None:
             rows *= inverse_scales[keys % self.shape[0]]
         square = float64_norms(rows).square()

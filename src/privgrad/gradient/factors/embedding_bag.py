@@ -13,19 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Examples, Factor, merged
+from privgrad.gradient.factors.base import Examples, Factor, LinearMapFactor
 from privgrad.gradient.factors.norms import (
     at_least_float32,
     float64_norms,
     lost_to_underflow,
     masked,
+    merged,
     norms_of,
     position_norms,
     scale_rows,
 )
 
 
-class Bags(Factor):
+class Bags(LinearMapFactor):
     """The gradients of a table for one bag per example: g_i = c_i r_i^T, shape (V, D).
 
     Here c_i holds the weights of example i's words. It is sparse; only `dense` writes it out.
@@ -64,7 +65,7 @@ class Bags(Factor):
     def mask(self, kept_B: Tensor) -> "Bags":
         return Bags(self.ids_BT, masked(self.weight_BT, kept_B), masked(self.r_BD, kept_B), self.shape[0])
 
-    def scaled(self, scales: Tensor) -> Factor:
+    def scaled(self, scales: Tensor) -> LinearMapFactor:
         return self.merge(1).scaled(scales)
 
     def settled(self) -> "ManyBags":
@@ -112,7 +113,7 @@ class Bags(Factor):
         return _sparse(self.ids_BT, self.weight_BT, self.shape[0])
 
 
-class ManyBags(Factor):
+class ManyBags(LinearMapFactor):
     """The gradients of a table for several bags per example: g_i = sum over j of c_ij r_ij^T, shape (V, D).
 
     Under user-level privacy, for instance, a user's documents are the bags.
@@ -160,12 +161,12 @@ class ManyBags(Factor):
         read = list[Tensor]()
         for index, (ids_JT, weight_JT) in enumerate(zip(ids_BJT, weight_BJT, strict=True)):
             words_W, rows_WD = self._rows(index)
-            place_JT = torch.searchsorted(words_W, ids_JT).clamp(max=len(words_W) - 1)
-            weight_JT = torch.where(words_W[place_JT] == ids_JT, weight_JT.to(rows_WD.dtype), 0.0)
-            read.append(F.embedding_bag(place_JT, rows_WD, mode="sum", per_sample_weights=weight_JT))
+            position_JT = torch.searchsorted(words_W, ids_JT).clamp(max=len(words_W) - 1)
+            weight_JT = torch.where(words_W[position_JT] == ids_JT, weight_JT.to(rows_WD.dtype), 0.0)
+            read.append(F.embedding_bag(position_JT, rows_WD, mode="sum", per_sample_weights=weight_JT))
         return torch.stack(read)
 
-    def scaled(self, scales: Tensor) -> Factor:
+    def scaled(self, scales: Tensor) -> LinearMapFactor:
         if scales.shape[1] > 1:
             return super().scaled(scales)
         of_words_V = scales.expand(self.shape[0], 1)[:, 0]
@@ -208,8 +209,8 @@ class ManyBags(Factor):
     def _rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return an example's distinct words, sorted, and the rows of g_i for them; all other rows are zero."""
         ids_JT = self.ids_BJT[index]
-        words_W, place_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
-        bags = _sparse(place_JT, self.weight_BJT[index], len(words_W))
+        words_W, position_JT = cast("tuple[Tensor, Tensor]", torch.unique(ids_JT, return_inverse=True))
+        bags = _sparse(position_JT, self.weight_BJT[index], len(words_W))
         return words_W, cast(Tensor, torch.sparse.mm(bags.t(), self.r_BJD[index]))
 
 

@@ -1,7 +1,7 @@
 """The factor of a parameter from which a layer computes its weight, by the Jacobian of that computation.
 
 A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
-to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.capture` makes these factors.
+to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.layer_call` makes these factors.
 
 Shape suffixes: B examples, P a parameter's shape.
 """
@@ -16,18 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import (
-    Dense,
-    Examples,
-    Factor,
-    added_up,
-    flattened,
-    largest_scale,
-    term_bound_of,
-)
+from privgrad.gradient.factors.base import Dense, Examples, Factor, term_bound_of
 from privgrad.gradient.factors.norms import (
+    added_up,
     at_least_float32,
+    flattened,
     float64_norms,
+    largest_scale,
     native_norms,
     norms_of,
 )

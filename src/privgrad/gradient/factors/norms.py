@@ -1,6 +1,6 @@
-"""L2 norms for clipping: fast, and accurate also for many or tiny entries.
+"""L2 norms for clipping: fast, and accurate also for many or tiny entries; and sums, masks and blocks of tensors.
 
-The privacy guarantee rests on them: a norm that is too small lets an example add more than the bound.
+The privacy guarantee rests on the norms: a norm that is too small lets an example add more than the bound.
 
 Shape suffixes: B examples, P a parameter's shape.
 """
@@ -12,8 +12,9 @@ from torch import Tensor
 
 _BLOCK = 1024  # float32 entries per block; the norms of blocks are joined in float64
 _CACHED = 1 << 20  # floats of scratch memory that stay in a core's cache while they are scaled and summed
+CANCELED = 1e-3  # a squared norm from inner products below this share of its terms is computed again, from dense g_i
 TINY = 1e-15  # the square of a norm below this loses digits in float32
-_HIDDEN = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
+_LOST = 1e-12  # a norm from float32 squares that is a smaller share of its bound is computed again
 
 
 def examples_per_block(floats: int) -> int:
@@ -37,7 +38,7 @@ def lost_to_underflow(norm_B: Tensor, bound_B: Tensor) -> list[int]:
 
     Such a norm is a tiny share of its bound, or is not finite although its bound is.
     """
-    lost_B = (norm_B < _HIDDEN * bound_B) | ~torch.isfinite(norm_B)
+    lost_B = (norm_B < _LOST * bound_B) | ~torch.isfinite(norm_B)
     return cast("list[int]", (lost_B & torch.isfinite(bound_B)).nonzero()[:, 0].tolist())
 
 
@@ -104,10 +105,38 @@ def norms_of(grads_BP: Tensor, inverse_scales: Tensor | None = None) -> Tensor:
     return norm_B
 
 
+def canceled(square_B: Tensor, terms_B: Tensor) -> Tensor:
+    """Return whether each squared norm is so small a share of its terms that rounding may hide it, shape (B,)."""
+    return square_B < CANCELED * terms_B.square()
+
+
+def largest_scale(inverse_scales: Tensor | None) -> float:
+    """Return the largest of the inverse scales, or 1 if there are none."""
+    return 1.0 if inverse_scales is None or not inverse_scales.numel() else float(inverse_scales.max())
+
+
+def merged(x: Tensor, parts: int) -> Tensor:
+    """Join the positions of every `parts` neighboring rows: (B parts, T, D) -> (B, parts T, D)."""
+    return x.reshape(len(x) // parts, parts * x.shape[1], x.shape[2])
+
+
+def flattened(grads_BP: Tensor) -> Tensor:
+    """Return one row per example, shape (B, number of entries of P), also for parameters without dimensions."""
+    return grads_BP.reshape(len(grads_BP), grads_BP.shape[1:].numel())
+
+
+def added_up(tensors: list[Tensor]) -> Tensor:
+    """Return the sum of the tensors."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total
+
+
 def _blockwise_norms(grads_BP: Tensor) -> Tensor:
-    whole = grads_BP.shape[1] // _BLOCK
-    if whole == 0:
+    count = grads_BP.shape[1] // _BLOCK
+    if count == 0:
         return native_norms(grads_BP).double()
-    blocks = grads_BP[:, : whole * _BLOCK].reshape(len(grads_BP), whole, _BLOCK)
-    parts = [native_norms(blocks), native_norms(grads_BP[:, whole * _BLOCK :])[:, None]]
+    blocks = grads_BP[:, : count * _BLOCK].reshape(len(grads_BP), count, _BLOCK)
+    parts = [native_norms(blocks), native_norms(grads_BP[:, count * _BLOCK :])[:, None]]
     return float64_norms(torch.cat(parts, dim=1))

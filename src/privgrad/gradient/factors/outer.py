@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from privgrad.gradient.factors.base import CANCELLED, Dense, Examples, Factor, largest_scale, merged
+from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor
 from privgrad.gradient.factors.norms import (
+    CANCELED,
     TINY,
     at_least_float32,
     examples_per_block,
+    largest_scale,
     lost_to_underflow,
     masked,
+    merged,
     native_norms,
     norms_of,
     position_norms,
@@ -26,7 +29,7 @@ from privgrad.gradient.factors.norms import (
 from privgrad.threads import blocks
 
 
-class Outer(Factor):
+class Outer(LinearMapFactor):
     """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
 
     Args:
@@ -71,12 +74,12 @@ class Outer(Factor):
     def written_out(self) -> Dense:
         return Dense(self.dense())
 
-    def scaled(self, scales: Tensor) -> Factor:
+    def scaled(self, scales: Tensor) -> LinearMapFactor:
         if scales.shape[0] == 1:
             return Outer(self.a_BTI * scales, self.b_BTO)
         return Outer(self.a_BTI, self.b_BTO * scales.mT) if scales.shape[1] == 1 else super().scaled(scales)
 
-    def settled(self) -> Factor:
+    def settled(self) -> LinearMapFactor:
         positions, (outputs, inputs) = self.a_BTI.shape[1], self.shape
         return self if positions * (inputs + outputs) < inputs * outputs else self.written_out()
 
@@ -150,10 +153,10 @@ class Outer(Factor):
         bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)  # sum over t of |b_t| |a_t|: at least |g|
         square_B = (a_BTT * b_BTT).sum((1, 2), dtype=torch.float64)
         # Rounding errors of terms that cancel, or squares that underflow, would hide the norm from clipping.
-        hidden_B = square_B <= CANCELLED * bound_B.square()
-        hidden_B |= self.underflowing(a_BT, b_BT)
+        lost_B = square_B <= CANCELED * bound_B.square()
+        lost_B |= self.underflowing(a_BT, b_BT)
         norm_B = square_B.clamp(min=0).sqrt()
-        again = hidden_B.nonzero()[:, 0]
+        again = lost_B.nonzero()[:, 0]
         if len(again) > 0:
             norm_B[again] = Factor.norms(Outer(self.a_BTI[again].double(), self.b_BTO[again].double()))
         return norm_B

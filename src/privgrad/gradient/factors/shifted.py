@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, canceled, term_bound_of
-from privgrad.gradient.factors.norms import at_least_float32, native_norms
+from privgrad.gradient.factors.base import Dense, Examples, Factor, term_bound_of
+from privgrad.gradient.factors.norms import at_least_float32, canceled, native_norms
 
 
 class Shifted(Factor):

@@ -1,7 +1,7 @@
 """Weight standardization, and per-example gradients through it in closed form.
 
 The general way is `jacobian.Pulled`, which must write each gradient out for its norm. Here norms, weighted sums and
-moved weights follow from means and inner products of rows. `engines.capture` chooses between the two.
+moved weights follow from means and inner products of rows. `engines.layer_call` chooses between the two.
 
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, Sum, canceled, largest_scale, term_bound_of
+from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, Sum, as_linear_map, term_bound_of
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.displacement import Displacement
-from privgrad.gradient.factors.norms import at_least_float32, masked, native_norms
+from privgrad.gradient.factors.norms import at_least_float32, canceled, largest_scale, masked, native_norms
 from privgrad.gradient.factors.outer import Outer
 
 
@@ -50,7 +50,7 @@ def _added(fan_in: int) -> float:
 Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
 
 
-class Combined(Factor):
+class Combined(LinearMapFactor):
     """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
 
     The three terms are a row of the example's own, a multiple of a row that all examples share, and a constant.
@@ -120,7 +120,7 @@ class Combined(Factor):
     def apply(self, x_BTI: Tensor) -> Tensor:
         shared_BTO = (x_BTI @ self.rows.mT) * self.along_BO[:, None]
         shared_BTO += x_BTI.sum(2, keepdim=True) * self.level_BO[:, None]
-        return shared_BTO + self.inner.apply(x_BTI)
+        return shared_BTO + as_linear_map(self.inner).apply(x_BTI)
 
 
 class Projected(Combined):
@@ -203,20 +203,20 @@ class StandardizedWeight:
         """Return whether `pull` is cheaper for these gradients than the general way, `jacobian.Pulled`."""
         return isinstance(grads, Convolution) and grads.by_inner_products
 
-    def moved(self, moves: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
+    def moved(self, displacements: Mapping[str, Displacement]) -> "MovedStandardizedWeight | None":
         """Return the weight of each example at moved parameters, or None if the closed form does not apply.
 
-        It applies if the moves are along one gradient that `pull` returned, of few positions.
+        It applies if the displacements are along one gradient that `pull` returned, of few positions.
 
         Args:
-            moves: displacements of the parameters, by name.
+            displacements: of the parameters, by name.
         """
-        few = self.knows(moves) and isinstance(self.along(moves)[0].inner, Outer)
-        return MovedStandardizedWeight(self, moves) if few else None
+        few = self.knows(displacements) and isinstance(self.along(displacements)[0].inner, Outer)
+        return MovedStandardizedWeight(self, displacements) if few else None
 
-    def knows(self, moves: Mapping[str, Displacement]) -> bool:
-        """Return whether the moves are along one gradient that `pull` returned."""
-        return "original" in moves and isinstance(moves["original"].factor, Projected)
+    def knows(self, displacements: Mapping[str, Displacement]) -> bool:
+        """Return whether the displacements are along one gradient that `pull` returned."""
+        return "original" in displacements and isinstance(displacements["original"].factor, Projected)
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """Return gradients with respect to each parameter, given gradients with respect to the weight."""
@@ -227,34 +227,36 @@ class StandardizedWeight:
         pulled = Projected(h, self.rows, scale_BO, mean_BO, along_BO, square_BO)
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
-    def tangent(self, moves: Mapping[str, Displacement]) -> Displacement:
+    def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
         """Return the displacement of the weight when its parameters move, to first order.
 
-        Computes: k_o D u_o + (move of k_o) y_o, with u the move of v. Here D u = r (u - y <y u>) is the derivative of
-        y along a u whose rows have mean 0.
+        Computes: k_o D u_o + m_o y_o, with u the displacement of v and m that of k. Here D u = r (u - y <y u>) is the
+        derivative of y along a u whose rows have mean 0.
         """
-        g, share_B1, gain_BO = self.along(moves)
+        g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
         moved = Combined(_by_rows(cast(Rows, g.inner), scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
-    def bent(self, total: Factor, more: Factor | None, moves: Mapping[str, Displacement]) -> dict[Tensor, Factor]:
+    def curved(
+        self, total: Factor, more: Factor | None, displacements: Mapping[str, Displacement]
+    ) -> dict[Tensor, Factor]:
         """Return `pull` of the gradients, plus the curvature of the weight itself.
 
         BAM's exact mode needs it: a Hessian-vector product contains the second derivative of the weight with respect
         to its parameters. That term is the derivative of <h, tangent> with h held constant, where `pull` made g from h.
 
-        Computes: let u = s g be the move of v, let m be the move of k, and let G = k h. The term is
+        Computes: let u = s g be the displacement of v, let m be that of k, and let G = k h. The term is
             - s r (r <y G> + <y g>) g + s r^2 (<y G> <y g> - <g g> / r) y + m D h along v,
             <h, D u> / sqrt(F) along the gain.
 
         Args:
             total: gradients with respect to the weight, including the change of the output gradient by curvature.
             more: the term that curvature adds to them through the layer's input; None: there is none.
-            moves: displacements of the parameters along g, by name.
+            displacements: of the parameters along g, by name.
         """
-        g, s_B1, m_BO = self.along(moves)
+        g, s_B1, m_BO = self.along(displacements)
         h, (scale_BO, mean_BO, along_BO, square_BO) = g.parts
         r_1O, fan_in, slope_BO = self.inverse_1O, self.fan_in, self.slope(g)
         of_h_BO = m_BO * r_1O - s_B1 * r_1O * (r_1O * self.k_1O * along_BO + slope_BO) * scale_BO
@@ -279,8 +281,8 @@ class StandardizedWeight:
         of_rows_BO = y_BO * (1 - self.lost_1O) - 2 * inner_mean_BO * self.level_1O
         square_BO = y_BO * (2 * inner_along_BO + of_rows_BO) - inner_mean_BO.square()
         square_BO = inner_square_BO + fan_in * square_BO
-        bent = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
-        return self.named(bent, fan_in**0.5 * along_tBO + of_gain_BO)
+        found = Combined(inner, self.rows, y_BO, -inner_mean_BO, square_BO)
+        return self.named(found, fan_in**0.5 * along_tBO + of_gain_BO)
 
     def named(self, original: Factor, gain_BO: Tensor) -> dict[Tensor, Factor]:
         """Return the factors by parameter, for the parameters that are trained."""
@@ -298,13 +300,11 @@ class StandardizedWeight:
         scale_BO, mean_BO, along_BO, _ = g.parts[1]
         return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 
-    def along(self, moves: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
+    def along(self, displacements: Mapping[str, Displacement]) -> tuple[Projected, Tensor, Tensor]:
         """Return (g, s, m): v moves by s_i g_i, and k by m."""
-        move, gain = moves["original"], moves.get("0.gain")
-        m_BO = (
-            gain.dense().flatten(1) / self.fan_in**0.5 if gain is not None else move.share.new_zeros(len(move.share), 1)
-        )
-        return cast(Projected, move.factor), move.share[:, None], m_BO
+        v, gain = displacements["original"], displacements.get("0.gain")
+        m_BO = v.share.new_zeros(len(v.share), 1) if gain is None else gain.dense().flatten(1) / self.fan_in**0.5
+        return cast(Projected, v.factor), v.share[:, None], m_BO
 
 
 class MovedStandardizedWeight:
@@ -315,12 +315,12 @@ class MovedStandardizedWeight:
 
     Args:
         common: the weight at the parameters that all examples share.
-        moves: displacements of the parameters along g, by name.
+        displacements: of the parameters along g, by name.
     """
 
-    def __init__(self, common: StandardizedWeight, moves: Mapping[str, Displacement]) -> None:
+    def __init__(self, common: StandardizedWeight, displacements: Mapping[str, Displacement]) -> None:
         self._common = common
-        g, s_B1, m_BO = common.along(moves)
+        g, s_B1, m_BO = common.along(displacements)
         r_1O, added = common.inverse_1O, _added(common.fan_in)
         variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * cast(Tensor, g.square_BO) / common.fan_in)
         self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
@@ -334,7 +334,7 @@ class MovedStandardizedWeight:
         self._lost_BO = 1 - moved_BO
         self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
-    def move(self) -> Displacement:
+    def displacement(self) -> Displacement:
         """Return the displacement of each example's weight from the common weight."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O
@@ -363,8 +363,9 @@ def _taken(mean_BO: Tensor, along_BO: Tensor, level_BO: Tensor, lost_BO: Tensor)
 
 def _rows_of(grads: Factor) -> Rows:
     """Return gradients of a convolution's weight as rows, written out unless they are of few positions."""
-    few = isinstance(grads, Convolution) and grads.by_inner_products
-    return cast(Rows, grads.of_patches() if few else Dense(grads.dense().flatten(2)))
+    if isinstance(grads, Convolution) and grads.by_inner_products:
+        return grads.of_patches()
+    return Dense(grads.dense().flatten(2))
 
 
 def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:
@@ -386,12 +387,12 @@ def _sum(one: Rows, one_BO: Tensor, other: Rows, other_BO: Tensor) -> Rows:
     return Dense(torch.addcmul(one.dense() * one_BO[:, :, None], other.dense(), other_BO[:, :, None]))
 
 
-def _products(h: Rows, other: Factor | Tensor) -> Tensor:
+def _products(h: Rows, other: LinearMapFactor | Tensor) -> Tensor:
     """Return inner products of the rows of h with those of a factor or of a common matrix, shape (B, O)."""
     if isinstance(h, Outer):
-        found_BTO = other.apply(h.a_BTI) if isinstance(other, Factor) else h.a_BTI @ other.mT
+        found_BTO = other.apply(h.a_BTI) if isinstance(other, LinearMapFactor) else h.a_BTI @ other.mT
         return (found_BTO * h.b_BTO).sum(1)
-    return cast(Tensor, torch.linalg.vecdot(h.grads_BP, other.dense() if isinstance(other, Factor) else other))
+    return cast(Tensor, torch.linalg.vecdot(h.grads_BP, other.dense() if isinstance(other, LinearMapFactor) else other))
 
 
 def _sums(h: Rows) -> Tensor:

@@ -1,13 +1,12 @@
 """A forward of nn.MultiheadAttention that computes the same and exposes the outputs of its projections.
 
 The module passes its weights to one functional, so no hook sees the projections' outputs. Here each output goes through
-a tap. Parameters enter detached: their gradients come from the taps' contributions alone. `adapters` makes factors of
-the contributions.
+a tap. Parameters enter detached: their gradients come from the factors of the taps alone.
 
 Shape suffixes: B examples, H heads, T queries, S keys, E embedding, D = E / H, O outputs of a projection.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -15,16 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError, expected
-
-Contribution = tuple[str, str, Tensor | None, Tensor] | tuple[str, str, Tensor | None, Tensor, slice]
-Contributions = Callable[[Tensor], list[Contribution]]
-Tap = Callable[[Tensor, Contributions], Tensor]
-
-_Rows = tuple[Tensor | None, str, slice | None]  # rows of a parameter, its name, and which rows if not all
+from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.row_ranges import RowRanges
+from privgrad.gradient.layers.base import (
+    Tap,
+    is_trained,
+    of_linear_map,
+    register_forward,
+    require_unwritten,
+    tapped,
+    version_of,
+)
 
 _NAME = "MultiheadAttention"
 
 
+@register_forward(nn.MultiheadAttention)
 def attention_forward(
     module: nn.MultiheadAttention,
     tap: Tap,
@@ -41,10 +46,8 @@ def attention_forward(
 
     Args:
         module: the attention layer, with any of its options.
-        tap: (tensor, contributions) -> the tensor to use from then on. contributions(gradient of the tensor) lists
-            (parameter, "outer", a, b), a (B, T, in), b (B, T, out): the gradient of example i is sum_t b_it a_it^T;
-            (parameter, "bias", None, b): it is sum_t b_it; (parameter, "dense", None, g): it is g_i. A fifth entry, a
-            slice, gives the rows of the parameter that the entry is for; other taps contribute the other rows.
+        tap: (tensor, factors) -> the tensor to use from then on. factors(gradient of the tensor) returns factors by
+            parameter. For a packed parameter, they are for some of its rows; other taps give those of the other rows.
         query: shape (B, length, features), or (length, B, features) without batch_first.
         key: the same. A tensor that is used in several roles has one projection and one tap.
         value: the same.
@@ -59,7 +62,7 @@ def attention_forward(
         UnsupportedModuleError: the inputs are nested, or have no batch dimension.
         PrivacyError: a mask has a wrong shape or dtype, or is missing.
     Privacy:
-        NOT private. Each example's contributions depend on that example, the weights and its own dropout draws alone.
+        NOT private. Each example's gradients depend on that example, the weights and its own dropout draws alone.
     """
     if query.is_nested or query.dim() != 3:
         got = "a nested tensor" if query.is_nested else f"a tensor of shape {tuple(query.shape)}"
@@ -69,39 +72,36 @@ def attention_forward(
         remedy = "give the causal mask, since is_causal only describes attn_mask"
         raise expected(_NAME, "attn_mask", "to be a tensor where is_causal is set", None, remedy)
     q_BTE, k_BSE, v_BSE = _projected(module, tap, query, key, value)
-    size, length, width = q_BTE.shape
-    heads = cast(int, module.num_heads)
-    head_dim = width // heads
-    mask = _merged(attn_mask, key_padding_mask, (size, heads, length, k_BSE.shape[1]), query.dtype)
+    shape = (len(q_BTE), module.num_heads, q_BTE.shape[1], k_BSE.shape[1])
+    mask = _merged(attn_mask, key_padding_mask, shape, query.dtype)
     # In this case torch, too, uses is_causal and not the mask.
     hint = is_causal and key_padding_mask is None and not need_weights
-    if module.bias_k is not None and module.bias_v is not None:
-        k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, "bias_k", size)], 1)
-        v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, "bias_v", size)], 1)
-    if module.add_zero_attn:
-        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+    k_BSE, v_BSE = _with_appended(module, tap, k_BSE, v_BSE)
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
-    q_BHTD, k_BHSD, v_BHSD = _heads(q_BTE, heads), _heads(k_BSE, heads), _heads(v_BSE, heads)
+    q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
     dropout, weights = module.dropout if module.training else 0.0, None
     if need_weights:
-        scores = (q_BHTD * head_dim**-0.5) @ k_BHSD.transpose(2, 3)
-        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), dropout)
+        weights = _weights(q_BHTD, k_BHSD, mask, dropout)
         mixed_BHTD = weights @ v_BHSD
         weights = weights.mean(1) if average_attn_weights else weights
     else:
-        kept = None if hint else mask
-        mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, kept, dropout, is_causal=hint)
-    mixed_BTE = mixed_BHTD.transpose(1, 2).flatten(2)
-    out = module.out_proj
-    output = _linear(tap, mixed_BTE, (out.weight, "out_proj.weight", None), (out.bias, "out_proj.bias", None))
+        used = None if hint else mask
+        mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, used, dropout, is_causal=hint)
+    output = _linear(tap, mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
-def _heads(tensor: Tensor, heads: int) -> Tensor:
+def _heads(module: nn.MultiheadAttention, tensor: Tensor) -> Tensor:
     """Reshape (B, T, E) to (B, H, T, D)."""
-    size, length, width = tensor.shape
+    (size, length, width), heads = tensor.shape, cast(int, module.num_heads)
     return tensor.reshape(size, length, heads, width // heads).transpose(1, 2)
+
+
+def _weights(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Return the attention weights of each head, shape (B, H, T, S)."""
+    scores_BHTS = (q_BHTD * q_BHTD.shape[3] ** -0.5) @ k_BHSD.transpose(2, 3)
+    return F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
 
 
 def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[Tensor]:
@@ -110,54 +110,63 @@ def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[
     Roles that share their tensor share a product and a tap.
     """
     query, key, value = roles
-    packed, bias = cast("Tensor | None", module.in_proj_weight), cast("Tensor | None", module.in_proj_bias)
+    weight, bias = cast("Tensor | None", module.in_proj_weight), cast("Tensor | None", module.in_proj_bias)
+    packed = [own for own in (weight, bias) if own is not None]
     groups = [(0, 1), (1, 2), (2, 3)]
-    if packed is not None and key is value:
+    if weight is not None and key is value:
         groups = [(0, 3)] if query is key else [(0, 1), (1, 3)]
     found: list[Tensor] = []
     for first, end in groups:
-        rows = slice(first * module.embed_dim, end * module.embed_dim)
-        name = f"{'qkv'[first]}_proj_weight"
-        part = None if end - first == 3 else rows
-        weights: _Rows = (
-            (getattr(module, name), name, None) if packed is None else (packed[rows], "in_proj_weight", part)
-        )
-        biases: _Rows = (None if bias is None else bias[rows], "in_proj_bias", part)
+        part = slice(first * module.embed_dim, end * module.embed_dim)
+        rows = None if end - first == 3 else dict.fromkeys(packed, part)
         inputs = roles[first] if module.batch_first else roles[first].transpose(0, 1)
-        found += _linear(tap, inputs, weights, biases).chunk(end - first, 2)
+        own = getattr(module, f"{'qkv'[first]}_proj_weight") if weight is None else weight
+        found += _linear(tap, inputs, own, bias, rows).chunk(end - first, 2)
     return found
 
 
-def _linear(tap: Tap, inputs: Tensor, weights: _Rows, biases: _Rows) -> Tensor:
-    """Return inputs weight^T + bias, passed through the tap."""
-    (weight, weight_name, weight_rows), (bias, bias_name, bias_rows) = weights, biases
-    version = 0 if inputs.is_inference() else inputs._version  # pyright: ignore[reportPrivateUsage]
+def _linear(
+    tap: Tap, inputs: Tensor, weight: Tensor, bias: Tensor | None, rows: Mapping[Tensor, slice] | None = None
+) -> Tensor:
+    """Return inputs weight^T + bias, passed through the tap.
 
-    def contributions(grad_BTO: Tensor) -> list[Contribution]:
-        if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
-            condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
-            remedy = "use an operation that is not in place"  # torch's own backward pass refuses such a change, too
-            raise expected(_NAME, "inputs", condition, got, remedy, UnsupportedModuleError)
-        found = [_entry(weight_name, "outer", inputs.detach(), grad_BTO, weight_rows)]
-        return found if bias is None else [*found, _entry(bias_name, "bias", None, grad_BTO, bias_rows)]
+    Args:
+        tap: as in `attention_forward`.
+        inputs: shape (B, T, in).
+        weight: the weight, or a parameter that contains it.
+        bias: the bias, or a parameter that contains it; None: there is none.
+        rows: the rows of such parameters that are used here.
+    """
+    used, version = rows or {}, version_of(inputs)
 
-    detached = None if bias is None else bias.detach()
-    return _tapped(tap, F.linear(inputs, cast("Tensor", weight).detach(), detached), contributions)
+    def values(own: Tensor) -> Tensor:
+        return own.detach()[used[own]] if own in used else own.detach()
+
+    def factors(grad_BTO: Tensor) -> dict[Tensor, Factor]:
+        require_unwritten(_NAME, inputs, version)
+        found = of_linear_map(weight, bias, inputs.detach(), grad_BTO)
+        return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
+
+    return tapped(tap, F.linear(inputs, values(weight), None if bias is None else values(bias)), factors)
 
 
-def _entry(name: str, kind: str, a: Tensor | None, b: Tensor, rows: slice | None) -> Contribution:
-    return (name, kind, a, b) if rows is None else (name, kind, a, b, rows)
+def _with_appended(module: nn.MultiheadAttention, tap: Tap, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with those that the module appends: parameters and zeros."""
+    if module.bias_k is not None and module.bias_v is not None:
+        k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, len(k_BSE))], 1)
+        v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, len(v_BSE))], 1)
+    if module.add_zero_attn:
+        k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
+    return k_BSE, v_BSE
 
 
-def _repeated(tap: Tap, bias: Tensor, name: str, size: int) -> Tensor:
+def _repeated(tap: Tap, bias: Tensor, size: int) -> Tensor:
     """Return a key or value that is a parameter, repeated for every example and tapped: shape (B, 1, E)."""
-    return _tapped(tap, bias.detach().expand(size, 1, -1), lambda grad: [(name, "dense", None, grad.unsqueeze(1))])
 
+    def factors(grad_B1E: Tensor) -> dict[Tensor, Factor]:
+        return {bias: Dense(grad_B1E.unsqueeze(1))} if is_trained(bias) else {}
 
-def _tapped(tap: Tap, tensor: Tensor, contributions: Contributions) -> Tensor:
-    if torch.is_grad_enabled() and not tensor.requires_grad:  # its inputs do not require gradients
-        tensor.requires_grad_()
-    return tap(tensor, contributions)
+    return tapped(tap, bias.detach().expand(size, 1, -1), factors)
 
 
 def _merged(

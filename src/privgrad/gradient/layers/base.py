@@ -1,21 +1,29 @@
-"""The interface of a layer's rule: its forward pass, and the per-example gradients of its parameters.
+"""The two ways to describe a layer: a rule, and a forward with taps.
 
-`engines.capture` finds the rule of each layer by `find_rule` and calls it in place of the layer's forward.
+A `Rule` is for a layer with one weight: its forward pass, and the per-example gradients of its parameters. A forward
+with taps is for a layer that computes several linear maps, such as attention. It computes the same as the module, and
+passes the output of each map through a tap, with a function from the gradient of that output to factors.
+`engines.capture` finds both by the type of the layer and calls them in place of the layer's forward.
 
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.errors import expected
-from privgrad.gradient.factors.base import Factor
+from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacement
+from privgrad.gradient.factors.norms import at_least_float32, sum_over
+from privgrad.gradient.factors.outer import Outer
+
+# (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use from then on
+Tap = Callable[[Tensor, Callable[[Tensor], dict[Tensor, Factor]]], Tensor]
 
 
 class Rule(ABC):
@@ -57,14 +65,14 @@ class Rule(ABC):
             grad: gradient of each example's loss with respect to the output, shape (B, ...).
         """
 
-    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
+    def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
         """Return the change of the output when each example's parameters move.
 
         It is for layers whose output is affine in their parameters.
 
         Args:
             layer: the module.
-            moves: displacements by parameter name; parameters that do not move are missing.
+            displacements: by parameter name; parameters that do not move are missing.
             x: input, shape (B parts, ...): an example may have several rows.
         Returns:
             A tensor that broadcasts to the output.
@@ -72,11 +80,11 @@ class Rule(ABC):
         raise NotImplementedError
 
     def moved(
-        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+        self, layer: Any, parameters: Mapping[str, Tensor], displacements: Mapping[str, Displacement], x: Tensor
     ) -> Tensor:
         """Return the layer's output at moved parameters; the arguments are as in `forward` and `delta`."""
         output = self.forward(layer, parameters, x)
-        return output + self.delta(layer, moves, x).to(output.dtype)
+        return output + self.delta(layer, displacements, x).to(output.dtype)
 
     def bilinear(self, layer: Any, x: Tensor) -> "tuple[Rule, Tensor]":
         """Return a bilinear rule for the parameters, and the input of that rule.
@@ -144,9 +152,89 @@ def find_rule(layer: nn.Module) -> Rule | None:
     return rule if own <= set(rule.parameters) else None
 
 
-def of_channels(move: Displacement, x: Tensor) -> Tensor:
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {}
+
+
+def register_forward(*layers: type[nn.Module]) -> Callable[[Forward], Forward]:
+    """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
+
+    Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
+    taps, or in different rows, its factors are added up.
+    """
+
+    def register(forward: Forward) -> Forward:
+        _FORWARDS.update(dict.fromkeys(layers, forward))
+        return forward
+
+    return register
+
+
+def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward with taps for this layer, or None.
+
+    There is none for subclasses, parametrized modules and modules whose forward has been replaced.
+    """
+    forward = _FORWARDS.get(type(layer))
+    if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
+        return None
+    return forward
+
+
+def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Factor]]) -> Tensor:
+    """Pass a tensor through the tap, with a gradient also if its inputs have none."""
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        tensor.requires_grad_()
+    return tap(tensor, factors)
+
+
+def of_linear_map(weight: Tensor, bias: Tensor | None, a_BTI: Tensor, b_BTO: Tensor) -> dict[Tensor, Factor]:
+    """Return the factors of a linear map's weight and bias, without those that are not trained.
+
+    Args:
+        weight: the weight; a tensor that is not a parameter is not trained.
+        bias: the bias, or None.
+        a_BTI: inputs, shape (B, T, I).
+        b_BTO: gradients of the outputs, shape (B, T, O).
+    """
+    found: dict[Tensor, Factor] = {}
+    if is_trained(weight):
+        found[weight] = Outer(a_BTI, b_BTO)
+    if is_trained(bias):
+        found[bias] = Dense(sum_over(at_least_float32(b_BTO), 1))
+    return found
+
+
+def add_to(found: dict[Tensor, Factor], more: Mapping[Tensor, Factor]) -> dict[Tensor, Factor]:
+    """Add factors to those of the same parameters in `found`, and return `found`."""
+    for parameter, factor in more.items():
+        found[parameter] = found[parameter] + factor if parameter in found else factor
+    return found
+
+
+def is_trained(tensor: Tensor | None) -> TypeGuard[nn.Parameter]:
+    """Return whether a tensor is a parameter with gradients."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of in-place writes to a tensor so far; 0 in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
+def require_unwritten(layer: str, inputs: Tensor, version: int) -> None:
+    """Raise UnsupportedModuleError if inputs have another version than in the forward pass."""
+    if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
+        condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
+        remedy = "use an operation that is not in place"  # torch's own backward pass refuses such a change, too
+        raise expected(layer, "inputs", condition, got, remedy, UnsupportedModuleError)
+
+
+def of_channels(displacement: Displacement, x: Tensor) -> Tensor:
     """Return a bias's displacement for each row of x, shaped to broadcast over positions: (rows, C, 1, ...)."""
-    rows = move.for_rows(x)
+    rows = displacement.for_rows(x)
     return rows.view(*rows.shape, *[1] * (x.dim() - 2))
 
 
@@ -162,7 +250,7 @@ def by_rows(values_BTD: Tensor, shape: torch.Size) -> Tensor:
     return values_BTD.reshape(*shape, values_BTD.shape[-1])
 
 
-def of_bags(move: Displacement, ids: Tensor, weights: Tensor) -> Tensor:
+def of_bags(displacement: Displacement, ids: Tensor, weights: Tensor) -> Tensor:
     """Return weighted sums of the rows of a table's displacement, for bags (rows, T): shape (rows, D)."""
-    shape = (len(move.share), -1, ids.shape[1])
-    return by_rows(move.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])
+    shape = (len(displacement.share), -1, ids.shape[1])
+    return by_rows(displacement.read_bags(ids.reshape(shape), weights.reshape(shape)), ids.shape[:1])

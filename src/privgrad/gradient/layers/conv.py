@@ -29,23 +29,25 @@ class _Convolution(Rule):
         x, geometry = self._padded(layer, x)
         return Convolution(x, grad, geometry)
 
-    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
-        moved = moves["weight"].convolve(*self._padded(layer, at_least_float32(x))) if "weight" in moves else 0.0
-        if "bias" in moves:
-            moved = moved + of_channels(moves["bias"], x)
+    def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        moved = 0.0
+        if "weight" in displacements:
+            moved = displacements["weight"].convolve(*self._padded(layer, at_least_float32(x)))
+        if "bias" in displacements:
+            moved = moved + of_channels(displacements["bias"], x)
         return cast(Tensor, moved)
 
     def moved(
-        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+        self, layer: Any, parameters: Mapping[str, Tensor], displacements: Mapping[str, Displacement], x: Tensor
     ) -> Tensor:
         padded, geometry = self._padded(layer, x)
-        if "weight" not in moves or geometry.by_patches(geometry.positions(padded.shape[2:])):
-            return super().moved(layer, parameters, moves, x)
+        if "weight" not in displacements or geometry.by_patches(geometry.positions(padded.shape[2:])):
+            return super().moved(layer, parameters, displacements, x)
         # With many positions, one convolution with the moved weights is faster than `forward` plus `delta`.
-        output = convolve(Dense(moves["weight"].added_to(parameters["weight"])), padded, geometry)
+        output = convolve(Dense(displacements["weight"].added_to(parameters["weight"])), padded, geometry)
         if "bias" in parameters:
             output = output + parameters["bias"].view(-1, *[1] * (x.dim() - 2))
-        return output + of_channels(moves["bias"], x).to(output.dtype) if "bias" in moves else output
+        return output + of_channels(displacements["bias"], x).to(output.dtype) if "bias" in displacements else output
 
     def _padded(self, layer: Any, x: Tensor) -> tuple[Tensor, Geometry]:
         """Return the input, padded where a Geometry cannot express the padding, and the geometry."""

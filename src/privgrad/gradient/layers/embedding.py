@@ -22,8 +22,8 @@ class _Embedding(Rule):
     parameters = ("weight",)
     has_delta = is_bilinear = True
 
-    def delta(self, layer: nn.Embedding, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
-        return by_rows(moves["weight"].read(x.reshape(len(moves["weight"].share), -1)), x.shape)
+    def delta(self, layer: nn.Embedding, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        return by_rows(displacements["weight"].read(x.reshape(len(displacements["weight"].share), -1)), x.shape)
 
     def supports(self, layer: nn.Embedding) -> bool:
         return layer.max_norm is None and not layer.scale_grad_by_freq
@@ -56,8 +56,8 @@ class _EmbeddingBag(Rule):
     ) -> Factor:
         return Bags(x, self._weights(layer, x, at_least_float32(grad).dtype), grad, layer.num_embeddings)
 
-    def delta(self, layer: nn.EmbeddingBag, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
-        return of_bags(moves["weight"], x, self._weights(layer, x, moves["weight"].share.dtype))
+    def delta(self, layer: nn.EmbeddingBag, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        return of_bags(displacements["weight"], x, self._weights(layer, x, displacements["weight"].share.dtype))
 
     def _weights(self, layer: nn.EmbeddingBag, x: Tensor, dtype: torch.dtype) -> Tensor:
         weight_BT = torch.ones_like(x, dtype=dtype)

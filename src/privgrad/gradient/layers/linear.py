@@ -28,18 +28,18 @@ class Linear(Rule):
             return Dense(grad if grad.dim() == 2 else sum_over(at_least_float32(in_positions(grad)), 1))
         return Outer(in_positions(x), in_positions(grad))
 
-    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
-        size = len(next(iter(moves.values())).share)
+    def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        size = len(next(iter(displacements.values())).share)
         moved = 0.0
-        if "weight" in moves:
-            moved = self.oriented(moves["weight"]).apply(at_least_float32(x).reshape(size, -1, x.shape[-1]))
-        if "bias" in moves:
-            moved = moved + moves["bias"].dense()[:, None].expand(-1, x.shape[:-1].numel() // size, -1)
+        if "weight" in displacements:
+            moved = self.oriented(displacements["weight"]).apply(at_least_float32(x).reshape(size, -1, x.shape[-1]))
+        if "bias" in displacements:
+            moved = moved + displacements["bias"].dense()[:, None].expand(-1, x.shape[:-1].numel() // size, -1)
         return by_rows(cast(Tensor, moved), x.shape[:-1])
 
-    def oriented(self, move: Displacement) -> Displacement:
+    def oriented(self, displacement: Displacement) -> Displacement:
         """Return the displacement as one of a weight of shape (O, I)."""
-        return move
+        return displacement
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
@@ -56,8 +56,8 @@ class _TransposedLinear(Linear):
             else Outer(in_positions(grad), in_positions(x))
         )
 
-    def oriented(self, move: Displacement) -> Displacement:
-        return move.transposed()
+    def oriented(self, displacement: Displacement) -> Displacement:
+        return displacement.transposed()
 
 
 @register_rule("privgrad.models.SparseLinear")
@@ -73,8 +73,8 @@ class _SparseLinear(Rule):
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         return Dense(grad) if name == "bias" else Bags(x[:, 0].long(), x[:, 1], grad, len(parameters["weight"]))
 
-    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
-        moved = of_bags(moves["weight"], x[:, 0].long(), x[:, 1]) if "weight" in moves else 0.0
-        if "bias" in moves:
-            moved = moved + moves["bias"].for_rows(x)
+    def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
+        moved = of_bags(displacements["weight"], x[:, 0].long(), x[:, 1]) if "weight" in displacements else 0.0
+        if "bias" in displacements:
+            moved = moved + displacements["bias"].for_rows(x)
         return cast(Tensor, moved)

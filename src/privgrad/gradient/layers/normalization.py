@@ -22,22 +22,24 @@ class _Normalization(Rule):
     def bilinear(self, layer: Any, x: Tensor) -> tuple[Rule, Tensor]:
         return _ScaleAndShift(self), self.twice_differentiable(layer, x)
 
-    def delta(self, layer: Any, moves: Mapping[str, Displacement], x: Tensor) -> Tensor:
+    def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
         def at_positions(name: str) -> Tensor:
-            return self.at_positions(layer, moves[name].for_rows(x), x)
+            return self.at_positions(layer, displacements[name].for_rows(x), x)
 
-        moved = self.normalized(layer, at_least_float32(x)) * at_positions("weight") if "weight" in moves else 0.0
-        return cast(Tensor, moved + at_positions("bias") if "bias" in moves else moved)
+        moved = 0.0
+        if "weight" in displacements:
+            moved = self.normalized(layer, at_least_float32(x)) * at_positions("weight")
+        return cast(Tensor, moved + at_positions("bias") if "bias" in displacements else moved)
 
     def moved(
-        self, layer: Any, parameters: Mapping[str, Tensor], moves: Mapping[str, Displacement], x: Tensor
+        self, layer: Any, parameters: Mapping[str, Tensor], displacements: Mapping[str, Displacement], x: Tensor
     ) -> Tensor:
         """Return the output at moved parameters, with one normalization where forward and delta would take two."""
         output = self.normalized(layer, x)
         for name, combine in (("weight", torch.mul), ("bias", torch.add)):
             if name in parameters:
                 own = parameters[name][None]
-                rows = own + moves[name].for_rows(x).to(own.dtype) if name in moves else own
+                rows = own + displacements[name].for_rows(x).to(own.dtype) if name in displacements else own
                 output = combine(output, self.at_positions(layer, rows, x).to(output.dtype))
         return output
 
@@ -72,11 +74,11 @@ class _ScaleAndShift(_Normalization):
     """The rule of a normalization after its normalizing step: out = weight * x + bias.
 
     Args:
-        whole: the rule of the normalization, which knows the dimensions that its parameters vary over.
+        normalization: its rule, which knows the dimensions that the parameters vary over.
     """
 
-    def __init__(self, whole: _Normalization) -> None:
-        self.at_positions, self.over_positions = whole.at_positions, whole.over_positions
+    def __init__(self, normalization: _Normalization) -> None:
+        self.at_positions, self.over_positions = normalization.at_positions, normalization.over_positions
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return self.moved(layer, parameters, {}, x)

@@ -6,15 +6,13 @@ The per-example gradients of the weights follow from the gradients of the pre-ac
 hide. Here each layer and direction has two parts. The first is one matrix product over all time, whose output goes
 through the tap. The second is an autograd Function with a loop of few operations per time step, as fast on CPU as
 torch's own. Its backward pass computes all that does not depend on the incoming gradient before its loop, for all time
-at once. Parameters enter detached: their gradients come from the taps' contributions alone. `adapters` makes factors of
-the contributions.
+at once. Parameters enter detached: their gradients come from the factors of the taps alone.
 
 Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. The
 tensors `hidden` and `cells` have T + 1 rows, the initial state first. The reverse direction, including its taps, runs
 on flipped copies.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -23,14 +21,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from privgrad.errors import UnsupportedModuleError, expected
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.layers.base import (
+    Tap,
+    add_to,
+    of_linear_map,
+    register_forward,
+    require_unwritten,
+    tapped,
+    version_of,
+)
 
-Contribution = tuple[str, str, Tensor | None, Tensor]
-Contributions = Callable[[Tensor], list[Contribution]]
-Tap = Callable[[Tensor, Contributions], Tensor]
 State = Tensor | tuple[Tensor, Tensor]
 Grads = tuple[Tensor | None, ...]
 
 
+@register_forward(nn.LSTM, nn.GRU, nn.RNN)
 def recurrent_forward(
     module: nn.LSTM | nn.GRU | nn.RNN, tap: Tap, inputs: Tensor, hx: State | None = None
 ) -> tuple[Tensor, State]:
@@ -41,9 +47,8 @@ def recurrent_forward(
 
     Args:
         module: the recurrent layer, with any of its options.
-        tap: (tensor, contributions) -> the tensor to use from then on. contributions(gradient of the tensor), once the
-            backward pass has run, lists (parameter, "outer", a, b), a (B, T, in), b (B, T, out): the gradient of
-            example i is sum_t b_it a_it^T; and (parameter, "bias", None, b): it is sum_t b_it.
+        tap: (tensor, factors) -> the tensor to use from then on. factors(gradient of the tensor), once the backward
+            pass has run, returns factors by parameter.
         inputs: shape (B, T, I), or (T, B, I) without batch_first.
         hx: initial state as torch takes it, shape (layers * directions, B, P), with cells for an LSTM; None is zero.
     Returns:
@@ -52,7 +57,7 @@ def recurrent_forward(
         UnsupportedModuleError: the inputs are packed, or have no batch dimension.
         RuntimeError: hx has a wrong shape, or the gradient is differentiated again.
     Privacy:
-        NOT private. Each example's contributions depend on that example, the weights and its own dropout draws alone.
+        NOT private. Each example's gradients depend on that example, the weights and its own dropout draws alone.
     """
     name, padded = type(module).__name__, isinstance(cast("object", inputs), Tensor)
     if not padded or inputs.dim() != 3:
@@ -96,44 +101,37 @@ def _direction(
     """
     reverse = suffix.endswith("_reverse")
     inputs = inputs.flip(0) if reverse else inputs
-    version = 0 if inputs.is_inference() else inputs._version  # pyright: ignore[reportPrivateUsage]
+    version = version_of(inputs)
 
     def parameter(name: str) -> Tensor:
-        return cast("Tensor", getattr(module, name + suffix)).detach()
+        return cast("Tensor", getattr(module, name + suffix))
 
-    def tapped(tensor: Tensor, contributions: Contributions) -> Tensor:
-        if torch.is_grad_enabled() and not tensor.requires_grad:  # its inputs do not require gradients
-            tensor.requires_grad_()
-        return tap(tensor, contributions)
-
-    def of_gates(grad_TBG: Tensor) -> list[Contribution]:
-        if (current := inputs._version) != version:  # pyright: ignore[reportPrivateUsage]
-            condition, got = f"to be unchanged since the forward pass (version {version})", f"version {current}"
-            remedy = "use an operation that is not in place"  # torch's own backward pass refuses such a change, too
-            raise expected(type(module).__name__, "inputs", condition, got, remedy, UnsupportedModuleError)
+    def of_gates(grad_TBG: Tensor) -> dict[Tensor, Factor]:
+        require_unwritten(type(module).__name__, inputs, version)
         inputs_BTI, before_BTP = inputs.detach().transpose(0, 1), before_TBP.transpose(0, 1)
         b_BTG = later_BTG = grad_TBG.transpose(0, 1)
         if isinstance(module, nn.GRU):  # n = tanh(input term + r * hidden term): their gradients differ
             later_BTG = grad_TBG.clone().transpose(0, 1)
             later_BTG[:, :, 2 * module.hidden_size :] *= extra_TBH.transpose(0, 1)
-        found: list[Contribution] = [("weight_ih" + suffix, "outer", inputs_BTI, b_BTG)]
-        found += [("weight_hh" + suffix, "outer", before_BTP, later_BTG)]
-        biases = [("bias_ih" + suffix, "bias", None, b_BTG), ("bias_hh" + suffix, "bias", None, later_BTG)]
-        return found + biases if module.bias else found
+        found = of_linear_map(own_ih, own_bias_ih, inputs_BTI, b_BTG)
+        return add_to(found, of_linear_map(own_hh, own_bias_hh, before_BTP, later_BTG))
 
-    def of_projection(grad_TBP: Tensor) -> list[Contribution]:
-        return [("weight_hr" + suffix, "outer", extra_TBH.transpose(0, 1), grad_TBP.transpose(0, 1))]
+    def of_projection(grad_TBP: Tensor) -> dict[Tensor, Factor]:
+        return of_linear_map(parameter("weight_hr"), None, extra_TBH.transpose(0, 1), grad_TBP.transpose(0, 1))
 
-    weight_hh, zero, extra_TBH = parameter("weight_hh"), hidden_BP.new_zeros(()), cell_BH
-    bias_ih, bias_hh = (parameter("bias_ih"), parameter("bias_hh")) if module.bias else (None, zero)
+    own_ih, own_hh = parameter("weight_ih"), parameter("weight_hh")
+    own_bias_ih, own_bias_hh = (parameter("bias_ih"), parameter("bias_hh")) if module.bias else (None, None)
+    weight_hh, zero, extra_TBH = own_hh.detach(), hidden_BP.new_zeros(()), cell_BH
+    bias_ih = None if own_bias_ih is None else own_bias_ih.detach()
+    bias_hh = zero if own_bias_hh is None else own_bias_hh.detach()
     if bias_ih is not None and not isinstance(module, nn.GRU):
         bias_ih = bias_ih + bias_hh
-    pre_TBG = tapped(F.linear(inputs, parameter("weight_ih"), bias_ih), of_gates)
+    pre_TBG = tapped(tap, F.linear(inputs, own_ih.detach(), bias_ih), of_gates)
     if isinstance(module, nn.LSTM):
         weight_hr = nothing_TBP = None
         if module.proj_size:  # zeros that are added to each projected state, since their gradient is the state's
-            weight_hr = parameter("weight_hr")
-            nothing_TBP = tapped(zero.expand(len(inputs), *hidden_BP.shape), of_projection)
+            weight_hr = parameter("weight_hr").detach()
+            nothing_TBP = tapped(tap, zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
         hidden, cell_BH, extra_TBH = cast("Any", _LSTM).apply(*arguments)
     elif isinstance(module, nn.GRU):
