@@ -32,7 +32,7 @@ from privgrad.errors import (
     require_nonnegative,
     require_path,
 )
-from privgrad.gradient.validation import evaluating
+from privgrad.gradient.module_state import evaluating
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient

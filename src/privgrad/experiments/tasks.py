@@ -23,9 +23,9 @@ from privgrad.experiments.spec import (
     public_examples,
 )
 from privgrad.gradient import precondition
+from privgrad.gradient.module_state import evaluating
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
-from privgrad.gradient.validation import evaluating
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import NoisyGradient

@@ -46,17 +46,9 @@ from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import Projected, StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, seeded, trainable
-from privgrad.gradient.validation import (
-    PROBED,
-    Randomness,
-    doubled,
-    few_of,
-    find_randomness,
-    places_of,
-    refuse_reentrant,
-    require_same_losses_in_half,
-    without_randomness,
-)
+from privgrad.gradient.probes import PROBED, doubled, few_of, places_of
+from privgrad.gradient.randomness import Randomness, find_randomness, without_randomness
+from privgrad.gradient.validation import refuse_reentrant, require_same_losses_in_half
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more

@@ -18,7 +18,7 @@ from privgrad.gradient.engines.capture import REMEDY, refused, written_to
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import trainable
-from privgrad.gradient.validation import gradients
+from privgrad.gradient.probes import gradients
 from privgrad.types import LossFunction, map_examples
 
 
