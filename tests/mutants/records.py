@@ -12,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, ledger, plan, training
+from privgrad import accounting, checkpoint, ledger, plan, training_run
 from privgrad.accounting import Release
 
 
@@ -171,7 +171,7 @@ def whatever_torch_loads(patch: Patch) -> None:
 
 
 def lost_steps_forgotten(patch: Patch) -> None:
-    patch.setattr(training._Run, "_go_on_after_lost_steps", lambda *_: None)
+    patch.setattr(training_run.TrainingRun, "_go_on_after_lost_steps", lambda *_: None)
 
 
 def resumed_from_the_first_step(patch: Patch) -> None:
@@ -185,7 +185,7 @@ def code_run_by_checkpoints(patch: Patch) -> None:
 
 
 def halves_saved(patch: Patch) -> None:
-    patch.setattr(training._Run, "is_consistent", property(lambda self: True))
+    patch.setattr(training_run.TrainingRun, "is_consistent", property(lambda self: True))
 
 
 def unknown_arguments_swallowed(patch: Patch) -> None:

@@ -40,7 +40,8 @@ from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars
-from privgrad.training import FitResult, fit
+from privgrad.training import fit
+from privgrad.training_run import FitResult
 
 if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard
