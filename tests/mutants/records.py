@@ -12,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, ledger, plan, training_run
+from privgrad import accounting, checkpoint, ledger_file, plan, training_run
 from privgrad.accounting import Release
 
 
@@ -126,10 +126,10 @@ def admitted(patch: Patch, **changed: Any) -> None:
 
 def last_line_dropped(patch: Patch) -> None:
     """Whatever lacks its end is taken for a line that was never finished."""
-    real = ledger._is_cut_off
+    real = ledger_file._is_cut_off
 
     def wrong(raw: bytes, begins: bytes) -> bool:
-        return real(raw, begins) or (begins == ledger._LATER and not raw.endswith(b"\n"))
+        return real(raw, begins) or (begins == ledger_file._LATER and not raw.endswith(b"\n"))
 
     everywhere(patch, real, wrong)
 
@@ -147,7 +147,7 @@ def checksums_of(planted: Callable[[str, bytes], tuple[str, bytes]]) -> Callable
     """Plants what a line's checksum is taken of, in place of the checksum before it and the line."""
 
     def plant(patch: Patch) -> None:
-        real, seal = ledger._sealed, ledger._SEAL
+        real, seal = ledger_file._sealed, ledger_file._SEAL
 
         def wrong(head: str, body: bytes) -> tuple[bytes, str]:
             _, checksum = real(*planted(head, body))
@@ -298,12 +298,12 @@ LEDGER = [
     ),
     Mutant(
         "a charge that is not on disk",
-        edited(ledger, "os", fsync=lambda descriptor: None),
+        edited(ledger_file, "os", fsync=lambda descriptor: None),
         "test_ledger.test_a_charge_is_on_disk_before_it_returns",
     ),
     Mutant(
         "two writers of one ledger",
-        edited(ledger, "fcntl", flock=lambda descriptor, operation: None),
+        edited(ledger_file, "fcntl", flock=lambda descriptor, operation: None),
         "test_ledger.test_a_ledger_has_one_writer",
     ),
     Mutant(

@@ -35,7 +35,7 @@ from privgrad.experiments.tasks import (
     require_images,
     warm_start,
 )
-from privgrad.ledger import is_in_use
+from privgrad.ledger_file import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
