@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.data import heavy_tail
-from privgrad.models import WeightStandardization, ws_conv2d
+from privgrad.gradient.factors.weight_standardization import WeightStandardization
+from privgrad.models import ws_conv2d
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 

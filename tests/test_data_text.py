@@ -14,13 +14,13 @@ import torch
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data import debian
+from privgrad.data import debian_index
 from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import cache
 from privgrad.data.text import _basic_english
 from privgrad.experiments.spec import DataName, DataTable, check_spec, make_data
 
-LISTS_PRESENT = any(debian._LISTS.glob("*_dists_*_main_*Translation-en*"))
+LISTS_PRESENT = any(debian_index._LISTS.glob("*_dists_*_main_*Translation-en*"))
 needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `apt-get update -o Acquire::Languages=en`")
 SECTIONS = ("editors", "games", "libs")
 
@@ -318,7 +318,7 @@ def test_debian_lists_are_read_compressed(tmp_path: Path):
 
 
 def test_debian_lists_that_are_missing_or_not_joined_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(debian, "_LISTS", tmp_path / "absent")
+    monkeypatch.setattr(debian_index, "_LISTS", tmp_path / "absent")
     with pytest.raises(pg.PrivacyError, match=r"debian_sections: .*apt-get update -o Acquire::Languages=en"):
         data.debian_sections()
     write_lists(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import privgrad as pg
-from privgrad.data.debian import _LISTS
+from privgrad.data.debian_index import _LISTS
 from privgrad.data.sources import cache
 from scripts import example
 from test_data_text import save_letter_tokenizer

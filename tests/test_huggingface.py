@@ -44,7 +44,7 @@ from transformers import (
 
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.validation import gradients
+from privgrad.gradient.probes import gradients
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
 
 LENGTH = 6

@@ -20,7 +20,7 @@ import pytest
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad import ledger as module
+from privgrad import ledger_file as module
 from privgrad.accounting import Release
 
 RELEASE = Release(1.0, 0.25)
@@ -252,9 +252,12 @@ def test_a_full_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_really_full_device_refuses_the_charge():
-    ledger = pg.Ledger()
-    ledger.path, ledger._descriptor = Path("/dev/full"), os.open("/dev/full", os.O_WRONLY)
+def test_a_really_full_device_refuses_the_charge(tmp_path: Path):
+    ledger = pg.Ledger(tmp_path / "ledger.jsonl")
+    file = ledger._file
+    assert file is not None
+    file.close()
+    file.path, file._descriptor = Path("/dev/full"), os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(pg.PrivacyError, match="No space left"):
         ledger.bind({"sample_rate": 1.0})
     with pytest.raises(pg.PrivacyError, match="closed"):

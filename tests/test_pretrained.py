@@ -24,7 +24,7 @@ from privgrad.experiments.runs import train
 from privgrad.experiments.spec import check_spec, make_data
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.validation import gradients
+from privgrad.gradient.probes import gradients
 from test_data_text import save_byte_tokenizer, write_lists
 
 pytest.importorskip("accelerate")

@@ -25,14 +25,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 
 import privgrad as pg
 from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan, seed_of
-from privgrad import ledger, training
+from privgrad import ledger_file, training_run
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.diagnostics import RawGradientStats
 from privgrad.integrations.distributed import Distributed
 from privgrad.private_gradient import RawStep
 from privgrad.processes import Processes
 from privgrad.progress import bars
-from privgrad.training import FitResult
+from privgrad.training_run import FitResult
 
 STEPS = 60
 
@@ -221,7 +221,7 @@ def stop_after(count: int, monkeypatch: pytest.MonkeyPatch, folder: Path, **opti
 
         def limited(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
             if next(calls, None) is None:
-                patched.setattr(training._Run, "save", lambda *_, **__: None)
+                patched.setattr(training_run.TrainingRun, "save", lambda *_, **__: None)
                 raise Stop
             return original(self, batch)
 
@@ -624,8 +624,8 @@ def test_a_checkpoint_is_refused_beside_a_ledger_that_is_not_its_own(tmp_path: P
         lines[5] = lines[5].replace(b'"draw": "', b'"draw": "0')
         head, sealed = "", b""
         for number, line in enumerate(lines):
-            body = line.rpartition(ledger._SEAL)[0] + b"}"
-            sealed, head = ledger._sealed(head, body)
+            body = line.rpartition(ledger_file._SEAL)[0] + b"}"
+            sealed, head = ledger_file._sealed(head, body)
             lines[number] = sealed + b"\n"
     path.write_bytes(b"".join(lines))
     assert pg.Ledger(path, read_only=True).releases >= STEPS - 1

@@ -6,7 +6,8 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.training import FitResult, fit
+from privgrad.training import fit
+from privgrad.training_run import FitResult
 from privgrad.types import Batch, NoisyGradient, Scales
 
 __all__ = [

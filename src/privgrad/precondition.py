@@ -1,14 +1,7 @@
-"""Public scales for `PrivateGradient(..., precondition=...)`. Their code: privgrad.gradient.precondition."""
+"""Public scales for `PrivateGradient(..., precondition=...)`. Their code: `precondition` and `moments` of gradient/."""
 
-from privgrad.gradient.precondition import (
-    Preconditioner,
-    Transform,
-    fixed,
-    public_adagrad,
-    public_adam,
-    public_rmsprop,
-    raw_ideal_rmsprop,
-)
+from privgrad.gradient.moments import public_adagrad, public_adam, public_rmsprop, raw_ideal_rmsprop
+from privgrad.gradient.precondition import Preconditioner, Transform, fixed
 
 __all__ = [
     "Preconditioner",

@@ -34,7 +34,8 @@ from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
-from privgrad.gradient.validation import check_loss, configuration, gradients, require_supported
+from privgrad.gradient.probes import gradients
+from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise, noise_generator
 from privgrad.plan import PrivacyPlan

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_plan
 from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.validation import gradients
+from privgrad.gradient.probes import gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
 

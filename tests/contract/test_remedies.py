@@ -21,7 +21,7 @@ import privgrad as pg
 from conftest import make_plan
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.validation import gradients
+from privgrad.gradient.probes import gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),

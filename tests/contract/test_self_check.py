@@ -13,7 +13,8 @@ import privgrad as pg
 from conftest import make_plan
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
-from privgrad.gradient.validation import check_loss, find_randomness, without_randomness
+from privgrad.gradient.randomness import find_randomness, without_randomness
+from privgrad.gradient.validation import check_loss
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:

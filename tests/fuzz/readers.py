@@ -16,7 +16,7 @@ from torch import nn
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
-from privgrad import data, ledger
+from privgrad import data, ledger_file
 from privgrad.checkpoint import write_checkpoint
 from privgrad.experiments.spec import load_spec
 from test_data_images import pack, write_cifar, write_fashion
@@ -151,13 +151,13 @@ def _read_ledger(folder: Path) -> None:
 def _resealed(content: bytes) -> bytes:
     head, out = "", b""
     for line in content.split(b"\n"):
-        sealed, head = ledger._sealed(head, line)
+        sealed, head = ledger_file._sealed(head, line)
         out += sealed + b"\n"
     return out
 
 
 def _unsealed(content: bytes) -> bytes:
-    return b"\n".join(line.rpartition(ledger._SEAL)[0] + b"}" for line in content.splitlines())
+    return b"\n".join(line.rpartition(ledger_file._SEAL)[0] + b"}" for line in content.splitlines())
 
 
 # Checkpoints

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad.gradient import batching, clipping, module_state
+from privgrad.gradient import batching, clipping, module_state, randomness
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
 from privgrad.gradient.engines import passes, vmapped_unit
@@ -208,10 +208,10 @@ def the_head_of_the_batch(patch: Patch) -> None:
 def checked_in_evaluation_mode(patch: Patch) -> None:
     @contextmanager
     def wrong(model: nn.Module, _: Any) -> Generator[None]:
-        with checks.evaluating(model):
+        with module_state.evaluating(model):
             yield
 
-    everywhere(patch, checks.without_randomness, wrong)
+    everywhere(patch, randomness.without_randomness, wrong)
 
 
 def left_as_written(patch: Patch) -> None:

@@ -14,7 +14,7 @@ from privgrad import noise
 from privgrad.gradient import module_state, precondition
 from privgrad.gradient.engines import vmap as engines
 from privgrad.gradient.factors.base import Dense, Factor
-from privgrad.gradient.precondition import Moments
+from privgrad.gradient.moments import Moments
 from privgrad.optim.adaptive import Debiased
 from privgrad.optim.base import PrivateOptimizer
 from privgrad.optim.debias import debias, default_floor

@@ -12,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, ledger, plan, training
+from privgrad import accounting, checkpoint, ledger_file, plan, training_run
 from privgrad.accounting import Release
 
 
@@ -126,10 +126,10 @@ def admitted(patch: Patch, **changed: Any) -> None:
 
 def last_line_dropped(patch: Patch) -> None:
     """Whatever lacks its end is taken for a line that was never finished."""
-    real = ledger._is_cut_off
+    real = ledger_file._is_cut_off
 
     def wrong(raw: bytes, begins: bytes) -> bool:
-        return real(raw, begins) or (begins == ledger._LATER and not raw.endswith(b"\n"))
+        return real(raw, begins) or (begins == ledger_file._LATER and not raw.endswith(b"\n"))
 
     everywhere(patch, real, wrong)
 
@@ -147,7 +147,7 @@ def checksums_of(planted: Callable[[str, bytes], tuple[str, bytes]]) -> Callable
     """Plants what a line's checksum is taken of, in place of the checksum before it and the line."""
 
     def plant(patch: Patch) -> None:
-        real, seal = ledger._sealed, ledger._SEAL
+        real, seal = ledger_file._sealed, ledger_file._SEAL
 
         def wrong(head: str, body: bytes) -> tuple[bytes, str]:
             _, checksum = real(*planted(head, body))
@@ -171,7 +171,7 @@ def whatever_torch_loads(patch: Patch) -> None:
 
 
 def lost_steps_forgotten(patch: Patch) -> None:
-    patch.setattr(training._Run, "_go_on_after_lost_steps", lambda *_: None)
+    patch.setattr(training_run.TrainingRun, "_go_on_after_lost_steps", lambda *_: None)
 
 
 def resumed_from_the_first_step(patch: Patch) -> None:
@@ -185,7 +185,7 @@ def code_run_by_checkpoints(patch: Patch) -> None:
 
 
 def halves_saved(patch: Patch) -> None:
-    patch.setattr(training._Run, "is_consistent", property(lambda self: True))
+    patch.setattr(training_run.TrainingRun, "is_consistent", property(lambda self: True))
 
 
 def unknown_arguments_swallowed(patch: Patch) -> None:
@@ -298,12 +298,12 @@ LEDGER = [
     ),
     Mutant(
         "a charge that is not on disk",
-        edited(ledger, "os", fsync=lambda descriptor: None),
+        edited(ledger_file, "os", fsync=lambda descriptor: None),
         "test_ledger.test_a_charge_is_on_disk_before_it_returns",
     ),
     Mutant(
         "two writers of one ledger",
-        edited(ledger, "fcntl", flock=lambda descriptor, operation: None),
+        edited(ledger_file, "fcntl", flock=lambda descriptor, operation: None),
         "test_ledger.test_a_ledger_has_one_writer",
     ),
     Mutant(

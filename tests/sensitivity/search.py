@@ -22,10 +22,9 @@ from privgrad import precondition
 from privgrad.gradient.clipping import Automatic, Clipping, Flat, PerLayer
 from privgrad.gradient.contribution import Contribution
 from privgrad.gradient.engines.hooks import Hooks
-from privgrad.gradient.module_state import seeded, trainable
+from privgrad.gradient.module_state import evaluating, seeded, trainable
 from privgrad.gradient.perturb import BAM, SAT
 from privgrad.gradient.public_gradient import PublicGradient
-from privgrad.gradient.validation import evaluating
 from tests.sensitivity.examples import LOSSES, Examples, doubled, draw_examples, loss_of, tame, without
 from tests.sensitivity.grammar import Draw, Drawn, draw_model
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad import accounting, optim
+from privgrad import accounting, optim, precondition
 from privgrad.accounting import Release
 from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
 from privgrad.errors import did_you_mean, expected, require_integer, require_positive
-from privgrad.gradient import clipping, perturb, precondition
+from privgrad.gradient import clipping, perturb
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.plan import PrivacyPlan

@@ -1,56 +1,28 @@
 """The Debian package index as text: a stand-in for several data sets, available on every machine with apt."""
 
-import hashlib
 import random
 import re
-import subprocess
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, find_folder, unpacked
+from privgrad.data.debian_index import Package, read_index
+from privgrad.data.sources import PathLike
 from privgrad.data.text import ContinuationEncoder, PairEncoder
 from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
 
-_LISTS = Path("/var/lib/apt/lists")
-_APT_HELPER = "/usr/lib/apt/apt-helper"
-_REMEDY = "run `apt-get update -o Acquire::Languages=en`, or give a folder with the Packages and Translation-en lists"
 _SECTION_EDGES = (4000, 1000, 250, 60, 0)
 _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 1, 0)
 
-# Facets that nearly every package has; they are left out, so that the task is harder.
-_COMMON_FACETS = ("role", "implemented-in")
-
-_FIELD = re.compile(r"^(Package|Source|Section|Description-md5): (\S+)", re.MULTILINE)
-_MAINTAINER = re.compile(r"^Maintainer: (.*)$", re.MULTILINE)
-_TAGS = re.compile(r"^Tag: (.*\n(?: .*\n)*)", re.MULTILINE)
-_TAG = re.compile(r"(?<![\w+-])([\w+-]+)::[^\s,]+")
-_DESCRIPTION = re.compile(r"^Description-md5: (\w+)\nDescription-en: (.*)\n((?: .*\n)*)", re.MULTILINE)
 _WORD = re.compile(r"[a-z][a-z0-9+.-]*[a-z0-9+]|[a-z]")
 _PARAGRAPH = re.compile(r"^ \.$", re.MULTILINE)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
-
-
-@dataclass(frozen=True, slots=True)
-class _Package:
-    """A binary package. Its maintainer, a person, is stored as a hash of the Maintainer field."""
-
-    name: str
-    source: str
-    maintainer: bytes
-    section: str
-    synopsis: str
-    description: str
-    tags: frozenset[str]
 
 
 def debian_sections(
@@ -86,12 +58,12 @@ def debian_sections(
     """
     for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
         require_integer("debian_sections", name, value, 1)
-    suites, train, test = _read_index("debian_sections", path)
+    suites, train, test = read_index("debian_sections", path)
     sections = {section: index for index, section in enumerate(sorted({package.section for package in train + test}))}
     train = train[:limit]
     ids, _ = _vocabulary(train, words)
 
-    def part(packages: Sequence[_Package]) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(packages: Sequence[Package]) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.tensor([sections[package.section] for package in packages], dtype=torch.int64)
         return _bags(packages, ids, length), labels
 
@@ -138,7 +110,7 @@ def debian_tags(
     for name, value in (("words", words), ("length", length), ("limit", 1 if limit is None else limit)):
         require_integer("debian_tags", name, value, 1)
     require_integer("debian_tags", "other_public", other_public, 0)
-    suites, *parts = _read_index("debian_tags", path)
+    suites, *parts = read_index("debian_tags", path)
     train, test = ([package for package in part if package.tags] for part in parts)
     other = _of_few_maintainers(train, other_public)
     known = {package.maintainer for package in other}
@@ -191,7 +163,7 @@ def debian_maintainers(
     for name, value in numbers.items():
         require_integer("debian_maintainers", name, value, 1)
     require_integer("debian_maintainers", "validation", validation, 0)
-    suites, *parts = _read_index("debian_maintainers", path)
+    suites, *parts = read_index("debian_maintainers", path)
     ids, counts = _vocabulary([package for part in parts for package in part if not package.tags], words)
     train, test = ([package for package in part if package.tags] for part in parts)
     sizes = Counter(package.maintainer for package in train)
@@ -246,7 +218,7 @@ def debian_synopses(
     """
     require_integer("debian_synopses", "limit", limit, 4)
     encode = ContinuationEncoder("debian_synopses", tokenizer, length)
-    suites, *parts = _read_index("debian_synopses", path)
+    suites, *parts = read_index("debian_synopses", path)
     if len(parts[0]) < limit or len(parts[1]) < limit // 4:
         most = min(len(parts[0]), 4 * len(parts[1]))
         raise expected("debian_synopses", "limit", f"to be at most {most}", limit, "lower limit")
@@ -301,7 +273,7 @@ def sentence_pairs(
         remedy = "round it: each premise has three pairs, and the test part is a quarter"
         raise expected("sentence_pairs", "pairs", "to be a multiple of 12", pairs, remedy)
     encode = PairEncoder("sentence_pairs", tokenizer, length)
-    suites, *parts = _read_index("sentence_pairs", path)
+    suites, *parts = read_index("sentence_pairs", path)
     rng, seen, counts = random.Random(seed), set[str](), (pairs, pairs // 4)
     found = [_pairs(part, count, seen, rng) for part, count in zip(parts, counts, strict=True)]
     if any(len(part) < count for part, count in zip(found, counts, strict=True)):
@@ -312,7 +284,7 @@ def sentence_pairs(
     return split(name, train, test, validation, num_classes=3, vocabulary=encode.vocabulary)
 
 
-def _vocabulary(packages: Sequence[_Package], words: int) -> tuple[dict[str, int], torch.Tensor]:
+def _vocabulary(packages: Sequence[Package], words: int) -> tuple[dict[str, int], torch.Tensor]:
     """Return the ids of the most frequent words, and how often each id occurs.
 
     The ids start at 1, by falling frequency; id 0 is padding, with count 0.
@@ -322,7 +294,7 @@ def _vocabulary(packages: Sequence[_Package], words: int) -> tuple[dict[str, int
     return ids, torch.tensor([0, *(count for _, count in counted)])
 
 
-def _bags(packages: Sequence[_Package], ids: Mapping[str, int], length: int) -> torch.Tensor:
+def _bags(packages: Sequence[Package], ids: Mapping[str, int], length: int) -> torch.Tensor:
     """Return the first `length` known words of each package as ids, padded with 0: int64 (n, length)."""
     inputs = torch.zeros(len(packages), length, dtype=torch.int64)
     for row, package in zip(inputs.numpy(), packages, strict=True):
@@ -331,13 +303,13 @@ def _bags(packages: Sequence[_Package], ids: Mapping[str, int], length: int) -> 
     return inputs
 
 
-def _tags(packages: Sequence[_Package]) -> dict[str, int]:
+def _tags(packages: Sequence[Package]) -> dict[str, int]:
     """Return the tags of the packages, numbered in the order of their names."""
     return {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in packages))))}
 
 
 def _tagged(
-    packages: Sequence[_Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
+    packages: Sequence[Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return words and tags of the packages with at least one of these tags."""
     packages = [package for package in packages if package.tags & tags.keys()]
@@ -347,24 +319,24 @@ def _tagged(
     return _bags(packages, ids, length), labels
 
 
-def _words(package: _Package) -> list[str]:
+def _words(package: Package) -> list[str]:
     return _WORD.findall(f"{package.synopsis} {package.description}".lower())
 
 
-def _fields(package: _Package) -> str:
+def _fields(package: Package) -> str:
     tags = f" | Tags: {', '.join(sorted(package.tags))}" if package.tags else ""
     return f"Package: {package.name} | Source: {package.source} | Section: {package.section}{tags}"
 
 
-def _premise(package: _Package) -> str:
+def _premise(package: Package) -> str:
     """Return the first two sentences of the first paragraph."""
     paragraph = " ".join(_PARAGRAPH.split(package.description)[0].split())
     return " ".join(_SENTENCE.split(paragraph)[:2])
 
 
-def _pairs(packages: Sequence[_Package], count: int, seen: set[str], rng: random.Random) -> list[tuple[str, str, int]]:
+def _pairs(packages: Sequence[Package], count: int, seen: set[str], rng: random.Random) -> list[tuple[str, str, int]]:
     """Return up to `count` (premise, hypothesis, label), three for each premise that is not in `seen`."""
-    sections: dict[str, list[_Package]] = {}
+    sections: dict[str, list[Package]] = {}
     for package in packages:
         sections.setdefault(package.section, []).append(package)
     pairs: list[tuple[str, str, int]] = []
@@ -381,7 +353,7 @@ def _pairs(packages: Sequence[_Package], count: int, seen: set[str], rng: random
     return pairs
 
 
-def _other(package: _Package, pool: Sequence[_Package], rng: random.Random, *, same_section: bool) -> _Package | None:
+def _other(package: Package, pool: Sequence[Package], rng: random.Random, *, same_section: bool) -> Package | None:
     """Draw a package of the pool with another source and another synopsis, from the same section or from another one.
 
     Returns:
@@ -394,81 +366,9 @@ def _other(package: _Package, pool: Sequence[_Package], rng: random.Random, *, s
     return None
 
 
-def _read_index(function: str, path: PathLike | None) -> tuple[str, list[_Package], list[_Package]]:
-    """Return the suites, and the packages of the training part and of the test part, in a fixed order.
-
-    Packages of one source are in the same part and next to each other.
-    """
-    folder = find_folder(function, path, _LISTS, "*_dists_*_main_*Translation-en*", _REMEDY)
-    lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
-    stats = [file.stat() for file in lists]
-    return _parsed(function, folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
-
-
-@lru_cache(maxsize=1)  # a process may load the same lists for several experiments
-def _parsed(
-    function: str, folder: Path, versions: tuple[tuple[int, int], ...]
-) -> tuple[str, list[_Package], list[_Package]]:
-    """Return the result of _read_index for lists with these versions (sizes and times of change).
-
-    It is cached, so callers must not change it.
-    """
-    lists = {kind: _lists(folder, kind) for kind in ("Packages", "Translation-en")}
-    descriptions: dict[str, tuple[str, str]] = {}
-    for file in lists["Translation-en"]:
-        for md5, synopsis, description in _DESCRIPTION.findall(_read_list(function, file)):
-            descriptions[md5] = synopsis, description
-    packages: dict[str, _Package] = {}
-    for file in lists["Packages"]:
-        for paragraph in _read_list(function, file).split("\n\n"):
-            fields = dict(_FIELD.findall(paragraph))
-            text = descriptions.get(fields.get("Description-md5", ""))
-            if text and {"Package", "Section"} <= fields.keys():
-                name, tags = fields["Package"], _TAGS.search(paragraph + "\n")
-                person = _MAINTAINER.search(paragraph)
-                found = _TAG.finditer(tags[1]) if tags else ()
-                kept = frozenset(tag[0] for tag in found if tag[1] not in _COMMON_FACETS)
-                # A package with several versions keeps that of the first list: updates come before their release.
-                source, maintainer = fields.get("Source", name), _digest(person[1] if person else name)
-                packages.setdefault(name, _Package(name, source, maintainer, fields["Section"], *text, kept))
-    if not packages:
-        name = f"the number of packages with descriptions in {folder}"
-        raise expected(function, name, "to be at least 1", 0, _REMEDY)
-    keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())
-    train, test = (
-        [package for digest, _, package in keyed if (digest[0] < 51) == is_test]  # 51 of 256 are a fifth
-        for is_test in (False, True)
-    )
-    suites = sorted({re.sub(r".*_dists_(.*)_main_.*", r"\1", file.name) for file in lists["Packages"]})
-    return ", ".join(suites), train, test
-
-
-def _of_few_maintainers(packages: Sequence[_Package], count: int) -> list[_Package]:
+def _of_few_maintainers(packages: Sequence[Package], count: int) -> list[Package]:
     """Return `count` packages of as few maintainers as possible.
 
     The packages are sorted by the hash of their maintainer.
     """
     return sorted(packages, key=lambda package: package.maintainer)[:count]
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
-
-
-def _lists(folder: Path, kind: str) -> list[Path]:
-    """Return the lists of a kind in any compression, without apt's indices of differences."""
-    files = folder.glob(f"*_dists_*_main_*{kind}*")
-    return sorted(file for file in files if re.search(rf"_{kind}(\.[a-z0-9]+)?$", file.name))
-
-
-def _read_list(function: str, path: Path) -> str:
-    try:
-        if path.name.endswith(("Packages", "Translation-en")):
-            return path.read_text(encoding="utf-8")
-        if path.suffix == ".gz":  # apt-helper does not notice a truncated .gz file
-            return unpacked(path).decode()
-        command = [_APT_HELPER, "cat-file", str(path)]
-        return subprocess.run(command, capture_output=True, check=True).stdout.decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, subprocess.CalledProcessError) as error:
-        remedy = f"fetch it again, or unpack it beforehand if {_APT_HELPER} is absent"
-        raise expected(function, f"{path}", "to be a readable list of apt", error, remedy) from error

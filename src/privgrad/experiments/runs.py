@@ -35,12 +35,13 @@ from privgrad.experiments.tasks import (
     require_images,
     warm_start,
 )
-from privgrad.ledger import is_in_use
+from privgrad.ledger_file import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars
-from privgrad.training import FitResult, fit
+from privgrad.training import fit
+from privgrad.training_run import FitResult
 
 if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from privgrad import data, optim, side_information
+from privgrad import data, optim, precondition, side_information
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.data.pretrained import pretrained
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
-from privgrad.gradient import perturb, precondition
+from privgrad.gradient import perturb
 from privgrad.gradient.contribution import Contribution
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient

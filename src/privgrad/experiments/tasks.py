@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad import models, side_information
+from privgrad import models, precondition, side_information
 from privgrad.augmentation import multiplicity, shift_and_flip
 from privgrad.data import DataSet
 from privgrad.data.dataset import NO_LABEL
@@ -22,10 +22,9 @@ from privgrad.experiments.spec import (
     encoder_folder,
     public_examples,
 )
-from privgrad.gradient import precondition
+from privgrad.gradient.module_state import evaluating
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
-from privgrad.gradient.validation import evaluating
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import NoisyGradient

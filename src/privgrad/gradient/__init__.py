@@ -1,8 +1,8 @@
 """All code that computes with the gradients of single examples.
 
 A privacy reviewer reads, in this order: `clipping` (norms, clip factors and the clipped sum), `factors` (norms and
-sums of gradients that are never written out), `validation` (checks of the model and the loss), `perturb`,
-`precondition` and `local_training` (the vector that is clipped), `example_groups`.
+sums of gradients that are never written out), `validation` (checks of the model and the loss, with `randomness` and
+`probes`), `perturb`, `precondition`, `moments` and `local_training` (the vector that is clipped), `example_groups`.
 
 `layers` and `engines` matter for speed only, because the self-check refuses wrong results. `engines.vmap` is the
 reference.

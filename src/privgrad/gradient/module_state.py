@@ -64,6 +64,18 @@ def seeded(seed: int) -> Generator[None]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Set evaluation mode (no dropout), and restore each module's own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
 def differentiable(*, twice: bool) -> Generator[None]:
     """Compute attention by kernels that can be differentiated twice, if `twice` is set; fused kernels cannot."""
     if not twice:

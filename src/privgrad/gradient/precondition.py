@@ -2,6 +2,7 @@
 
 PrivateGradient takes a Preconditioner as `precondition`. The privacy guarantee rests on two facts: the scales are
 public, or post-processing of released values; and their values are in the range that `require_transform` checks.
+Scales that follow public gradients are in `moments`.
 """
 
 import copy
@@ -10,20 +11,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_positive
-from privgrad.gradient.factors.norms import at_least_float32
+from privgrad.errors import expected
 from privgrad.gradient.module_state import trainable
-from privgrad.gradient.public_gradient import PublicGradient
-from privgrad.threads import blocks
 from privgrad.types import Scales
 
-Rule = Literal["rmsprop", "adam", "adagrad"]
-Schedule = Literal["step", "epoch"]
 MeanGradient = Callable[[], Mapping[str, Tensor]]
 
 _ROUNDING = 1e-6  # relative rounding error of an inverse in float32
@@ -135,146 +131,6 @@ class Fixed(Preconditioner):
         return self._made
 
 
-class Moments(Preconditioner):
-    """A preconditioner with scales from moving averages of a mean gradient.
-
-    See `public_rmsprop`, `public_adam`, `public_adagrad` and `raw_ideal_rmsprop`, which construct it.
-    """
-
-    def __init__(
-        self,
-        gradient: PublicGradient | None,
-        rule: Rule,
-        *,
-        beta: float = 0.9,
-        beta1: float = 0.9,
-        keep: float = 1.0,
-        epsilon: float,
-        epsilon_inside: bool,
-        schedule: Schedule,
-    ) -> None:
-        name = f"precondition.{'public' if gradient else 'raw_ideal'}_{rule}"
-        if gradient is not None and not isinstance(gradient, PublicGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
-            remedy = "wrap the public examples: PublicGradient(model, loss_fn, examples, source=...)"
-            raise expected(name, "gradient", "to be a PublicGradient", type(gradient).__name__, remedy)
-        require_positive(name, "epsilon", epsilon, "1e-5 is the paper's")
-        for option, value in (("beta", beta), ("beta1", beta1)):
-            if not 0 <= value < 1:
-                raise expected(name, option, "to be in [0, 1)", value, "0.9 is the paper's")
-        if not 0 < keep <= 1:
-            raise expected(name, "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
-        if schedule not in get_args(Schedule):
-            raise expected(name, "schedule", "to be 'step' or 'epoch'", repr(schedule), "choose one")
-        self._gradient, self._rule, self._schedule = gradient, rule, schedule
-        self._beta, self._beta1, self._keep = beta, beta1, keep
-        self._epsilon, self._epsilon_inside = epsilon, epsilon_inside
-        self.is_public = gradient is not None
-        self.source = gradient.source if gradient else "the private batch: NOT private"
-        self._begin()
-
-    def _begin(self) -> None:
-        self._step = -1
-        self._exp_avg: dict[str, Tensor] = {}
-        self._exp_avg_sq: dict[str, Tensor] = {}
-        self._made: Transform | None = None
-        self._inverse: dict[str, Tensor] = {}
-
-    def __repr__(self) -> str:
-        options = {
-            "beta": self._beta,
-            "beta1": self._beta1,
-            "keep": self._keep,
-            "epsilon": self._epsilon,
-            "epsilon_inside": self._epsilon_inside,
-            "schedule": self._schedule,
-        }
-        shown = ", ".join(f"{name}={value}" for name, value in options.items())
-        return f"{self._rule}({self._gradient or self.source}; {shown})"
-
-    def begun(self, model: nn.Module) -> "Moments":
-        if self._gradient is not None and self._gradient.model is not model:
-            remedy = "construct PublicGradient and PrivateGradient with the same model object"
-            got = f"a gradient of a different {type(self._gradient.model).__name__}"
-            raise expected("precondition", "gradient", "to be of the model that is trained", got, remedy)
-        twin = copy.copy(self)
-        twin._begin()
-        return twin
-
-    def transform(
-        self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
-    ) -> Transform:
-        every = 1 if self._schedule == "step" else epoch_steps
-        for name, square in self._exp_avg_sq.items():
-            if name in parameters and parameters[name].shape != square.shape:
-                remedy = "load the state into a run of the model that it was saved from"
-                condition = f"to have the parameter's shape, {tuple(parameters[name].shape)}"
-                raise expected("precondition", f"moments of {name!r}", condition, tuple(square.shape), remedy)
-        unfrozen = not parameters.keys() <= self._exp_avg_sq.keys()
-        if self._step < step or unfrozen:
-            if unfrozen or step // every > self._step // every:  # -1 // every is -1, so the first step always updates
-                self._update(step // every, raw_mean)
-                self._made = None
-            self._step = step
-        if self._made is None:
-            self._made = self._transform(parameters)
-        return self._made
-
-    def state_dict(self) -> dict[str, Any]:
-        moments = {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
-        return {"step": self._step} | {
-            key: {name: value.clone() for name, value in values.items()} for key, values in moments.items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step, self._made = int(state["step"]), None
-        self._exp_avg, self._exp_avg_sq = (
-            {name: value.clone() for name, value in state[key].items()} for key in ("exp_avg", "exp_avg_sq")
-        )
-
-    @torch.no_grad()
-    def _update(self, time: int, raw_mean: MeanGradient) -> None:
-        """Update the moments by the mean gradient of one batch (schedule "step"), or of all (schedule "epoch")."""
-        keep, add = {
-            ("rmsprop", "step"): (self._beta, 1 - self._beta),
-            ("adam", "step"): (self._beta, 1 - self._beta),
-            ("adagrad", "step"): (1.0, 1.0),
-            ("adagrad", "epoch"): (1.0, 1.0),
-        }.get((self._rule, self._schedule), (0.0, 1.0))
-        squares: Mapping[str, Tensor] = {}
-        if self._schedule == "epoch" and self._gradient is not None:
-            mean, squares = _pass_moments(self._gradient, time)
-        else:
-            mean = raw_mean() if self._gradient is None else self._gradient(time)
-        for name, value in mean.items():
-            if name not in self._exp_avg_sq:
-                self._exp_avg_sq[name] = torch.zeros_like(at_least_float32(value))
-            for part, h, square in blocks(self._exp_avg_sq[name], at_least_float32(value), squares.get(name)):
-                part.mul_(keep)
-                part.addcmul_(h, h, value=add) if square is None else part.add_(square, alpha=add)
-        if self._rule == "adam":
-            for name, value in mean.items():
-                if name not in self._exp_avg:
-                    self._exp_avg[name] = torch.zeros_like(at_least_float32(value))
-                self._exp_avg[name].mul_(self._beta1).add_(value, alpha=1 - self._beta1)
-
-    @torch.no_grad()
-    def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
-        # Reuse the memory of the last step: to allocate it would take as long as to fill it.
-        kept = self._inverse
-        self._inverse = {
-            n: kept[n] if n in kept else torch.empty_like(at_least_float32(p.detach())) for n, p in parameters.items()
-        }
-        for name, scales in self._inverse.items():
-            for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
-                if self._epsilon_inside:
-                    torch.add(square, self._epsilon, out=part).sqrt_()
-                else:
-                    torch.sqrt(square, out=part).add_(self._epsilon)
-                part.reciprocal_()
-        shift = {name: (1 - self._keep) * average for name, average in self._exp_avg.items()} if self._keep < 1 else {}
-        return Transform(self._inverse, self._keep, shift)
-
-
 def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Preconditioner:
     """Return a preconditioner with constant scales A: each example's gradient g becomes g / A before it is clipped.
 
@@ -301,125 +157,6 @@ def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Precond
     recorded = "; ".join(part for part in (known, source) if part) or "given; source unknown"
     is_public = not (isinstance(scales, Scales) and scales.provenance == "private-derived")
     return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, recorded, is_public=is_public)
-
-
-def public_rmsprop(
-    gradient: PublicGradient,
-    *,
-    beta: float = 0.9,
-    epsilon: float = 1e-5,
-    epsilon_inside: bool = False,
-    schedule: Schedule = "step",
-) -> Preconditioner:
-    """Return the preconditioner of AdaDPS with RMSProp's scales, from public data.
-
-    Computes, with h the mean gradient on a public batch: v = beta v + (1 - beta) h**2, where v is 0 at first and is
-        updated before its use; A = sqrt(v) + epsilon, or sqrt(v + epsilon) with epsilon_inside; each example's g
-        becomes g / A. With the schedule "epoch", v is replaced at the start of each expected pass over the private
-        data by the mean of h**2 over all public batches.
-
-    Args:
-        gradient: the gradient on public data, of the model that is trained.
-        beta: the decay rate of v, in [0, 1).
-        epsilon: > 0; in gradient units outside of the root, in squared gradient units inside.
-        epsilon_inside: whether epsilon is added inside the root (the authors' code) or outside (the paper).
-        schedule: "step" (the paper) or "epoch" (the authors' code).
-    Raises:
-        PrivacyError: `gradient` is not a PublicGradient, or a number is out of range.
-    Privacy:
-        This costs no privacy: it uses public data and released weights only. The sensitivity is C in the
-        preconditioned space.
-    Reference:
-        Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
-    """
-    return Moments(gradient, "rmsprop", beta=beta, epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
-
-
-def public_adam(
-    gradient: PublicGradient,
-    *,
-    beta: float = 0.9,
-    beta1: float = 0.9,
-    keep: float = 0.9,
-    epsilon: float = 1e-5,
-    epsilon_inside: bool = False,
-    schedule: Schedule = "step",
-) -> Preconditioner:
-    """Return the preconditioner of AdaDPS with Adam's scales and a share of public momentum.
-
-    Computes: v and A as in `public_rmsprop`; M = beta1 M + (1 - beta1) h; each example's g becomes
-        (keep g + (1 - keep) M) / A. Adam's bias correction is applied to neither v nor M.
-
-    The sections Raises, Privacy and Reference of `public_rmsprop` hold here too.
-
-    Args:
-        gradient: as in `public_rmsprop`.
-        beta: as in `public_rmsprop`.
-        beta1: the decay rate of M, in [0, 1).
-        keep: the share of the private gradient, in (0, 1].
-        epsilon: as in `public_rmsprop`.
-        epsilon_inside: as in `public_rmsprop`.
-        schedule: as in `public_rmsprop`.
-    """
-    return Moments(
-        gradient,
-        "adam",
-        beta=beta,
-        beta1=beta1,
-        keep=keep,
-        epsilon=epsilon,
-        epsilon_inside=epsilon_inside,
-        schedule=schedule,
-    )
-
-
-def public_adagrad(
-    gradient: PublicGradient, *, epsilon: float = 1e-5, epsilon_inside: bool = False, schedule: Schedule = "step"
-) -> Preconditioner:
-    """Return the preconditioner of AdaDPS with AdaGrad's scales: v = v + h**2, and A as in `public_rmsprop`.
-
-    The sections Raises, Privacy and Reference of `public_rmsprop` hold here too.
-
-    Args:
-        gradient: as in `public_rmsprop`.
-        epsilon: as in `public_rmsprop`.
-        epsilon_inside: as in `public_rmsprop`.
-        schedule: as in `public_rmsprop`; "epoch" adds the mean of h**2 over all public batches once per pass.
-    """
-    return Moments(gradient, "adagrad", epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
-
-
-def raw_ideal_rmsprop(*, beta: float = 0.9, epsilon: float = 1e-5, epsilon_inside: bool = False) -> Preconditioner:
-    """Return a preconditioner with RMSProp's scales from the private batch itself. NOT private, for research only.
-
-    The scales are neither clipped nor noised. They show how much ideal scales could gain.
-
-    Args:
-        beta: as in `public_rmsprop`.
-        epsilon: as in `public_rmsprop`.
-        epsilon_inside: as in `public_rmsprop`.
-    Privacy:
-        There is none: every release is charged as one without noise, so epsilon is infinite.
-    Reference:
-        Li et al. 2022 (AdaDPS), their "ideal" rows.
-    """
-    return Moments(None, "rmsprop", beta=beta, epsilon=epsilon, epsilon_inside=epsilon_inside, schedule="step")
-
-
-def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the means of h and of h**2 over all public batches."""
-    mean: dict[str, Tensor] = {}
-    square: dict[str, Tensor] = {}
-    share = 1 / gradient.batches
-    for grads in gradient.one_pass(time):
-        for name, grad in grads.items():
-            h = at_least_float32(grad)
-            for sums in (mean, square):
-                if name not in sums:
-                    sums[name] = torch.zeros_like(h)
-            mean[name].add_(h, alpha=share)
-            square[name].addcmul_(h, h, value=share)
-    return mean, square
 
 
 def _inverse(name: str, scale: Tensor, parameter: Tensor) -> Tensor:

@@ -32,16 +32,9 @@ from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import Pulled, PulledDense
 from privgrad.gradient.factors.weight_standardization import Projected
 from privgrad.gradient.module_state import trainable
-from privgrad.gradient.validation import (
-    PROBED,
-    Randomness,
-    doubled,
-    few_of,
-    find_randomness,
-    places_of,
-    require_same_losses_in_half,
-    without_randomness,
-)
+from privgrad.gradient.probes import PROBED, doubled, few_of, places_of
+from privgrad.gradient.randomness import Randomness, find_randomness, without_randomness
+from privgrad.gradient.validation import require_same_losses_in_half
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _MEASURED = 16  # number of examples whose norms a check measures

@@ -30,7 +30,8 @@ from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
-from privgrad.gradient.validation import PROBED, refuse_reentrant
+from privgrad.gradient.probes import PROBED
+from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples
 
 

@@ -20,7 +20,7 @@ from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError,
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import seeded, trainable
-from privgrad.gradient.validation import gradients
+from privgrad.gradient.probes import gradients
 from privgrad.types import LossFunction, count_examples, map_examples
 
 

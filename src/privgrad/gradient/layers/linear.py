@@ -60,7 +60,7 @@ class _TransposedLinear(Linear):
         return displacement.transposed()
 
 
-@register_rule("privgrad.models.SparseLinear")
+@register_rule("privgrad.models.fully_connected.SparseLinear")
 class _SparseLinear(Rule):
     """The rule of SparseLinear: input (B, 2, L) of column numbers and values, output (B, O)."""
 

@@ -1,0 +1,110 @@
+"""Read the Debian package index from apt's lists."""
+
+import hashlib
+import re
+import subprocess
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from privgrad.data.sources import PathLike, find_folder, unpacked
+from privgrad.errors import expected
+
+_LISTS = Path("/var/lib/apt/lists")
+_APT_HELPER = "/usr/lib/apt/apt-helper"
+_REMEDY = "run `apt-get update -o Acquire::Languages=en`, or give a folder with the Packages and Translation-en lists"
+
+# Facets that nearly every package has; they are left out, so that the task is harder.
+_COMMON_FACETS = ("role", "implemented-in")
+
+_FIELD = re.compile(r"^(Package|Source|Section|Description-md5): (\S+)", re.MULTILINE)
+_MAINTAINER = re.compile(r"^Maintainer: (.*)$", re.MULTILINE)
+_TAGS = re.compile(r"^Tag: (.*\n(?: .*\n)*)", re.MULTILINE)
+_TAG = re.compile(r"(?<![\w+-])([\w+-]+)::[^\s,]+")
+_DESCRIPTION = re.compile(r"^Description-md5: (\w+)\nDescription-en: (.*)\n((?: .*\n)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A binary package. Its maintainer, a person, is stored as a hash of the Maintainer field."""
+
+    name: str
+    source: str
+    maintainer: bytes
+    section: str
+    synopsis: str
+    description: str
+    tags: frozenset[str]
+
+
+def read_index(function: str, path: PathLike | None) -> tuple[str, list[Package], list[Package]]:
+    """Return the suites, and the packages of the training part and of the test part, in a fixed order.
+
+    Packages of one source are in the same part and next to each other.
+    """
+    folder = find_folder(function, path, _LISTS, "*_dists_*_main_*Translation-en*", _REMEDY)
+    lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
+    stats = [file.stat() for file in lists]
+    return _parsed(function, folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
+
+
+@lru_cache(maxsize=1)  # a process may load the same lists for several experiments
+def _parsed(
+    function: str, folder: Path, versions: tuple[tuple[int, int], ...]
+) -> tuple[str, list[Package], list[Package]]:
+    """Return the result of read_index for lists with these versions (sizes and times of change).
+
+    It is cached, so callers must not change it.
+    """
+    lists = {kind: _lists(folder, kind) for kind in ("Packages", "Translation-en")}
+    descriptions: dict[str, tuple[str, str]] = {}
+    for file in lists["Translation-en"]:
+        for md5, synopsis, description in _DESCRIPTION.findall(_read_list(function, file)):
+            descriptions[md5] = synopsis, description
+    packages: dict[str, Package] = {}
+    for file in lists["Packages"]:
+        for paragraph in _read_list(function, file).split("\n\n"):
+            fields = dict(_FIELD.findall(paragraph))
+            text = descriptions.get(fields.get("Description-md5", ""))
+            if text and {"Package", "Section"} <= fields.keys():
+                name, tags = fields["Package"], _TAGS.search(paragraph + "\n")
+                person = _MAINTAINER.search(paragraph)
+                found = _TAG.finditer(tags[1]) if tags else ()
+                kept = frozenset(tag[0] for tag in found if tag[1] not in _COMMON_FACETS)
+                # A package with several versions keeps that of the first list: updates come before their release.
+                source, maintainer = fields.get("Source", name), _digest(person[1] if person else name)
+                packages.setdefault(name, Package(name, source, maintainer, fields["Section"], *text, kept))
+    if not packages:
+        name = f"the number of packages with descriptions in {folder}"
+        raise expected(function, name, "to be at least 1", 0, _REMEDY)
+    keyed = sorted((_digest(package.source), name, package) for name, package in packages.items())
+    train, test = (
+        [package for digest, _, package in keyed if (digest[0] < 51) == is_test]  # 51 of 256 are a fifth
+        for is_test in (False, True)
+    )
+    suites = sorted({re.sub(r".*_dists_(.*)_main_.*", r"\1", file.name) for file in lists["Packages"]})
+    return ", ".join(suites), train, test
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _lists(folder: Path, kind: str) -> list[Path]:
+    """Return the lists of a kind in any compression, without apt's indices of differences."""
+    files = folder.glob(f"*_dists_*_main_*{kind}*")
+    return sorted(file for file in files if re.search(rf"_{kind}(\.[a-z0-9]+)?$", file.name))
+
+
+def _read_list(function: str, path: Path) -> str:
+    try:
+        if path.name.endswith(("Packages", "Translation-en")):
+            return path.read_text(encoding="utf-8")
+        if path.suffix == ".gz":  # apt-helper does not notice a truncated .gz file
+            return unpacked(path).decode()
+        command = [_APT_HELPER, "cat-file", str(path)]
+        return subprocess.run(command, capture_output=True, check=True).stdout.decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, subprocess.CalledProcessError) as error:
+        remedy = f"fetch it again, or unpack it beforehand if {_APT_HELPER} is absent"
+        raise expected(function, f"{path}", "to be a readable list of apt", error, remedy) from error

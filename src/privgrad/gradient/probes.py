@@ -1,0 +1,127 @@
+"""Losses and gradients of a few examples, computed on copies of a model's parameters.
+
+`validation` tries a model and a loss with them, and the engines compare their own results with these gradients.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from privgrad.gradient.module_state import (
+    BoundLoss,
+    differentiable,
+    preserved,
+    replaced,
+    require_losses,
+    seeded,
+    trainable,
+)
+from privgrad.types import LossFunction, count_examples, map_examples
+
+PROBED = 3  # number of examples on which a model is tried
+
+
+def few_of(examples: Any, *, salt: int = 0, fill: bool = True) -> Any:
+    """Return PROBED examples: the first, the last, and some at random indices between them.
+
+    Args:
+        examples: with leading dimension >= 1.
+        salt: a different salt gives different indices. The indices depend on torch's seed too, but the random streams
+            do not advance.
+        fill: whether to add examples of zeros if there are fewer than PROBED.
+    """
+    size = count_examples(examples)
+    if size > PROBED:
+        index = torch.tensor([0, *(1 + places_of(size - 2, PROBED - 2, salt)).tolist(), size - 1])
+        return map_examples(lambda leaf: leaf[index.to(leaf.device)], examples)
+    missing = PROBED - size if fill else 0
+    return map_examples(lambda leaf: torch.cat([leaf, leaf.new_zeros(missing, *leaf.shape[1:])]), examples)
+
+
+def places_of(size: int, chosen: int, salt: int) -> Tensor:
+    """Return `chosen` distinct random indices below `size`, sorted; torch's seed and the salt determine them."""
+    generator = torch.Generator().manual_seed((torch.initial_seed() + salt) % 2**63)
+    return torch.randperm(size, generator=generator)[:chosen].sort().values
+
+
+def doubled(leaf: Tensor) -> Tensor:
+    """Return a floating-point tensor in double precision, and any other tensor unchanged."""
+    return leaf.double() if leaf.is_floating_point() else leaf
+
+
+def losses_on_copies(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    seed: int | None = 0,
+    copied: bool = True,
+) -> Tensor:
+    """Return the losses, computed with copies of parameters and buffers.
+
+    Args:
+        model: as in `gradients`.
+        loss_fn: as in `gradients`.
+        examples: as in `gradients`.
+        parameters: tensors that replace some parameters, by name.
+        seed: the seed of the random draws; None continues torch's random streams.
+        copied: as in `gradients`.
+    """
+    given = parameters or {}
+    own = {name: p.detach() for name, p in model.named_parameters() if name not in given}
+    copies = {name: p.clone() for name, p in own.items()} if copied else own
+    copies |= {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = {f"model.{name}": tensor for name, tensor in {**copies, **given}.items()}
+    # Compiled code has no graph that can be differentiated twice.
+    draws = nullcontext() if seed is None else seeded(seed)
+    with draws, preserved(model), torch.compiler.set_stance("force_eager"):
+        losses = functional_call(BoundLoss(model, loss_fn), state, (examples,))
+    return require_losses(losses, count_examples(examples))
+
+
+def gradients(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    examples: Any,
+    *,
+    along: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+    copied: bool = True,
+) -> dict[str, Tensor]:
+    """Return the gradient of the summed losses by parameter name; zero for unreached parameters. NOT private.
+
+    Args:
+        model: as in PrivateGradient.
+        loss_fn: as in PrivateGradient.
+        examples: as in PrivateGradient.
+        along: displacements by parameter name; the gradient is evaluated at the displaced parameters.
+        exact: do not displace the parameters, but add the Hessian's product with `along` to the gradient.
+        copied: whether to copy the parameters, so that a forward pass that writes to them does no harm.
+    """
+    moves, own = along or {}, trainable(model)
+    points = {} if exact else {own[name]: own[name].detach() + by.to(own[name].dtype) for name, by in moves.items()}
+    # Replace the model's own parameters too: in the backward pass, checkpointed parts recompute from them.
+    with replaced(points), torch.enable_grad(), differentiable(twice=exact):
+        # Displaced parameters need no copy: they are new tensors of this function.
+        parameters = {
+            name: (p.detach().clone() if copied and p not in points else p.detach()).requires_grad_()
+            for name, p in own.items()
+        }
+        leaves = list(parameters.values())
+        total = losses_on_copies(model, loss_fn, examples, parameters, copied=copied).sum()
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True, create_graph=exact)
+        if exact:
+            products = [
+                (grad * moves[name]).sum() for name, grad in zip(parameters, grads, strict=True) if name in moves
+            ]
+            phi = torch.stack(products).sum()
+            if phi.requires_grad:
+                more = torch.autograd.grad(phi, leaves, allow_unused=True, materialize_grads=True)
+                grads = tuple(grad + add for grad, add in zip(grads, more, strict=True))
+    # Embeddings with sparse=True have sparse gradients.
+    return {name: grad.detach().to_dense() for name, grad in zip(parameters, grads, strict=True)}

@@ -1,0 +1,113 @@
+"""Find the random draws of a forward pass, and disable them.
+
+A check that compares two computations needs equal results from equal examples, so it runs without random draws.
+"""
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from privgrad.gradient.module_state import evaluating, seeded
+from privgrad.gradient.probes import losses_on_copies
+from privgrad.types import LossFunction
+
+# The random draws of a forward pass: none; dropout only; or others, such as noise or skipped layers.
+Randomness = Literal["none", "dropout", "other"]
+
+
+def find_randomness(model: nn.Module, loss_fn: LossFunction, few: Any) -> Randomness:
+    """Return the kind of random draws that the forward pass makes in the modules' current modes."""
+    with _without_dropout(model) as dropout, seeded(0):
+        before = random_state()
+        losses_on_copies(model, loss_fn, few, seed=None)
+        drawn = not torch.equal(before, random_state())
+    return "other" if drawn else "dropout" if dropout.met else "none"
+
+
+@contextmanager
+def without_randomness(model: nn.Module, randomness: Randomness) -> Generator[None]:
+    """Disable random draws, and as little else as possible, so that a check runs the code that trains.
+
+    Evaluation mode is the last resort, for draws other than dropout: it may enable caches or other branches.
+    """
+    with ExitStack() as stack:
+        if randomness != "none":
+            stack.enter_context(_without_dropout(model))
+        if randomness == "other":
+            stack.enter_context(evaluating(model))
+        yield
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """A mode in which dropout functions return their input.
+
+    Attributes:
+        met: whether a dropout function was called that would have dropped values.
+    """
+
+    met = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func in _DROPOUTS:
+            x, rate, training = (
+                args[place] if len(args) > place else options.get(name, default)
+                for place, (name, default) in enumerate((("input", None), ("p", 0.5), ("training", True)))
+            )
+            self.met = self.met or bool(rate and training)
+            return x
+        if func in _WITH_DROPOUT:
+            place, name, off = _WITH_DROPOUT[func]
+            self.met = self.met or bool(args[place] if len(args) > place else options.get(name))
+            args = (*args[:place], off, *args[place + 1 :]) if len(args) > place else args
+            options |= {} if len(args) > place else {name: off}
+        return func(*args, **options)
+
+
+_DROPOUTS: set[Any] = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+    *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+}
+# For functions with dropout inside: position and name of an argument, and its value without dropout.
+_WITH_DROPOUT: dict[Any, tuple[int, str, Any]] = {
+    F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
+    F.multi_head_attention_forward: (10, "dropout_p", 0.0),
+    F.rrelu: (3, "training", False),
+}
+_RATES = ("p", "drop_prob", "drop_path", "dropout")  # names of the dropout rate in modules
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Generator[_WithoutDropout]:
+    """Disable dropout without changing the modules' modes; the value says whether there was any."""
+    before: list[tuple[nn.Module, str, float]] = []
+    for module in model.modules():
+        drops = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+        name = type(module).__name__.lower()
+        if drops or "drop" in name or "stochasticdepth" in name:
+            held = {rate: vars(module).get(rate) for rate in _RATES}
+            before += [(module, rate, value) for rate, value in held.items() if isinstance(value, float) and value > 0]
+    mode = _WithoutDropout()
+    mode.met = any(module.training for module, _, _ in before)  # some layers read the rate, and call no function above
+    try:
+        for module, rate, _ in before:
+            setattr(module, rate, 0.0)
+        with mode:
+            yield mode
+    finally:
+        for module, rate, value in before:
+            setattr(module, rate, value)
+
+
+def random_state() -> Tensor:
+    """Return the states of torch's random streams, on the CPU and on CUDA devices."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states += torch.cuda.get_rng_state_all()
+    return torch.cat([state.cpu() for state in states])

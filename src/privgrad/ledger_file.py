@@ -1,0 +1,252 @@
+"""The file of a ledger: one JSON object per line, written to disk before the call returns, and locked by its writer.
+
+Each line ends with a checksum of the line and of the checksum before it. A file with a changed, removed, added or
+moved line is therefore refused when it is opened. The file alone cannot show two things:
+
+- If it is cut back at the end of a line, it is a valid ledger of a shorter run. Keep a copy of it, or the checkpoint:
+  a checkpoint is refused if its ledger lacks lines that the checkpoint has seen.
+- The checksum finds accidents and careless edits, but is not a signature. Anyone can edit a line and compute all
+  checksums after it again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from privgrad.errors import PrivacyError, expected, file_problem
+
+VERSION = 2
+_LONGEST_LINE = 1 << 20  # bytes; a file that is not a ledger must not fill the memory
+_PATIENCE = 0.1  # seconds to wait for the lock
+_FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
+
+Accept = Callable[[int, Mapping[str, Any]], None]
+
+
+def is_in_use(path: Path) -> bool:
+    """Return whether a writer has locked the ledger at this path now."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+class LedgerFile:
+    """The lines of a ledger on disk, and the lock of their one writer.
+
+    Args:
+        path: an absolute path; the file is created if absent.
+        read_only: open the file for reading only. Takes no lock and refuses every new line.
+        accept: called with the number and the content of each line of the file; raises an error if it is not valid.
+    Raises:
+        PrivacyError: as Ledger.
+    Attributes:
+        head: the checksum of the last line, which depends on all lines before it; "" for an empty file.
+        was_cut_off: whether the file ended in an unfinished line.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool, accept: Accept) -> None:
+        self.path = path
+        self.head = ""
+        self.was_cut_off = False
+        self._heads: set[str] = set()
+        self._size = 0
+        self._descriptor: int | None = None
+        self._open(accept, read_only=read_only)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file is held for writing."""
+        return self._descriptor is not None
+
+    def went_through(self, head: str) -> bool:
+        """Return whether `head` is the checksum of one of the lines."""
+        return head in self._heads
+
+    def close(self) -> None:
+        """Close the file and release its lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line durably, or raise PrivacyError and leave the file as it was."""
+        if self._descriptor is None:
+            raise not_open()
+        self._require_in_place(self._descriptor)
+        try:
+            sealed, head = _sealed(self.head, json.dumps(line).encode())
+        except TypeError as error:
+            remedy = "give the plan plain numbers: float(...), int(...)"
+            raise expected("Ledger.bind", "recorded values", "to be plain numbers", error, remedy) from error
+        data = sealed + b"\n"
+        if len(data) > _LONGEST_LINE:
+            remedy = "shorten the descriptions in the plan's facts, such as the source of scales"
+            raise expected("Ledger.charge", "a line", f"of at most {_LONGEST_LINE} bytes", len(data), remedy)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+            os.fsync(self._descriptor)
+            self._end_at(self._size + len(data), head)
+        except BaseException as error:
+            # A line written in part must not look like a charge, and must not damage the next line.
+            try:
+                os.ftruncate(self._descriptor, self._size)
+            except OSError:
+                self.close()
+            if not isinstance(error, OSError):
+                raise
+            raise expected(
+                "Ledger.charge",
+                f"{self.path}",
+                "to take one more line",
+                error.strerror,
+                "free space, then resume; nothing was charged and nothing released",
+            ) from error
+
+    def _require_in_place(self, descriptor: int) -> None:
+        """Raise PrivacyError unless the opened file is still at its path and has the size that this writer left."""
+        held, got = os.fstat(descriptor), "a different file at this path"
+        try:
+            in_place = os.path.samestat(held, os.stat(self.path))
+        except OSError as error:
+            in_place, got = False, error.strerror
+        if in_place and held.st_size != self._size:
+            in_place, got = False, f"{held.st_size} bytes, not {self._size}"
+        if not in_place:
+            remedy = "restore the file as it was, then resume; nothing was charged and nothing released"
+            raise expected("Ledger.charge", f"{self.path}", "to be left to its one writer", got, remedy)
+
+    def _end_at(self, size: int, head: str) -> None:
+        self._size, self.head = size, head
+        self._heads.add(head)
+
+    def _open(self, accept: Accept, *, read_only: bool) -> None:
+        path = self.path
+        condition = "to be a readable file" if read_only else "to be a writable file"
+        try:
+            if path.exists() and not path.is_file():  # to open a pipe would block
+                got = f"the folder {path}" if path.is_dir() else f"{path}, which is not a regular file"
+                raise expected("Ledger", "path", condition, got, "give a ledger's path: ledger.jsonl in a run's folder")
+            if read_only and (problem := file_problem(path)):
+                remedy = "give a ledger's path: ledger.jsonl in a run's folder"
+                raise expected("Ledger", "path", condition, f"{path}, which {problem}", remedy)
+            if not read_only:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                _lock(self._descriptor, path)
+            self._read(accept, read_only=read_only)
+            if self._descriptor is not None:
+                self._end_last_line(self._descriptor)
+                directory = os.open(path.parent, os.O_RDONLY)
+                os.fsync(directory)  # the name of a new file is durable only once its folder is on disk
+                os.close(directory)
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            got = f"{path} ({error.strerror})"
+            raise expected("Ledger", "path", condition, got, "give a ledger's path") from error
+
+    def _end_last_line(self, descriptor: int) -> None:
+        """Remove an unfinished last line, or add the newline that a complete last line lacks."""
+        os.ftruncate(descriptor, self._size)
+        if self._size and os.pread(descriptor, 1, self._size - 1) != b"\n":
+            self._size += os.write(descriptor, b"\n")
+
+    def _read(self, accept: Accept, *, read_only: bool) -> None:
+        with self.path.open("rb") as file:
+            for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+                if _is_cut_off(raw, _FIRST if number == 1 else _LATER):
+                    self.was_cut_off = True
+                    break  # the line was never finished, so its gradient was never released
+                line, body = _parsed(raw), raw.removesuffix(b"\n")
+                if number == 1 and "ledger_version" in line and line["ledger_version"] != VERSION:
+                    name, got = f"line 1 of {self.path}", f"version {str(line['ledger_version'])[:20]}"
+                    remedy = "resume with the privgrad that wrote it, or start a new ledger and add the two epsilons up"
+                    raise expected("Ledger", name, f"to have ledger version {VERSION}", got, remedy)
+                sealed, head = _sealed(self.head, body.rpartition(_SEAL)[0] + b"}")
+                if sealed != body:
+                    raise _damaged(self.path, number, raw, "to match its checksum and to follow the line before it")
+                try:
+                    accept(number, line)
+                except (ValueError, KeyError, TypeError, OverflowError) as error:
+                    raise _damaged(self.path, number, raw, "to be a line of a ledger") from error
+                self._end_at(self._size + len(raw), head)
+        if not self._size and read_only:
+            raise _damaged(self.path, 1, b"", "to be a line of a ledger")
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock the file for this writer, or raise PrivacyError.
+
+    Retries for a short time, because `is_in_use` also holds a lock while it checks.
+    """
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if isinstance(error, BlockingIOError) and time.monotonic() < until:
+                time.sleep(_PATIENCE / 100)
+                continue
+            remedy = "wait until it ends, or close() its ledger if it is in this process"
+            got = f"{path}, which a running training has locked"
+            raise expected("Ledger", "path", "to have one writer", got, remedy) from error
+
+
+def not_open() -> PrivacyError:
+    """Return the error for a line that a closed or read-only ledger cannot take."""
+    remedy = "open its file again with Ledger(path)"
+    return expected("Ledger.charge", "ledger", "to be open for writing", "a closed or read-only ledger", remedy)
+
+
+def _damaged(path: Path, number: int, raw: bytes, condition: str) -> PrivacyError:
+    got = repr(raw[:60].decode(errors="replace"))
+    remedy = "restore the file from a copy"
+    if number > 1:
+        remedy += f" that has all its lines; without a copy, at least {number - 2} releases were made, and"
+        remedy += " at most the plan's steps: start a new ledger and add the epsilon of all steps"
+    elif not raw.startswith(_FIRST):
+        remedy = f"give a ledger's path, or {remedy}"
+    return expected("Ledger", f"line {number} of {path}", condition, got, remedy)
+
+
+def _sealed(head: str, body: bytes) -> tuple[bytes, str]:
+    """Return the JSON object `body` with its checksum added, and that checksum, which also covers `head`."""
+    checksum = hashlib.blake2b(head.encode() + body, digest_size=8, person=b"privgrad-ledger").hexdigest()
+    return body[:-1] + _SEAL + checksum.encode() + b'"}', checksum
+
+
+def _is_cut_off(raw: bytes, begins: bytes) -> bool:
+    """Return whether a line ends before its JSON object does: the process was killed while it wrote the line.
+
+    `begins` is the text that every line of this kind begins with.
+    """
+    if raw.endswith(b"\n") or len(raw) == _LONGEST_LINE or raw[: len(begins)] != begins[: len(raw)]:
+        return False
+    try:
+        json.JSONDecoder().raw_decode(raw.decode("latin-1"))
+    except ValueError:
+        return True
+    except RecursionError:
+        return False
+    return False  # complete: at most the newline is missing
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line, or an empty dict if the line holds no JSON object."""
+    try:
+        line: Any = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return cast("dict[str, Any]", line) if isinstance(line, dict) else {}

@@ -1,0 +1,36 @@
+"""The model architectures of the experiments."""
+
+from privgrad.models.activations import Activation
+from privgrad.models.convolutional import (
+    GlobalAverage,
+    Residual,
+    cnn2,
+    cnn5,
+    cnn_small,
+    resnet9,
+    wide_resnet,
+    ws_conv2d,
+)
+from privgrad.models.fully_connected import SparseLinear, autoencoder, bag_of_words, linear, mlp
+from privgrad.models.language import LanguageModel, LoraLanguageModel, PairClassifier, WordLSTM
+
+__all__ = [
+    "Activation",
+    "GlobalAverage",
+    "LanguageModel",
+    "LoraLanguageModel",
+    "PairClassifier",
+    "Residual",
+    "SparseLinear",
+    "WordLSTM",
+    "autoencoder",
+    "bag_of_words",
+    "cnn2",
+    "cnn5",
+    "cnn_small",
+    "linear",
+    "mlp",
+    "resnet9",
+    "wide_resnet",
+    "ws_conv2d",
+]
