@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2, DataSet
-from privgrad.experiments import figures, runs
+from privgrad.experiments import runner
 from privgrad.experiments.records import in_phase
-from privgrad.experiments.reproduce import _beside_paper, _load, _prepared, items, reproduce
-from privgrad.experiments.runs import Run, _beyond_edge, best_candidate, read_records
+from privgrad.experiments.report import figures
+from privgrad.experiments.runner import Run, _beyond_edge, best_candidate, read_records
 from privgrad.experiments.spec import Candidate, MethodTable, Spec, check_spec, encoder_folder, make_data
+from privgrad.papers.reproduce import _beside_paper, _load, _prepared, items, reproduce
 from test_data_sparse import write_tweets
 
 RUNNER = CliRunner()
@@ -80,7 +81,7 @@ def test_every_item_runs_small(
     except pg.PrivacyError as absent:
         pytest.skip(str(absent))
     loaded: dict[str, DataSet] = {}
-    monkeypatch.setattr(runs, "make_data", lambda spec: once(loaded, spec))
+    monkeypatch.setattr(runner, "make_data", lambda spec: once(loaded, spec))
     answer = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--json", "--out", str(tmp_path / "out")])
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout.splitlines()[-1])

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from privgrad.errors import did_you_mean, expected
-from privgrad.experiments import bias, probes
-from privgrad.experiments.context import context
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
-from privgrad.experiments.runs import Record, claim, compare, describe, read_records
+from privgrad.experiments.report.metadata import metadata_of
+from privgrad.experiments.runner import Record, claim, compare, describe, read_records
 from privgrad.experiments.spec import Spec, check_spec
-from privgrad.experiments.toy import toy
+from privgrad.papers import clipping_bias, moments
+from privgrad.papers.toy_regression import toy_regression
 
 
 def items() -> list[str]:
@@ -82,20 +82,20 @@ def reproduce(
 
 # Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
 _WHOLE: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
-    "noise-moments": probes.noise_moments,
-    "toy": toy,
+    "noise-moments": moments.noise_moments,
+    "toy": toy_regression,
 }
 _PROBES: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
-    "moments": probes.moments,
-    "cosines": probes.cosines,
-    "bias": bias.bias,
-    "runtime": bias.runtime,
+    "moments": moments.moments,
+    "cosines": moments.cosines,
+    "bias": clipping_bias.clipping_bias,
+    "runtime": clipping_bias.runtime,
 }
 
 
 def _files() -> Iterator[tuple[Traversable, Traversable]]:
     """Yield each item's file with the folder of its paper."""
-    for paper in resources.files("privgrad.experiments").joinpath("items").iterdir():
+    for paper in resources.files("privgrad.papers").joinpath("items").iterdir():
         for item in paper.iterdir() if paper.is_dir() else ():
             if item.name.endswith(".toml"):
                 yield paper, item
@@ -234,9 +234,9 @@ def _table(
 
 def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> None:
     if in_phase(records, "final"):
-        from privgrad.experiments.report import write_report
+        from privgrad.experiments.report.page import write_report
 
-        write_report(records, context(spec, records, out, command=command), out)
+        write_report(records, metadata_of(spec, records, out, command=command), out)
 
 
 def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> tuple[dict[str, Any], Table]:

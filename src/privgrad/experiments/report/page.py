@@ -17,7 +17,7 @@ from rich.text import Text
 from privgrad import optim
 from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
 from privgrad.errors import expected
-from privgrad.experiments import figures
+from privgrad.experiments.report import figures
 from privgrad.experiments.records import (
     Record,
     diagnosed,
@@ -108,12 +108,12 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
     )
 
 
-def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: str | Path) -> Path:
+def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
     """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
 
     Args:
         records: one mapping per training run; at least one with phase "final".
-        context: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
+        metadata: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
         folder: the output folder; it is created if it does not exist. An earlier report in it is replaced.
     Returns:
         Path of index.html, which embeds its plots and needs no other file.
@@ -123,7 +123,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         The page states the guarantee of the runs. The accuracies on it are NOT private for the held-out examples.
     """
     # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
-    plan = context.get("plan") or {}
+    plan = metadata.get("plan") or {}
     first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
     last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
     records = [{**first, **record, **last} for record in records]
@@ -133,10 +133,10 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         raise expected("write_report", "records", condition, got, remedy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rows, total, score = summarize(records), context.get("total_epsilon"), score_of(records)
+    rows, total, score = summarize(records), metadata.get("total_epsilon"), score_of(records)
     names = tuned_names(records)
     page = _template().render(
-        context=context,
+        metadata=metadata,
         plan=plan,
         on=measured_on(records),
         score=score,
@@ -223,7 +223,7 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(epsilon=_epsilon_text, short=_short)
-    source = resources.files("privgrad.experiments").joinpath("report.html.j2")
+    source = resources.files("privgrad.experiments.report").joinpath("page.html.j2")
     return environment.from_string(source.read_text("utf-8"))
 
 

@@ -18,14 +18,7 @@ from privgrad import optim
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
-from privgrad.experiments.spec import (
-    Candidate,
-    MethodTable,
-    Spec,
-    make_data,
-    public_examples,
-)
-from privgrad.experiments.tasks import (
+from privgrad.experiments.build import (
     losses_for,
     make_model,
     measure,
@@ -34,6 +27,13 @@ from privgrad.experiments.tasks import (
     public_gradient,
     require_images,
     warm_start,
+)
+from privgrad.experiments.spec import (
+    Candidate,
+    MethodTable,
+    Spec,
+    make_data,
+    public_examples,
 )
 from privgrad.ledger import is_in_use
 from privgrad.optim.adaptive import Debiased
@@ -111,7 +111,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). Each training has its
-    own ledger; context.context adds up the cost of all.
+    own ledger; metadata_of adds up the cost of all.
 
     Args:
         spec: the methods, the grids and the seeds.

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, claim, describe, open_folder, read_records
+from privgrad.experiments.build import losses_for, stops
+from privgrad.experiments.runner import Record, claim, describe, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tasks import losses_for, stops
 from privgrad.optim import AdamBC
 from privgrad.types import NoisyGradient
 
@@ -121,7 +121,7 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     Privacy:
         NOT private: the moments without noise are computed before the noise.
     """
-    from privgrad.experiments.figures import histograms_figure, png
+    from privgrad.experiments.report.figures import histograms_figure, png
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:
@@ -159,7 +159,7 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     Privacy:
         NOT private.
     """
-    from privgrad.experiments.figures import cosines_figure, png
+    from privgrad.experiments.report.figures import cosines_figure, png
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:

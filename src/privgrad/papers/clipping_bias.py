@@ -19,10 +19,10 @@ from rich.table import Table
 from privgrad.data import DataSet
 from privgrad.diagnostics import raw_clipping_bias
 from privgrad.errors import expected
+from privgrad.experiments.build import Stop, begin, losses_for, stops
 from privgrad.experiments.records import mean, std
-from privgrad.experiments.runs import Record, append, open_folder, read_records
+from privgrad.experiments.runner import Record, append, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tasks import Stop, begin, losses_for, stops
 from privgrad.gradient.perturb import Perturbation
 from privgrad.threads import one_thread
 
@@ -70,7 +70,7 @@ class RuntimeProbe(_Probe):
     repetitions: _Count
 
 
-def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+def clipping_bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Measure the bias of clipping along a training of each method and seed.
 
     The measurements do not change the training. Every method is measured on the same examples. A second call resumes
@@ -229,7 +229,7 @@ def _flushed() -> Generator[None]:
 
 def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], Table]:
     """Return mean and standard deviation over seeds or trials, by x, method and number, and as a table; plot them."""
-    from privgrad.experiments.figures import curves_figure, png
+    from privgrad.experiments.report.figures import curves_figure, png
 
     shown = list(dict.fromkeys(number for _, number in curves))
     names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_LABELS[key[1]]}" for key in curves}

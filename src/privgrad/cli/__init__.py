@@ -27,8 +27,8 @@ from privgrad import accounting
 from privgrad import audit as auditing
 from privgrad.accounting import Accountant, Release
 from privgrad.errors import PrivacyError, expected
-from privgrad.experiments import runs
-from privgrad.experiments.games import games_of
+from privgrad.experiments import runner
+from privgrad.experiments.audit_spec import games_of
 from privgrad.experiments.spec import Spec, load_spec
 from privgrad.gradient.validation import find_problems
 from privgrad.ledger import Ledger
@@ -86,7 +86,7 @@ def train(
     """Train one method privately; write ledger, checkpoints and a report. Run it again to resume."""
     loaded, folder = _prepare(spec, out, restart)
     with _stoppable():
-        records = runs.train(loaded, folder, seed=seed, progress=not as_json)
+        records = runner.train(loaded, folder, seed=seed, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json)
 
 
@@ -95,7 +95,7 @@ def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_
     """Train several methods under one budget, tuned on one grid, over several seeds. Run it again to resume."""
     loaded, folder = _prepare(spec, out, restart)
     with _stoppable():
-        records = runs.compare(loaded, folder, progress=not as_json)
+        records = runner.compare(loaded, folder, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json)
 
 
@@ -114,7 +114,7 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a table or figure of a paper and show it next to the paper's numbers. Run it again to resume."""
-    from privgrad.experiments import reproduce as papers
+    from privgrad.papers import reproduce as papers
 
     if item is None:
         _out.print("\n".join(papers.items()))
@@ -126,7 +126,7 @@ def reproduce(
         remedy = "leave one out: --so-far shows the results so far, and --restart moves them aside"
         got = "--so-far and --restart"
         raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", got, remedy)
-    if restart and (aside := runs.restart(folder)):
+    if restart and (aside := runner.restart(folder)):
         _err.print(f"moved {folder} to {aside}")
     with _stoppable():
         found, table = papers.reproduce(
@@ -323,18 +323,18 @@ def _stoppable(
 def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
     loaded = load_spec(spec)
     folder = Path("runs") / spec.stem if out is None else out
-    if restart and (aside := runs.restart(folder)):
+    if restart and (aside := runner.restart(folder)):
         _err.print(f"moved {folder} to {aside}")
     return loaded, folder
 
 
-def _report(spec: Spec, records: list[runs.Record], folder: Path, *, as_json: bool) -> None:
+def _report(spec: Spec, records: list[runner.Record], folder: Path, *, as_json: bool) -> None:
     # matplotlib is an optional extra and slow to import, so only commands that draw import it.
-    from privgrad.experiments.context import context
     from privgrad.experiments.records import in_phase, summarize
-    from privgrad.experiments.report import summary_table, total_text, write_report
+    from privgrad.experiments.report.metadata import metadata_of
+    from privgrad.experiments.report.page import summary_table, total_text, write_report
 
-    said = context(spec, records, folder, command=_command())
+    said = metadata_of(spec, records, folder, command=_command())
     index = write_report(records, said, folder)
     if as_json:
         print(json.dumps(_finite({"report": str(index), "methods": summarize(records)})))  # noqa: T201
