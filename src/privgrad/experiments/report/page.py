@@ -17,7 +17,6 @@ from rich.text import Text
 from privgrad import optim
 from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
 from privgrad.errors import expected
-from privgrad.experiments.report import figures
 from privgrad.experiments.records import (
     Record,
     diagnosed,
@@ -34,6 +33,7 @@ from privgrad.experiments.records import (
     tuned_by,
     tuned_names,
 )
+from privgrad.experiments.report import figures
 from privgrad.optim.adaptive import Debiased
 
 _TUNED_BY = {
