@@ -18,7 +18,9 @@ from privgrad.data import debian
 from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import cache
 from privgrad.data.text import _basic_english
-from privgrad.experiments.spec import DataName, DataTable, check_spec, make_data
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.spec import DataName, DataTable
 
 LISTS_PRESENT = any(debian._LISTS.glob("*_dists_*_main_*Translation-en*"))
 needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `apt-get update -o Acquire::Languages=en`")

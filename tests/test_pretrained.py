@@ -19,8 +19,9 @@ from privgrad import models
 from privgrad.cli import app
 from privgrad.data import MINILM, SMOLLM2, pretrained
 from privgrad.data.sources import cache
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.runner import train
-from privgrad.experiments.spec import check_spec, make_data
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.validation import gradients

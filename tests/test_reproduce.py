@@ -19,10 +19,12 @@ import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2, DataSet
 from privgrad.experiments import runner
+from privgrad.experiments.build import encoder_folder, make_data
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import in_phase
 from privgrad.experiments.report import figures
 from privgrad.experiments.runner import Run, _beyond_edge, best_candidate, read_records
-from privgrad.experiments.spec import Candidate, MethodTable, Spec, check_spec, encoder_folder, make_data
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.papers.reproduce import _beside_paper, _load, _prepared, items, reproduce
 from test_data_sparse import write_tweets
 

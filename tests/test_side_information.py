@@ -12,10 +12,11 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from privgrad import data
 from privgrad.data.dataset import with_other_public
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.report.metadata import metadata_of
 from privgrad.experiments.report.page import write_report
 from privgrad.experiments.runner import compare
-from privgrad.experiments.spec import check_spec, make_data
 from privgrad.side_information import by_rank, frequencies, tfidf
 
 COUNTS = torch.tensor([0, 500, 100, 10, 1, 0])

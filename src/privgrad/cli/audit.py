@@ -15,7 +15,7 @@ from privgrad import audit as auditing
 from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable, to_json
 from privgrad.errors import expected
 from privgrad.experiments.audit_spec import games_of
-from privgrad.experiments.spec import load_spec
+from privgrad.experiments.load_spec import load_spec
 
 
 def audit(

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable
 from privgrad.experiments import runner
-from privgrad.experiments.spec import Spec, load_spec
+from privgrad.experiments.load_spec import load_spec
+from privgrad.experiments.spec import Spec
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[

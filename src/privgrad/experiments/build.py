@@ -1,7 +1,8 @@
-"""The parts of one training of a spec: model, loss, measurements and side information; and stops along it."""
+"""The parts of one training of a spec: data, model, loss, measurements and side information."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,28 +11,108 @@ from torch.utils.data import TensorDataset
 
 from privgrad import models, side_information
 from privgrad.augmentation import multiplicity, shift_and_flip
-from privgrad.data import DataSet
-from privgrad.data.dataset import NO_LABEL
+from privgrad.data import LOADERS, DataSet
+from privgrad.data.dataset import NO_LABEL, to_reconstruct, with_other_public, with_public
+from privgrad.data.pretrained import pretrained
 from privgrad.diagnostics import by_frequency
-from privgrad.errors import expected
-from privgrad.experiments.spec import (
-    MethodTable,
-    PreconditionTable,
-    Spec,
-    WarmStartTable,
-    encoder_folder,
-    public_examples,
-)
+from privgrad.errors import PrivacyError, expected
+from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable, Spec, WarmStartTable
 from privgrad.gradient import precondition
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
 from privgrad.gradient.validation import evaluating
-from privgrad.optim import PrivateOptimizer
-from privgrad.private_gradient import PrivateGradient
-from privgrad.types import NoisyGradient
 
+# Models whose inputs are numbers.
+_OF_NUMBERS = ("autoencoder", "cnn-small", "cnn2", "cnn5", "linear", "mlp", "resnet9", "wide-resnet")
 _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
 _OF_IMAGES = ("cnn-small", "cnn2", "cnn5", "resnet9", "wide-resnet")  # models whose inputs are images
+
+
+def make_data(spec: Spec) -> DataSet:
+    """Load the data, and check its size against the public count.
+
+    The guarantee rests on this check: the plan's sample rate uses num_examples.
+
+    Raises:
+        PrivacyError: the data are not available, do not suit the model or the privacy unit, or do not hold exactly
+            num_examples training examples.
+    """
+    loaded = with_public(_load(spec.data, spec.model.encoder), spec.data.public)
+    if spec.data.elsewhere is not None:
+        loaded = with_other_public(loaded, _load(spec.data.elsewhere, spec.model.encoder))
+    loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
+    _require_suited(spec, loaded)
+    for method in spec.methods:
+        if method.needs_public:
+            public_examples(method, loaded)
+    if len(loaded.train) != spec.privacy.num_examples:
+        raise PrivacyError(
+            f"make_data: expected privacy.num_examples to be {len(loaded.train)}, the training examples of "
+            f"{loaded.name} without {spec.data.validation} for validation and {spec.data.public} public ones, got "
+            f"{spec.privacy.num_examples}; correct it."
+        )
+    return loaded
+
+
+def _require_suited(spec: Spec, loaded: DataSet) -> None:
+    """Raise PrivacyError unless each row of the data is one privacy unit, and the model takes inputs of their kind.
+
+    The guarantee for users rests on the first check.
+    """
+    by_user, name = len(loaded.train.tensors) > 2, spec.data.name  # the third tensor counts each user's examples
+    if by_user != (spec.privacy.privacy_unit == "user"):
+        remedy = 'choose "debian-maintainers" or "stackoverflow", or leave privacy_unit and local out'
+        if by_user:
+            remedy = 'set privacy_unit = "user", count users in [privacy], and give each method a local table'
+        got = f"data by {'user' if by_user else 'example'}"
+        raise expected("load_spec", f"data.name {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
+    if spec.model.name in _OF_NUMBERS and not loaded.train.tensors[0].is_floating_point():
+        remedy = 'choose "bag-of-words", or another model for text'
+        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
+
+
+def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
+    """Return the public examples of a method, as its `public` table selects them.
+
+    Raises:
+        PrivacyError: the data hold none, or fewer than requested.
+    """
+    whole = loaded.other_public if method.public.other else loaded.public
+    if whole is None:
+        remedy = "give elsewhere, other_public or amazon in [data]"
+        raise expected("make_data", "other public data", f"to be given for {method.name!r}", None, remedy)
+    count = method.public.examples or len(whole)
+    if count > len(whole):
+        condition = f"to be at most {len(whole)} for {method.name!r}"
+        raise expected("make_data", "public.examples", condition, count, f"lower it to {len(whole)}")
+    return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
+
+
+def _load(table: DataTable, encoder: str | None) -> DataSet:
+    """Call the data set's loader with the table's options, or raise PrivacyError for an option that it lacks."""
+    loader, own = LOADERS[table.name], {"name", "public", "elsewhere", "reconstruct"}
+    options = table.model_dump(exclude=own, exclude_none=True)
+    parameters = inspect.signature(loader).parameters
+    if "tokenizer" in parameters:
+        options["tokenizer"] = encoder_folder(encoder)
+    if "validation" not in table.model_fields_set:
+        options.pop("validation")
+    for name, value in options.items():
+        if name not in parameters:
+            raise expected("load_spec", f"data.{name}", f"to be absent for {table.name}", value, "remove it")
+    return loader(**options)
+
+
+def encoder_folder(name: str | None) -> str:
+    """Return the folder of the pretrained model whose tokenizer reads the data; see data.pretrained.
+
+    Raises:
+        PrivacyError: no model is named, or it cannot be found.
+    """
+    if name is None:
+        remedy = "give a folder, or a name on the Hugging Face hub"
+        raise expected("load_spec", "model.encoder", "to be given for text that a tokenizer reads", None, remedy)
+    return pretrained(name)
 
 
 def require_images(spec: Spec, data: DataSet) -> None:
@@ -151,67 +232,6 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
             loss_fn(model, tuple(tensor[chosen] for tensor in examples.tensors)).mean().backward()
             optimizer.step()
     optimizer.zero_grad()
-
-
-def begin(
-    spec: Spec, method: MethodTable, seed: int, data: DataSet
-) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
-    """Return model, PrivateGradient and optimizer of a training before its first step, without side information.
-
-    The probes of items use it to step by hand.
-
-    Raises:
-        PrivacyError: the method has a grid that is not tuned yet.
-    """
-    if spec.is_tuned(method):
-        condition = "to have one lr, one max_grad_norm and one radius"
-        got = f"{len(spec.grid(method))} candidates"
-        raise expected("reproduce", method.name, condition, got, "correct the item's file")
-    candidate = spec.grid(method)[0]
-    torch.manual_seed(seed)
-    model = make_model(spec, data)
-    private_grad = PrivateGradient(
-        model,
-        losses_for(data),
-        spec.plan(seed, method, candidate.max_grad_norm),
-        perturb=method.perturbation(candidate),
-        engine=spec.run.engine,
-        memory_mb=spec.run.memory_mb,
-    )
-    return model, private_grad, method.make(model.named_parameters(), candidate.lr)
-
-
-class Stop(NamedTuple):
-    """The state of a training after `step` steps; `released` is the last released gradient, None before the first."""
-
-    step: int
-    model: nn.Module
-    private_grad: PrivateGradient
-    released: NoisyGradient | None
-
-
-def stops(
-    spec: Spec, method: MethodTable, seed: int, at: Sequence[int], data: DataSet, tick: Callable[[], object]
-) -> Iterator[Stop]:
-    """Train one method, and yield a Stop after each number of steps in `at`; 0 is before the first step.
-
-    Calls `tick` after each step.
-
-    Raises:
-        PrivacyError: a stop is outside of the plan's steps, or the method has a grid that is not tuned yet.
-    """
-    if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
-        condition = f"to be within the {spec.privacy.steps} steps"
-        raise expected("reproduce", "probe.at", condition, list(at), "correct the item's file")
-    model, private_grad, optimizer = begin(spec, method, seed, data)
-    if 0 in at:
-        yield Stop(0, model, private_grad, None)
-    for step, batch in enumerate(private_grad.plan.batches(data.train), start=1):
-        released = private_grad(batch)
-        optimizer.step(grad=released)
-        tick()
-        if step in at:
-            yield Stop(step, model, private_grad, released)
 
 
 def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:

@@ -20,21 +20,17 @@ from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
 from privgrad.experiments.build import (
     losses_for,
+    make_data,
     make_model,
     measure,
     outcomes,
     preconditioner,
+    public_examples,
     public_gradient,
     require_images,
     warm_start,
 )
-from privgrad.experiments.spec import (
-    Candidate,
-    MethodTable,
-    Spec,
-    make_data,
-    public_examples,
-)
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.ledger import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan

@@ -19,11 +19,12 @@ from rich.table import Table
 from privgrad.data import DataSet
 from privgrad.diagnostics import raw_clipping_bias
 from privgrad.errors import expected
-from privgrad.experiments.build import Stop, begin, losses_for, stops
+from privgrad.experiments.build import losses_for
 from privgrad.experiments.records import mean, std
 from privgrad.experiments.runner import Record, append, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.gradient.perturb import Perturbation
+from privgrad.papers.stops import Stop, begin, stops
 from privgrad.threads import one_thread
 
 _LABELS = {

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.build import losses_for, stops
+from privgrad.experiments.build import losses_for
 from privgrad.experiments.runner import Record, claim, describe, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.optim import AdamBC
+from privgrad.papers.stops import stops
 from privgrad.types import NoisyGradient
 
 NUMBERS = ("min", "q1", "median", "q3", "max", "mean")

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from privgrad.errors import did_you_mean, expected
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
 from privgrad.experiments.report.metadata import metadata_of
 from privgrad.experiments.runner import Record, claim, compare, describe, read_records
-from privgrad.experiments.spec import Spec, check_spec
+from privgrad.experiments.spec import Spec
 from privgrad.papers import clipping_bias, moments
 from privgrad.papers.toy_regression import toy_regression
 

@@ -1,0 +1,179 @@
+"""Read a TOML file into a Spec, and check that its tables suit each other."""
+
+import difflib
+import inspect
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import nn
+
+from privgrad import optim, side_information
+from privgrad.errors import did_you_mean, expected, file_problem
+from privgrad.experiments.spec import MethodTable, PreconditionTable, Spec
+from privgrad.gradient import precondition
+from privgrad.gradient.public_gradient import PublicGradient
+
+
+def load_spec(path: str | Path) -> Spec:
+    """Read and check a TOML file that describes an experiment.
+
+    Raises:
+        PrivacyError: the file is unreadable, has an unknown option (the error suggests the nearest valid one), or has a
+            wrong value.
+    """
+    if problem := file_problem(path):
+        remedy = "give the path of a TOML file that describes an experiment"
+        raise expected("load_spec", "path", "to be a readable TOML file", f"{path}, which {problem}", remedy)
+    try:
+        with Path(path).open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
+        raise expected("load_spec", f"{path}", "to be valid TOML", error, "correct the file") from error
+    return check_spec(raw, path)
+
+
+def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
+    """Convert the tables of a TOML file into a Spec.
+
+    Args:
+        raw: the file's tables.
+        path: the file's path, for errors.
+    Raises:
+        PrivacyError: an unknown option, a wrong value, or public examples that are also the private ones.
+    """
+    _require_known(raw, Spec, "")
+    try:
+        spec = Spec.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = _place(first["loc"], raw)
+        if first["type"] == "missing":
+            raise expected("load_spec", place, "to be given", None, f"add it to {path}") from error
+        got = repr(first["input"])[:80]
+        if first["type"] == "literal_error" and "ctx" in first:
+            valid = re.findall("'([^']*)'", first["ctx"]["expected"])
+            remedy = did_you_mean(first["input"], valid, f"choose one, and correct it in {path}")
+            raise expected("load_spec", place, f"to be one of {', '.join(valid)}", got, remedy) from error
+        raise expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}") from error
+    other = spec.data.elsewhere
+    if other is not None and (other.name, other.path) == (spec.data.name, spec.data.path):
+        condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
+        raise expected("load_spec", "data.elsewhere", condition, repr(other.name), remedy)
+    for method in spec.methods:
+        _require_method(method, spec)
+    names = [method.name for method in spec.methods]
+    if len(set(names)) < len(names):
+        raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
+    return spec
+
+
+def _place(loc: tuple[int | str, ...], raw: Any) -> str:
+    """Return the name of a place in a TOML file: a method by its name, other list entries by number from 1."""
+    words: list[str] = []
+    for part in loc:
+        inner = raw[part] if isinstance(raw, dict) and part in raw else None
+        if isinstance(raw, list) and isinstance(part, int):
+            inner = raw[part]
+            name = inner.get("name") if isinstance(inner, dict) else None
+            words += [name] if isinstance(name, str) and name else [f"{words.pop()} (entry {part + 1})"]
+        elif isinstance(raw, dict):
+            words.append(str(part))  # later parts are pydantic's names for kinds of values
+        raw = inner
+    return ".".join(words)
+
+
+def _require_known(raw: Mapping[str, Any], table: type[BaseModel], place: str) -> None:
+    """Raise PrivacyError for the first key, at any depth, that is not a field of its table."""
+    for name, value in raw.items():
+        _require_option(name, list(table.model_fields), f"{place}{name}")
+        for inner in _tables_in(table.model_fields[name].annotation):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _require_known(item, inner, f"{place}{name}.")
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the tables that a field of this type may hold."""
+    candidates = (annotation, *get_args(annotation))
+    return [kind for kind in candidates if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+
+
+def _require_option(name: str, valid: list[str], place: str) -> None:
+    if name not in valid:
+        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+        remedy = f"did you mean {near[0]!r}? Choose one of {', '.join(valid)}"
+        raise expected("load_spec", "options", "to be known", f"{place!r}", remedy)
+
+
+def _require_method(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless a method's options suit its optimizer and the other tables."""
+    kind: type[optim.PrivateOptimizer] = getattr(optim, method.optimizer)
+    signatures = (inspect.signature(cls.__init__) for cls in kind.__mro__ if "__init__" in vars(cls))
+    parameters = next(s.parameters for s in signatures if "kwargs" not in s.parameters)
+    valid = [name for name in parameters if name not in ("self", "params", "lr", "public", "horizon")]
+    if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
+        place = f"methods.{method.name}.perturb.mode"
+        raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")
+    for name in method.options:
+        _require_option(name, valid, f"methods.{method.name}.options.{name}")
+    try:
+        method.make([("p", nn.Parameter(torch.zeros(1)))], 0.1)
+    except (TypeError, ValueError, OverflowError) as error:
+        place = f"methods.{method.name}.options"
+        raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
+    if method.precondition is not None:
+        _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
+    local, unit = f"methods.{method.name}.local", spec.privacy.privacy_unit
+    if method.local is None and unit == "user":
+        remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
+        raise expected("load_spec", local, 'to be given for privacy_unit = "user"', None, remedy)
+    if method.local is not None and unit == "example":
+        condition = 'to be absent for privacy_unit = "example"'
+        remedy = 'leave it out, or set privacy_unit = "user" in [privacy] and choose [data] with one row per user'
+        raise expected("load_spec", local, condition, method.local.model_dump(exclude_defaults=True), remedy)
+    if method.local is not None and method.perturb is not None:
+        got = f"perturb.rule = {method.perturb.rule!r}"
+        raise expected("load_spec", local, "to be given without perturb", got, "leave one of the two out")
+    if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
+        remedy = 'tune by "accuracy" or "loss" on users that are held out'
+        raise expected("load_spec", "tuning.by", "to be measured on held-out users", "'train_loss'", remedy)
+    if "public" in method.model_fields_set and not method.needs_public:
+        place, condition = f"methods.{method.name}.public", "to be absent for a method that uses no public examples"
+        remedy = "remove it, or add a precondition rule, a warm_start or an optimizer that uses public gradients"
+        raise expected("load_spec", place, condition, method.public.model_dump(exclude_defaults=True), remedy)
+    if method.needs_public and not method.public.other and spec.data.public == 0:
+        remedy = "set it to the number of training examples that count as public"
+        raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
+    if not spec.is_tuned(method):
+        return
+    if not spec.grid(method):
+        remedy = "give the method an lr, or give a grid and a [tuning] table"
+        raise expected("load_spec", f"methods.{method.name}.lr", "to be given", None, remedy)
+    if spec.tuning is None:
+        remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
+        raise expected("load_spec", "[tuning]", f"to be given for the grid of {method.name}", None, remedy)
+    if spec.tuning.by != "train_loss" and spec.data.validation == 0:
+        remedy = "set it to a number of examples to hold out; learning rates must not be chosen on the test set"
+        raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
+
+
+def _require_precondition(table: PreconditionTable, place: str) -> None:
+    """Raise PrivacyError unless the options suit the rule; the rule is called once on tiny inputs to check."""
+    function = getattr(side_information if table.by_counts else precondition, table.rule)
+    # Tiny versions of the arguments that the experiment gives itself.
+    public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
+    given = {"gradient": public, "counts": torch.ones(10_000), "parameter": "p", "dim": 0, "source": "none"}
+    parameters = inspect.signature(function).parameters
+    for name in table.options:
+        _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
+    try:
+        function(**{name: value for name, value in given.items() if name in parameters}, **table.options)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise expected("load_spec", place, f"to suit {table.rule}", error, "correct them") from error
