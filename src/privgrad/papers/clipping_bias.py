@@ -230,7 +230,8 @@ def _flushed() -> Generator[None]:
 
 def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], Table]:
     """Return mean and standard deviation over seeds or trials, by x, method and number, and as a table; plot them."""
-    from privgrad.experiments.report.figures import curves_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import curves_figure
 
     shown = list(dict.fromkeys(number for _, number in curves))
     names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_LABELS[key[1]]}" for key in curves}

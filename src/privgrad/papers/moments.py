@@ -122,7 +122,8 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     Privacy:
         NOT private: the moments without noise are computed before the noise.
     """
-    from privgrad.experiments.report.figures import histograms_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import histograms_figure
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:
@@ -160,7 +161,8 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     Privacy:
         NOT private.
     """
-    from privgrad.experiments.report.figures import cosines_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import cosines_figure
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:

@@ -85,7 +85,8 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
 
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    from privgrad.experiments.report.figures import curves_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import curves_figure
 
     path = out / "runs.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
