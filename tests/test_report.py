@@ -18,7 +18,9 @@ from rich.console import Console
 from privgrad.errors import PrivacyError
 from privgrad.experiments.records import summarize, tuned, tuned_names
 from privgrad.experiments.report import figures
-from privgrad.experiments.report.page import summary_table, total_text, write_report
+from privgrad.experiments.report.page import write_report
+from privgrad.experiments.report.terminal import summary_table
+from privgrad.experiments.report.texts import total_text
 
 FIXED_WARNING = "it is NOT covered by the accountant"
 SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."

@@ -13,7 +13,8 @@ pytest.importorskip("matplotlib")
 
 from rich.console import Console
 
-from privgrad.experiments.report.page import summary_table, write_report
+from privgrad.experiments.report.page import write_report
+from privgrad.experiments.report.terminal import summary_table
 
 ROOT = Path(__file__).parent.parent
 RECORDS = [json.loads(line) for line in (ROOT / "results/digits/runs.jsonl").read_text().splitlines()]

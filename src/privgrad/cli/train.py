@@ -64,7 +64,9 @@ def _report(spec: Spec, records: list[runner.Record], folder: Path, *, as_json: 
     # matplotlib is an optional extra and slow to import, so only commands that draw import it.
     from privgrad.experiments.records import in_phase, summarize
     from privgrad.experiments.report.metadata import metadata_of
-    from privgrad.experiments.report.page import summary_table, total_text, write_report
+    from privgrad.experiments.report.page import write_report
+    from privgrad.experiments.report.terminal import summary_table
+    from privgrad.experiments.report.texts import total_text
 
     metadata = metadata_of(spec, records, folder, command=command_line())
     index = write_report(records, metadata, folder)
