@@ -23,8 +23,9 @@ from privgrad.experiments.build import encoder_folder, make_data
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import in_phase
 from privgrad.experiments.report import figures
-from privgrad.experiments.runner import Run, _beyond_edge, best_candidate, read_records
+from privgrad.experiments.runner import Run, read_records
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.tuner import best_candidate, beyond_edge
 from privgrad.papers.reproduce import _beside_paper, _load, _prepared, items, reproduce
 from test_data_sparse import write_tweets
 
@@ -244,9 +245,9 @@ def test_a_grid_that_diverged_whole_grows_downwards():
     def record(lr: float, loss: float) -> dict[str, Any]:
         return {"method": "m", "phase": "tuning", "max_grad_norm": 1.0, "lr": lr, "validation_loss": loss}
 
-    assert _beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2, None, None)
-    assert _beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0, None, None)
-    assert _beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
+    assert beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2, None, None)
+    assert beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0, None, None)
+    assert beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
 
 
 def test_no_two_methods_share_a_folder():

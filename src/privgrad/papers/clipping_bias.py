@@ -24,7 +24,7 @@ from privgrad.experiments.records import mean, std
 from privgrad.experiments.runner import Record, append, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.gradient.perturb import Perturbation
-from privgrad.papers.stops import Stop, begin, stops
+from privgrad.papers.stops import Stop, begin, describe_probe, stops
 from privgrad.threads import one_thread
 
 _LABELS = {
@@ -96,7 +96,7 @@ def clipping_bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: 
     if max(item.batch_sizes) > spec.privacy.num_examples:
         condition = f"to be at most {spec.privacy.num_examples}"
         raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "lower it in the item's file")
-    data = open_folder(spec, out, probe)
+    data = open_folder(spec, out, describe_probe(spec, probe))
     done = {(record["method"], record["seed"]) for record in read_records(out)}
     planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
     with Progress(disable=not progress, transient=True) as bar:
@@ -173,7 +173,7 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     if item.trials * item.repetitions > spec.privacy.steps:
         condition = f"to hold {item.trials} trials of {item.repetitions}"
         raise expected("reproduce", "privacy.steps", condition, spec.privacy.steps, "correct the item's file")
-    data = open_folder(spec, out, probe)
+    data = open_folder(spec, out, describe_probe(spec, probe))
     done = {record["depth"] for record in read_records(out)}
     # The bar is refreshed between steps only: a refresh thread would add to the measured time.
     with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:

@@ -1,7 +1,8 @@
 """Trainings that stop after given steps, so that an item can measure them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,3 +75,9 @@ def stops(
         tick()
         if step in at:
             yield Stop(step, model, private_grad, released)
+
+
+def describe_probe(spec: Spec, probe: Mapping[str, Any]) -> str:
+    """Return the text of spec.json for an item with a [probe] table: the measurements along its trainings."""
+    described = spec.model_dump(mode="json", exclude_defaults=True) | {"probe": dict(probe)}
+    return json.dumps(described, indent=1, ensure_ascii=False)
