@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, cache, download, find_folder
+from privgrad.data.sources import PathLike, Positive, cache, download, find_folder
 from privgrad.errors import expected, require_integer
 
 Features = Literal["counts", "tf-idf", "words"]
@@ -43,9 +43,9 @@ def imdb(
     path: PathLike | None = None,
     *,
     features: Features = "counts",
-    words: int = 10_000,
-    length: int = 290,
-    limit: int | None = None,
+    words: Positive = 10_000,
+    length: Positive = 290,
+    limit: Positive | None = None,
     amazon: str | None = None,
     validation: int = 0,
 ) -> DataSet:
@@ -121,9 +121,9 @@ def tweets(
     path: PathLike | None = None,
     *,
     features: Features = "counts",
-    words: int = 10_000,
-    length: int = 40,
-    limit: int | None = None,
+    words: Positive = 10_000,
+    length: Positive = 40,
+    limit: Positive | None = None,
     validation: int = 0,
 ) -> DataSet:
     """Load tweets: positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training and 4,600 test tweets.

@@ -1,8 +1,8 @@
 """The parts of one training of a spec: data, model, loss, measurements and side information."""
 
 import inspect
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +16,76 @@ from privgrad.data.dataset import NO_LABEL, to_reconstruct, with_other_public, w
 from privgrad.data.pretrained import pretrained
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import PrivacyError, expected
-from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable, Spec, WarmStartTable
+from privgrad.experiments.spec import DataTable, MethodTable, ModelTable, PreconditionTable, Spec, WarmStartTable
 from privgrad.gradient import precondition
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
 from privgrad.gradient.validation import evaluating
 
-# Models whose inputs are numbers.
-_OF_NUMBERS = ("autoencoder", "cnn-small", "cnn2", "cnn5", "linear", "mlp", "resnet9", "wide-resnet")
 _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
-_OF_IMAGES = ("cnn-small", "cnn2", "cnn5", "resnet9", "wide-resnet")  # models whose inputs are images
+
+
+class Architecture(NamedTuple):
+    """A model that a spec can name: the function that makes it, and the kind of its inputs."""
+
+    make: Callable[[ModelTable, DataSet], nn.Module]
+    inputs: Literal["images", "vectors", "words"]
+
+
+MODELS: dict[str, Architecture] = {
+    "autoencoder": Architecture(lambda _, data: models.autoencoder(in_features=_size(data)), "vectors"),
+    "bag-of-words": Architecture(
+        lambda _, data: models.bag_of_words(vocabulary=_vocabulary(data), num_classes=data.num_classes), "words"
+    ),
+    "cnn-small": Architecture(
+        lambda table, data: models.cnn_small(**_images(data), activation=table.activation), "images"
+    ),
+    "cnn2": Architecture(lambda _, data: models.cnn2(**_images(data)), "images"),
+    "cnn5": Architecture(lambda table, data: models.cnn5(**_images(data), activation=table.activation), "images"),
+    "language-model": Architecture(
+        lambda table, data: models.LanguageModel(
+            num_tokens=_vocabulary(data), length=data.input_shape[0], width=table.hidden
+        ),
+        "words",
+    ),
+    "linear": Architecture(
+        lambda _, data: models.linear(in_features=_size(data), num_classes=data.num_classes), "vectors"
+    ),
+    "lora-language-model": Architecture(
+        lambda table, _: models.LoraLanguageModel(encoder_folder(table.encoder)), "words"
+    ),
+    "mlp": Architecture(
+        lambda table, data: models.mlp(
+            in_features=_size(data),
+            hidden=table.hidden,
+            num_classes=data.num_classes,
+            activation=table.activation,
+            depth=table.depth,
+        ),
+        "vectors",
+    ),
+    "pair-classifier": Architecture(
+        lambda table, data: models.PairClassifier(encoder_folder(table.encoder), num_classes=data.num_classes), "words"
+    ),
+    "resnet9": Architecture(lambda table, data: models.resnet9(**_images(data), width=table.hidden), "images"),
+    "sparse-linear": Architecture(lambda _, data: models.SparseLinear(_vocabulary(data), data.num_classes), "words"),
+    "wide-resnet": Architecture(lambda _, data: models.wide_resnet(**_images(data)), "images"),
+    "word-lstm": Architecture(
+        lambda table, data: models.WordLSTM(
+            vocabulary=_vocabulary(data), num_classes=data.num_classes, width=table.hidden
+        ),
+        "words",
+    ),
+}
+
+
+def _size(data: DataSet) -> int:
+    """Return the number of values of one input."""
+    return torch.Size(data.input_shape).numel()
+
+
+def _images(data: DataSet) -> dict[str, int]:
+    return {"in_channels": data.input_shape[0], "num_classes": data.num_classes}
 
 
 def make_data(spec: Spec) -> DataSet:
@@ -66,7 +126,7 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
             remedy = 'set privacy_unit = "user", count users in [privacy], and give each method a local table'
         got = f"data by {'user' if by_user else 'example'}"
         raise expected("load_spec", f"data.name {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
-    if spec.model.name in _OF_NUMBERS and not loaded.train.tensors[0].is_floating_point():
+    if MODELS[spec.model.name].inputs != "words" and not loaded.train.tensors[0].is_floating_point():
         remedy = 'choose "bag-of-words", or another model for text'
         raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
 
@@ -89,17 +149,12 @@ def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
 
 
 def _load(table: DataTable, encoder: str | None) -> DataSet:
-    """Call the data set's loader with the table's options, or raise PrivacyError for an option that it lacks."""
-    loader, own = LOADERS[table.name], {"name", "public", "elsewhere", "reconstruct"}
-    options = table.model_dump(exclude=own, exclude_none=True)
-    parameters = inspect.signature(loader).parameters
-    if "tokenizer" in parameters:
+    """Call the data set's loader with the table's options."""
+    loader, options = LOADERS[table.name], table.options
+    if "tokenizer" in inspect.signature(loader).parameters:
         options["tokenizer"] = encoder_folder(encoder)
-    if "validation" not in table.model_fields_set:
-        options.pop("validation")
-    for name, value in options.items():
-        if name not in parameters:
-            raise expected("load_spec", f"data.{name}", f"to be absent for {table.name}", value, "remove it")
+    if "validation" in table.model_fields_set:
+        options["validation"] = table.validation
     return loader(**options)
 
 
@@ -117,11 +172,11 @@ def encoder_folder(name: str | None) -> str:
 
 def require_images(spec: Spec, data: DataSet) -> None:
     """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only."""
-    if spec.model.name not in _OF_IMAGES:
+    if MODELS[spec.model.name].inputs != "images":
         return
     try:
         with torch.device("meta"):  # shapes only: nothing is computed, and no random number is drawn
-            _made(spec, data)(torch.zeros(1, *data.input_shape))
+            MODELS[spec.model.name].make(spec.model, data)(torch.zeros(1, *data.input_shape))
     except RuntimeError as error:
         condition = f"to take inputs of shape {data.input_shape}, as {spec.data.name!r} has"
         remedy = "set size = 28 in [data] if the data set supports it, or choose another model"
@@ -131,46 +186,7 @@ def require_images(spec: Spec, data: DataSet) -> None:
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
     """Return a new model for the data on the spec's device, initialized from torch's global random stream."""
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    return _made(spec, data).to("cuda" if gpu else "cpu")
-
-
-def _made(spec: Spec, data: DataSet) -> nn.Module:
-    options, shape, classes = spec.model, torch.Size(data.input_shape), data.num_classes
-    match options.name:
-        case "linear":
-            return models.linear(in_features=shape.numel(), num_classes=classes)
-        case "lora-language-model":
-            return models.LoraLanguageModel(encoder_folder(options.encoder))
-        case "mlp":
-            return models.mlp(
-                in_features=shape.numel(),
-                hidden=options.hidden,
-                num_classes=classes,
-                activation=options.activation,
-                depth=options.depth,
-            )
-        case "resnet9":
-            return models.resnet9(in_channels=shape[0], num_classes=classes, width=options.hidden)
-        case "wide-resnet":
-            return models.wide_resnet(in_channels=shape[0], num_classes=classes)
-        case "cnn-small":
-            return models.cnn_small(in_channels=shape[0], num_classes=classes, activation=options.activation)
-        case "cnn2":
-            return models.cnn2(in_channels=shape[0], num_classes=classes)
-        case "cnn5":
-            return models.cnn5(in_channels=shape[0], num_classes=classes, activation=options.activation)
-        case "autoencoder":
-            return models.autoencoder(in_features=shape.numel())
-        case "bag-of-words":
-            return models.bag_of_words(vocabulary=_vocabulary(data), num_classes=classes)
-        case "sparse-linear":
-            return models.SparseLinear(_vocabulary(data), classes)
-        case "word-lstm":
-            return models.WordLSTM(vocabulary=_vocabulary(data), num_classes=classes, width=options.hidden)
-        case "language-model":
-            return models.LanguageModel(num_tokens=_vocabulary(data), length=shape[0], width=options.hidden)
-        case "pair-classifier":
-            return models.PairClassifier(encoder_folder(options.encoder), num_classes=classes)
+    return MODELS[spec.model.name].make(spec.model, data).to("cuda" if gpu else "cpu")
 
 
 def _vocabulary(data: DataSet) -> int:

@@ -6,17 +6,21 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from torch import nn
 
-from privgrad import optim, side_information
-from privgrad.errors import did_you_mean, expected, file_problem
-from privgrad.experiments.spec import MethodTable, PreconditionTable, Spec
+from privgrad import side_information
+from privgrad.data import LOADERS
+from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
+from privgrad.experiments.build import MODELS
+from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable, Spec
 from privgrad.gradient import precondition
 from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.optim import OPTIMIZERS
+from privgrad.optim.base import constructor_arguments
 
 
 def load_spec(path: str | Path) -> Spec:
@@ -52,18 +56,13 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = _place(first["loc"], raw)
-        if first["type"] == "missing":
-            raise expected("load_spec", place, "to be given", None, f"add it to {path}") from error
-        got = repr(first["input"])[:80]
-        if first["type"] == "literal_error" and "ctx" in first:
-            valid = re.findall("'([^']*)'", first["ctx"]["expected"])
-            remedy = did_you_mean(first["input"], valid, f"choose one, and correct it in {path}")
-            raise expected("load_spec", place, f"to be one of {', '.join(valid)}", got, remedy) from error
-        raise expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}") from error
-    other = spec.data.elsewhere
-    if other is not None and (other.name, other.path) == (spec.data.name, spec.data.path):
+        raise _explained(error, (), raw, path) from error
+    _require_data(spec.data, ("data",), raw, path)
+    _require_name("model.name", spec.model.name, MODELS, path)
+    for method in spec.methods:
+        _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)
+    own, other = spec.data, spec.data.elsewhere
+    if other is not None and (other.name, other.options.get("path")) == (own.name, own.options.get("path")):
         condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
         raise expected("load_spec", "data.elsewhere", condition, repr(other.name), remedy)
     for method in spec.methods:
@@ -72,6 +71,57 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     if len(set(names)) < len(names):
         raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
     return spec
+
+
+def _explained(
+    error: ValidationError, table: tuple[str, ...], raw: Mapping[str, Any], path: str | Path
+) -> PrivacyError:
+    """Return the first problem that pydantic found, as an error of ours.
+
+    Args:
+        error: pydantic's.
+        table: place of the checked table in the file.
+        raw: the file's tables.
+        path: the file's path.
+    """
+    first = error.errors()[0]
+    place = _place((*table, *first["loc"]), raw)
+    if first["type"] == "missing":
+        return expected("load_spec", place, "to be given", None, f"add it to {path}")
+    if first["type"] == "literal_error" and "ctx" in first:
+        return _unknown_name(place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"]), path)
+    got = repr(first["input"])[:80]
+    return expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}")
+
+
+def _unknown_name(place: str, name: Any, valid: list[str], path: str | Path) -> PrivacyError:
+    remedy = did_you_mean(name, valid, f"choose one, and correct it in {path}")
+    return expected("load_spec", place, f"to be one of {', '.join(valid)}", repr(name)[:80], remedy)
+
+
+def _require_name(place: str, name: str, registry: Mapping[str, Any], path: str | Path) -> None:
+    """Raise PrivacyError unless a registry has the name."""
+    if name not in registry:
+        raise _unknown_name(place, name, list(registry), path)
+
+
+def _require_data(table: DataTable, place: tuple[str, ...], raw: Mapping[str, Any], path: str | Path) -> None:
+    """Raise PrivacyError unless a loader has the table's name, and its arguments have the types of the options."""
+    _require_name(".".join((*place, "name")), table.name, LOADERS, path)
+    kinds: dict[str, Any] = {name: (kind, None) for name, kind in _loader_options(table.name).items()}
+    try:
+        create_model("Options", __config__=ConfigDict(strict=True), **kinds).model_validate(table.options)
+    except ValidationError as error:
+        raise _explained(error, place, raw, path) from error
+    if table.elsewhere is not None:
+        _require_data(table.elsewhere, (*place, "elsewhere"), raw, path)
+
+
+def _loader_options(name: str) -> dict[str, Any]:
+    """Return the arguments of a loader that the table [data] may give, with their types."""
+    kinds = get_type_hints(LOADERS[name], include_extras=True)
+    arguments = inspect.signature(LOADERS[name]).parameters
+    return {name: kinds.get(name, Any) for name in arguments if name not in ("tokenizer", "validation")}
 
 
 def _place(loc: tuple[int | str, ...], raw: Any) -> str:
@@ -90,10 +140,15 @@ def _place(loc: tuple[int | str, ...], raw: Any) -> str:
 
 
 def _require_known(raw: Mapping[str, Any], table: type[BaseModel], place: str) -> None:
-    """Raise PrivacyError for the first key, at any depth, that is not a field of its table."""
+    """Raise PrivacyError for the first key, at any depth, that is no field of its table and no option of the loader."""
+    known = {name: field.annotation for name, field in table.model_fields.items()}
+    if table is DataTable:
+        loader = raw.get("name")
+        # A wrong name is an error of its own; which options it has is then unknown.
+        known |= _loader_options(loader) if isinstance(loader, str) and loader in LOADERS else dict.fromkeys(raw, Any)
     for name, value in raw.items():
-        _require_option(name, list(table.model_fields), f"{place}{name}")
-        for inner in _tables_in(table.model_fields[name].annotation):
+        _require_option(name, list(known), f"{place}{name}")
+        for inner in _tables_in(known[name]):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, dict):
                     _require_known(item, inner, f"{place}{name}.")
@@ -106,18 +161,17 @@ def _tables_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _require_option(name: str, valid: list[str], place: str) -> None:
+    """Raise PrivacyError, with the nearest valid name, unless the option is valid."""
     if name not in valid:
         near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-        remedy = f"did you mean {near[0]!r}? Choose one of {', '.join(valid)}"
+        remedy = f"did you mean {near[0]!r}? Choose one of {', '.join(valid)}" if near else "remove it: there are none"
         raise expected("load_spec", "options", "to be known", f"{place!r}", remedy)
 
 
 def _require_method(method: MethodTable, spec: Spec) -> None:
     """Raise PrivacyError unless a method's options suit its optimizer and the other tables."""
-    kind: type[optim.PrivateOptimizer] = getattr(optim, method.optimizer)
-    signatures = (inspect.signature(cls.__init__) for cls in kind.__mro__ if "__init__" in vars(cls))
-    parameters = next(s.parameters for s in signatures if "kwargs" not in s.parameters)
-    valid = [name for name in parameters if name not in ("self", "params", "lr", "public", "horizon")]
+    arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
+    valid = [name for name in arguments if name not in ("params", "lr", "public", "horizon")]
     if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
         place = f"methods.{method.name}.perturb.mode"
         raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")

@@ -317,8 +317,8 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     held = path.read_text() if path.exists() else None
     if held is None and (out / "runs.jsonl").exists():
         raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
-    if held not in (None, description):
-        raise expected("experiments", f"{out}", "to hold runs of this spec", _difference(held, description), remedy)
+    if held is not None and (difference := _difference(held, description)) is not None:
+        raise expected("experiments", f"{out}", "to hold runs of this spec", difference, remedy)
     if look_only:
         if held is None:
             raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
@@ -327,14 +327,14 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     path.write_text(description)
 
 
-def _difference(held: str | None, description: str) -> str:
-    """Return, for an error, the top-level keys in which two texts of spec.json differ."""
+def _difference(held: str, description: str) -> str | None:
+    """Return, for an error, the top-level keys in which two texts of spec.json differ; None if they say the same."""
     try:
-        old, new = dict(json.loads(held or "")), dict(json.loads(description))
+        old, new = dict(json.loads(held)), dict(json.loads(description))
     except (TypeError, ValueError):
         return "a spec.json that cannot be read"
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return f"runs of a spec with a different {', '.join(keys) or 'order of keys'}"
+    return f"runs of a spec with a different {', '.join(keys)}" if keys else None
 
 
 def read_records(out: Path) -> list[Record]:

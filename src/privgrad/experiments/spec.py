@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,49 +15,9 @@ from privgrad.gradient.local_training import LocalTraining
 from privgrad.gradient.perturb import Perturbation
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.models import Activation
-from privgrad.optim.base import NamedParameters
+from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.types import NoisyGradient, PrivacyUnit, SamplingScheme
-
-OptimizerName = Literal[
-    "SGD",
-    "MomentumSGD",
-    "Adam",
-    "AdamBC",
-    "AdamW",
-    "AdamWBC",
-    "NAdam",
-    "NAdamBC",
-    "RMSprop",
-    "RMSpropBC",
-    "Adagrad",
-    "AdagradBC",
-    "RMSpropPub",
-    "AdamPub",
-    "MirrorDescent",
-    "Yogi",
-]
-_PUBLIC_OPTIMIZERS = ("RMSpropPub", "AdamPub", "MirrorDescent")
-DataName = Literal[
-    "adult",
-    "barcode",
-    "brown",
-    "cifar-10",
-    "debian-maintainers",
-    "debian-sections",
-    "debian-synopses",
-    "debian-tags",
-    "digits",
-    "fashion-mnist",
-    "heavy-tail",
-    "imdb",
-    "mnist",
-    "ptb",
-    "sentence-pairs",
-    "snli",
-    "stackoverflow",
-    "tweets",
-]
 
 
 class Candidate(NamedTuple):
@@ -83,53 +44,27 @@ class DataTable(_Table):
 
     `validation` examples of the training part are held out for tuning. After that, the last `public` examples are taken
     out of the training part and count as public. `elsewhere` names a second data set whose training part is public too.
-    With `reconstruct`, the label of an input is the input itself.
+    With `reconstruct`, the label of an input is the input itself. Every other key is an argument of the loader.
     """
 
-    name: DataName
-    path: str | None = None
+    model_config = ConfigDict(extra="allow")
+
+    name: str  # of data.LOADERS
     validation: int = Field(default=0, ge=0)
     public: int = Field(default=0, ge=0)
     elsewhere: "DataTable | None" = None
     reconstruct: bool = False
-    standardize: bool | None = None
-    seed: int | None = None
-    groups: int | None = Field(default=None, ge=1)
-    log_size: int | None = Field(default=None, ge=0)
-    scale: int | None = Field(default=None, ge=1)
-    words: int | None = Field(default=None, ge=1)
-    length: int | None = Field(default=None, ge=1)
-    limit: int | None = Field(default=None, ge=1)
-    pairs: int | None = Field(default=None, ge=1)
-    min_count: int | None = Field(default=None, ge=1)
-    size: int | None = Field(default=None, ge=1)
-    features: Literal["counts", "tf-idf", "words"] | None = None
-    amazon: str | None = None
-    other_public: int | None = Field(default=None, ge=0)
-    minimum: int | None = Field(default=None, ge=1)
-    cap: int | None = Field(default=None, ge=1)
-    tags: int | None = Field(default=None, ge=1)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the loader that are no field of this table."""
+        return dict(self.model_extra or {})
 
 
 class ModelTable(_Table):
     """The table [model]: the model and its size."""
 
-    name: Literal[
-        "autoencoder",
-        "bag-of-words",
-        "cnn-small",
-        "cnn2",
-        "cnn5",
-        "language-model",
-        "linear",
-        "lora-language-model",
-        "mlp",
-        "pair-classifier",
-        "resnet9",
-        "sparse-linear",
-        "wide-resnet",
-        "word-lstm",
-    ]
+    name: str  # of build.MODELS
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
     depth: int = Field(default=1, ge=1)  # hidden layers of an mlp
@@ -219,7 +154,7 @@ class MethodTable(_Table):
     """
 
     name: str = Field(min_length=1)
-    optimizer: OptimizerName
+    optimizer: str  # of optim.OPTIMIZERS
     lr: Annotated[float, Field(gt=0)] | Grid | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None
@@ -241,7 +176,8 @@ class MethodTable(_Table):
     def needs_public(self) -> bool:
         """Return whether the method computes gradients on public examples or starts from them."""
         by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
-        return by_rule or self.warm_start is not None or self.optimizer in _PUBLIC_OPTIMIZERS
+        by_optimizer = "public" in constructor_arguments(optim.OPTIMIZERS[self.optimizer])
+        return by_rule or self.warm_start is not None or by_optimizer
 
     def perturbation(self, candidate: Candidate) -> Perturbation | None:
         """Return the perturbation of one candidate, or its users' local training.
@@ -256,9 +192,9 @@ class MethodTable(_Table):
         self, named_parameters: NamedParameters, lr: float, *, public: PublicGradient | None = None, steps: int = 1
     ) -> optim.PrivateOptimizer:
         """Return the optimizer over a model's parameters."""
-        kind: type[optim.PrivateOptimizer] = getattr(optim, self.optimizer)
-        extra = {"horizon": steps} if self.optimizer == "MirrorDescent" else {}
-        extra |= {"public": public or dict} if self.optimizer in _PUBLIC_OPTIMIZERS else {}
+        kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[self.optimizer]
+        given = {"horizon": steps, "public": public or dict}
+        extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
         optimizer = kind(named_parameters, lr=lr, **extra, **self.options)
         if (assumed := self.assumed_noise_std) is not None:
 

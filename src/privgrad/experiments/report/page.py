@@ -113,13 +113,13 @@ def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
 
 def _second_moment(optimizer: str | None) -> SecondMoment:
     """Return the kind of second moment that an optimizer divides by; records give the optimizer's name."""
-    kind = getattr(optim, optimizer or "", None)
-    if kind is None:
-        return "unknown"
+    kind = optim.OPTIMIZERS.get(optimizer or "", optim.PrivateOptimizer)
     if issubclass(kind, Debiased):
         return "debiased"
-    biased = (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi)
-    return "biased" if issubclass(kind, biased) else "none"
+    if issubclass(kind, (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi)):
+        return "biased"
+    without_noise = (optim.SGD, optim.MomentumSGD, optim.RMSpropPub, optim.AdamPub, optim.MirrorDescent)
+    return "none" if issubclass(kind, without_noise) else "unknown"
 
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
