@@ -53,8 +53,9 @@ def rows(
 ) -> DataSet:
     inputs, labels = torch.linspace(-1, 1, 3 * examples).view(examples, 3), torch.arange(examples) % 2
     assert (path, order) == (None, "sorted")
-    parts = (slice(validation, None), slice(validation), slice(None))
-    return DataSet("rows", *(TensorDataset(inputs[part], labels[part]) for part in parts), 2, (3,))
+    held_out = TensorDataset(inputs[:validation], labels[:validation])
+    train_set = TensorDataset(inputs[validation:], labels[validation:])
+    return DataSet("rows", train_set, held_out, train_set, 2, (3,))
 
 
 class Signs(PrivateOptimizer):

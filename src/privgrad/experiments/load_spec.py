@@ -119,9 +119,9 @@ def _require_data(table: DataTable, place: tuple[str, ...], raw: Mapping[str, An
 
 def _loader_options(name: str) -> dict[str, Any]:
     """Return the arguments of a loader that the table [data] may give, with their types."""
-    kinds = get_type_hints(LOADERS[name], include_extras=True)
-    arguments = inspect.signature(LOADERS[name]).parameters
-    return {name: kinds.get(name, Any) for name in arguments if name not in ("tokenizer", "validation")}
+    kinds, signature = get_type_hints(LOADERS[name], include_extras=True), inspect.signature(LOADERS[name])
+    named = [name for name, argument in signature.parameters.items() if argument.kind is not argument.VAR_KEYWORD]
+    return {name: kinds.get(name, Any) for name in named if name not in ("tokenizer", "validation")}
 
 
 def _place(loc: tuple[int | str, ...], raw: Any) -> str:
@@ -170,6 +170,14 @@ def _require_option(name: str, valid: list[str], place: str) -> None:
 
 def _require_method(method: MethodTable, spec: Spec) -> None:
     """Raise PrivacyError unless a method's options suit its optimizer and the other tables."""
+    _require_options(method)
+    _require_local(method, spec)
+    _require_public(method, spec)
+    _require_tuning(method, spec)
+
+
+def _require_options(method: MethodTable) -> None:
+    """Raise PrivacyError unless the options suit the optimizer, the perturbation and the preconditioner."""
     arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
     valid = [name for name in arguments if name not in ("params", "lr", "public", "horizon")]
     if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
@@ -184,6 +192,10 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
         raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
     if method.precondition is not None:
         _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
+
+
+def _require_local(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless users train locally exactly if the privacy unit is a user."""
     local, unit = f"methods.{method.name}.local", spec.privacy.privacy_unit
     if method.local is None and unit == "user":
         remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
@@ -198,6 +210,10 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
         remedy = 'tune by "accuracy" or "loss" on users that are held out'
         raise expected("load_spec", "tuning.by", "to be measured on held-out users", "'train_loss'", remedy)
+
+
+def _require_public(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless a method has public examples exactly if it uses them."""
     if "public" in method.model_fields_set and not method.needs_public:
         place, condition = f"methods.{method.name}.public", "to be absent for a method that uses no public examples"
         remedy = "remove it, or add a precondition rule, a warm_start or an optimizer that uses public gradients"
@@ -205,6 +221,10 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
     if method.needs_public and not method.public.other and spec.data.public == 0:
         remedy = "set it to the number of training examples that count as public"
         raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
+
+
+def _require_tuning(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless [tuning] and validation examples suit the method's grid."""
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
