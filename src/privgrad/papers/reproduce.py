@@ -1,5 +1,6 @@
 """Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers."""
 
+import inspect
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +13,13 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from privgrad.data import LOADERS
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
 from privgrad.experiments.report.metadata import metadata_of
 from privgrad.experiments.runner import Record, claim, compare, describe, read_records
-from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.spec import DataTable, MethodTable, Spec
 from privgrad.papers import clipping_bias, moments
 from privgrad.papers.toy_regression import toy_regression
 
@@ -138,6 +140,9 @@ def _prepared(
         if smoke:
             raise expected("reproduce", "--data", "to be absent for --smoke", data, "leave one of the two out")
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
+        # The stand-in may have options that the paper's own data lack.
+        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["name"]]).parameters}
+        raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
         raw.pop("stands_in_for", None)
     if smoke:
         raw = _merged(raw, tiny)
