@@ -87,7 +87,7 @@ def by_rdp() -> Iterator[None]:
 def without_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are not about a report's plots: they are made, and not rendered, which takes most of its time."""
 
-    from privgrad.experiments import figures
+    from privgrad.experiments.report import figures
 
     def made(draw: Callable[[], Any]) -> bytes:
         draw()

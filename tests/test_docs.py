@@ -17,7 +17,8 @@ from conftest import account_by_rdp
 from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
 from privgrad import data, diagnostics
-from privgrad.experiments.spec import Spec, load_spec
+from privgrad.experiments.load_spec import load_spec
+from privgrad.experiments.spec import Spec
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import accounting, errors
-from privgrad.experiments.spec import load_spec
+from privgrad.experiments.load_spec import load_spec
 
 HUGE = 10**400  # no float holds it
 UNWRITTEN = 10**5000  # nor does Python write it out

@@ -22,7 +22,8 @@ import privgrad as pg
 from conftest import account_by_rdp
 from privgrad import cli
 from privgrad.data import LOADERS, DataSet, by_user
-from privgrad.experiments.spec import check_spec, make_data
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
 from privgrad.federated import LocalUpdate, ReportedUpdate, local_update
 from privgrad.models import SparseLinear
 

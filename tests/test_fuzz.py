@@ -14,7 +14,7 @@ import pytest
 import privgrad as pg
 from privgrad import data
 from privgrad.data import sentiment
-from privgrad.experiments.spec import load_spec
+from privgrad.experiments.load_spec import load_spec
 from test_data_images import python2_pickle, write_cifar, write_fashion
 from test_data_sparse import write_imdb
 from test_data_text import write_lists

@@ -51,8 +51,8 @@ def test_the_wheel_is_the_package_and_nothing_else(built: tuple[Path, Path]):
     names = set(zipfile.ZipFile(built[0]).namelist())
     inside = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert inside == package_files()
-    assert {"privgrad/py.typed", "privgrad/experiments/report.html.j2"} <= inside
-    assert any(name.startswith("privgrad/experiments/items/") and name.endswith(".toml") for name in inside)
+    assert {"privgrad/py.typed", "privgrad/experiments/report/page.html.j2"} <= inside
+    assert any(name.startswith("privgrad/papers/items/") and name.endswith(".toml") for name in inside)
     assert {name.rpartition(".")[2] for name in inside} <= {"py", "typed", "j2", "toml"}, "no data"
 
 

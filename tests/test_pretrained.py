@@ -19,12 +19,13 @@ from privgrad import models
 from privgrad.cli import app
 from privgrad.data import MINILM, SMOLLM2, pretrained
 from privgrad.data.sources import cache
-from privgrad.experiments.reproduce import _prepared
-from privgrad.experiments.runs import train
-from privgrad.experiments.spec import check_spec, make_data
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.runner import train
 from privgrad.gradient.engines.hooks import Hooks
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
+from privgrad.papers.reproduce import _prepared
 from test_data_text import save_byte_tokenizer, write_lists
 
 pytest.importorskip("accelerate")

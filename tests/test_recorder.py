@@ -16,12 +16,12 @@ pytest.importorskip("sklearn")
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.diagnostics import RawRecorder
-from privgrad.experiments import figures
-from privgrad.experiments.context import context
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import diagnosed, diagnosis, histograms
-from privgrad.experiments.report import write_report
-from privgrad.experiments.runs import compare
-from privgrad.experiments.spec import check_spec
+from privgrad.experiments.report import figures
+from privgrad.experiments.report.metadata import metadata_of
+from privgrad.experiments.report.page import write_report
+from privgrad.experiments.runner import compare
 from privgrad.private_gradient import RawStep
 
 SPEC: dict[str, Any] = {
@@ -154,7 +154,7 @@ def test_the_page_tells_plots_and_tags_them(
 ):
     for on, (out, records) in both.items():
         spec = check_spec(SPEC | {"run": SPEC["run"] | {"diagnose": on}}, "test")
-        page = write_report(records, context(spec, records, out, command=""), tmp_path).read_text()
+        page = write_report(records, metadata_of(spec, records, out, command=""), tmp_path).read_text()
         assert ("Diagnostics were requested" in page) is on
         assert ('id="diagnostics">Diagnostics <span class="tag">NOT PRIVATE</span>' in page) is on
         assert all((tmp_path / f"{name}.png").exists() is on for name in ("diagnosis", "moments"))
@@ -167,7 +167,7 @@ def test_the_page_tells_plots_and_tags_them(
         assert "DP-SGD" not in said or "second moment" not in said["DP-SGD"]
     request.getfixturevalue("without_rendering")
     fixed = [record | {"sampling": "fixed"} for record in both[True][1]]
-    told = context(check_spec(SPEC, "test"), fixed, both[True][0], command="")
+    told = metadata_of(check_spec(SPEC, "test"), fixed, both[True][0], command="")
     page = write_report(fixed, told, tmp_path).read_text()
     assert "(computed from released numbers). Lines" in page
     records = both[True][1]

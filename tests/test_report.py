@@ -16,9 +16,11 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad.experiments import figures
 from privgrad.experiments.records import summarize, tuned, tuned_names
-from privgrad.experiments.report import summary_table, total_text, write_report
+from privgrad.experiments.report import figures
+from privgrad.experiments.report.page import write_report
+from privgrad.experiments.report.terminal import summary_table
+from privgrad.experiments.report.texts import total_text
 
 FIXED_WARNING = "it is NOT covered by the accountant"
 SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."
@@ -80,8 +82,8 @@ def tuning(method: str = "DP-AdamBC", lr: float = 0.01, accuracy: float | None =
     return final(method, 0, None, phase="tuning", lr=lr, test_loss=None, validation_accuracy=accuracy, **changes)
 
 
-def write(tmp_path: Path, records: list[dict[str, Any]], **context: Any) -> str:
-    page = write_report(records, {"title": "A title", "plan": PLAN} | context, tmp_path / "report")
+def write(tmp_path: Path, records: list[dict[str, Any]], **metadata: Any) -> str:
+    page = write_report(records, {"title": "A title", "plan": PLAN} | metadata, tmp_path / "report")
     assert page == tmp_path / "report" / "index.html"
     return page.read_text(encoding="utf-8")
 
@@ -467,7 +469,7 @@ def test_the_plots_are_pictures_with_something_on_them(tmp_path: Path, drawn: No
         assert {(0, 0x72, 0xB2), (0xD5, 0x5E, 0)} <= {color for _, color in colors}
 
 
-def test_the_smallest_report_is_one_run_and_an_empty_context(tmp_path: Path) -> None:
+def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) -> None:
     record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
     page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
     assert "M reaches a test accuracy of 50.0 % over one seed;" in words(page)

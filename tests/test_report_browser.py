@@ -13,7 +13,8 @@ pytest.importorskip("matplotlib")
 
 from rich.console import Console
 
-from privgrad.experiments.report import summary_table, write_report
+from privgrad.experiments.report.page import write_report
+from privgrad.experiments.report.terminal import summary_table
 
 ROOT = Path(__file__).parent.parent
 RECORDS = [json.loads(line) for line in (ROOT / "results/digits/runs.jsonl").read_text().splitlines()]
@@ -44,13 +45,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         curve = [row | diary | {"raw_layers": {"1": layer, "3": layer}} for row in record["curve"]]
         curve[-1] |= {"raw_moments": moments}
         records.append(record | {"curve": curve} if record["phase"] == "final" else record)
-    context = {
+    metadata = {
         "title": "A title with averyveryverylongwordthatnobodycouldbreak_" + 60 * "x",
         "command": "privgrad compare examples/digits.toml " + 20 * "--and-more ",
         "specification": json.dumps({"long": 200 * "y"}),
         "plan": {"steps": 200, "seed": 0},
     }
-    return write_report(records, context, tmp_path_factory.mktemp("report"))
+    return write_report(records, metadata, tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture(scope="module")

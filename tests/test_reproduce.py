@@ -18,11 +18,15 @@ from typer.testing import CliRunner
 import privgrad as pg
 from privgrad.cli import app
 from privgrad.data import LOADERS, SMOLLM2, DataSet
-from privgrad.experiments import figures, runs
+from privgrad.experiments import runner
+from privgrad.experiments.build import encoder_folder, make_data
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import in_phase
-from privgrad.experiments.reproduce import _beside_paper, _load, _prepared, items, reproduce
-from privgrad.experiments.runs import Run, _beyond_edge, best_candidate, read_records
-from privgrad.experiments.spec import Candidate, MethodTable, Spec, check_spec, encoder_folder, make_data
+from privgrad.experiments.report import figures
+from privgrad.experiments.runner import Run, read_records
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.tuner import best_candidate, beyond_edge
+from privgrad.papers.reproduce import _beside_paper, _load, _prepared, items, reproduce
 from test_data_sparse import write_tweets
 
 RUNNER = CliRunner()
@@ -80,7 +84,7 @@ def test_every_item_runs_small(
     except pg.PrivacyError as absent:
         pytest.skip(str(absent))
     loaded: dict[str, DataSet] = {}
-    monkeypatch.setattr(runs, "make_data", lambda spec: once(loaded, spec))
+    monkeypatch.setattr(runner, "make_data", lambda spec: once(loaded, spec))
     answer = RUNNER.invoke(app, ["reproduce", name, "--smoke", "--json", "--out", str(tmp_path / "out")])
     assert answer.exit_code == 0, answer.output
     found = json.loads(answer.stdout.splitlines()[-1])
@@ -241,9 +245,9 @@ def test_a_grid_that_diverged_whole_grows_downwards():
     def record(lr: float, loss: float) -> dict[str, Any]:
         return {"method": "m", "phase": "tuning", "max_grad_norm": 1.0, "lr": lr, "validation_loss": loss}
 
-    assert _beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2, None, None)
-    assert _beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0, None, None)
-    assert _beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
+    assert beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2, None, None)
+    assert beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0, None, None)
+    assert beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
 
 
 def test_no_two_methods_share_a_folder():

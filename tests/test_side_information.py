@@ -12,10 +12,11 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from privgrad import data
 from privgrad.data.dataset import with_other_public
-from privgrad.experiments.context import context
-from privgrad.experiments.report import write_report
-from privgrad.experiments.runs import compare
-from privgrad.experiments.spec import check_spec, make_data
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.report.metadata import metadata_of
+from privgrad.experiments.report.page import write_report
+from privgrad.experiments.runner import compare
 from privgrad.side_information import by_rank, frequencies, tfidf
 
 COUNTS = torch.tensor([0, 500, 100, 10, 1, 0])
@@ -167,7 +168,7 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
     assert (plain["max_grad_norm"], plain["lr"]) == (best["max_grad_norm"], best["lr"])
     assert other["side_information"] == "public data: 20 examples from elsewhere"
     assert all(record["test_accuracy"] is None for record in records)
-    page = write_report(records, context(spec, records, tmp_path, command=""), tmp_path)
+    page = write_report(records, metadata_of(spec, records, tmp_path, command=""), tmp_path)
     assert "has the lowest mean test loss" in page.read_text()
     assert "(plain), 3 (other)" in page.read_text()
     del raw["data"]["elsewhere"]
@@ -272,12 +273,12 @@ def test_a_few_equal_examples_are_no_reason_to_refuse_public_ones():
 def test_the_report_tells_groups_by_method(tmp_path: Any):
     spec = check_spec(digits_spec({"group_size": 4}), "test")
     records = compare(spec, tmp_path, progress=False)
-    told = context(spec, records, tmp_path, command="")
+    told = metadata_of(spec, records, tmp_path, command="")
     assert told["plan"]["group_size"] == "1 (P), 4 (Q)"
     page = write_report(records, told, tmp_path).read_text()
     assert "with k = 1 (P), 4 (Q)" in page
     assert "the sensitivity is 2C" in page
     spec = check_spec(digits_spec({}), "test")
-    told = context(spec, records, tmp_path, command="")
+    told = metadata_of(spec, records, tmp_path, command="")
     assert told["plan"]["group_size"] == "1"
     assert "sensitivity" not in write_report(records, told, tmp_path).read_text()

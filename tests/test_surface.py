@@ -15,8 +15,8 @@ NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
     "PublicGradient SamplingError Scales UnsupportedModuleError audit clip federated fit optim perturb precondition "
     "side_information",
-    "optim": "SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam NAdamBC "
-    "PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias default_floor",
+    "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
+    "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias default_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "

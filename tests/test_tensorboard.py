@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.diagnostics import RawRecorder
-from privgrad.experiments.runs import train
-from privgrad.experiments.spec import check_spec
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.runner import train
 from privgrad.integrations.tensorboard import TensorBoard
 
 

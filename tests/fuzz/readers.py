@@ -18,7 +18,7 @@ import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import data, ledger_file
 from privgrad.checkpoint import write_checkpoint
-from privgrad.experiments.spec import load_spec
+from privgrad.experiments.load_spec import load_spec
 from test_data_images import pack, write_cifar, write_fashion
 from test_data_sparse import write_imdb, write_tweets
 from test_data_text import write_brown, write_lists, write_snli

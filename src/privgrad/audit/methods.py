@@ -18,6 +18,7 @@ from privgrad.errors import did_you_mean, expected, require_integer, require_pos
 from privgrad.gradient import clipping, perturb
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.optim.base import constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 
@@ -36,7 +37,7 @@ class Method:
     """One method of the library, as it is audited.
 
     Attributes:
-        optimizer: its name in privgrad.optim. With "SGD" the audit observes the released gradients; with any other
+        optimizer: its name in optim.OPTIMIZERS. With "SGD" the audit observes the released gradients; with any other
             optimizer it observes the parameters after the steps.
         private_grad: model -> arguments of PrivateGradient.
         layers: number of parallel linear layers, which share each example's gradient.
@@ -122,8 +123,8 @@ METHODS: Mapping[str, Method] = {
     ),
 } | {
     name: Method(name)  # so a new optimizer is audited without an entry here
-    for name in optim.__all__
-    if name[0].isupper() and name not in ("SGD", "PrivateOptimizer")
+    for name in optim.OPTIMIZERS
+    if name != "SGD"
 }
 
 
@@ -325,8 +326,7 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
 
 
 def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:
-    kind: Callable[..., optim.PrivateOptimizer] = getattr(optim, name)
-    extra: dict[str, Any] = {"horizon": steps} if kind is optim.MirrorDescent else {}
-    if kind in (optim.RMSpropPub, optim.AdamPub, optim.MirrorDescent):
-        extra["public"] = _public(model)
+    kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[name]
+    given = {"horizon": steps, "public": _public(model)}
+    extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
     return kind(model.named_parameters(), lr=_LR, **extra)

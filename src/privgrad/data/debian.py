@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
 from privgrad.data.debian_index import Package, read_index
-from privgrad.data.sources import PathLike
+from privgrad.data.sources import Natural, PathLike, Positive
 from privgrad.data.text import ContinuationEncoder, PairEncoder
 from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
@@ -28,9 +28,9 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 def debian_sections(
     path: PathLike | None = None,
     *,
-    words: int = 10_000,
-    length: int = 64,
-    limit: int | None = None,
+    words: Positive = 10_000,
+    length: Positive = 64,
+    limit: Positive | None = None,
     validation: int = 0,
 ) -> DataSet:
     """Load the task: which section of Debian is a package in? Bags of words of descriptions, 58 classes.
@@ -81,10 +81,10 @@ def debian_sections(
 def debian_tags(
     path: PathLike | None = None,
     *,
-    words: int = 10_000,
-    length: int = 128,
-    limit: int | None = None,
-    other_public: int = 0,
+    words: Positive = 10_000,
+    length: Positive = 128,
+    limit: Positive | None = None,
+    other_public: Natural = 0,
     validation: int = 0,
 ) -> DataSet:
     """Load the task: which tags does a Debian package have? Bags of words of descriptions, with about 560 tags.
@@ -133,11 +133,11 @@ def debian_tags(
 def debian_maintainers(
     path: PathLike | None = None,
     *,
-    words: int = 10_000,
-    length: int = 128,
-    limit: int | None = 400,
-    minimum: int = 5,
-    cap: int = 256,
+    words: Positive = 10_000,
+    length: Positive = 128,
+    limit: Positive | None = 400,
+    minimum: Positive = 5,
+    cap: Positive = 256,
     validation: int = 0,
 ) -> DataSet:
     """Load the tags of debian_tags by user: a user is a maintainer with all their packages, for user-level privacy.
@@ -194,8 +194,8 @@ def debian_synopses(
     path: PathLike | None = None,
     *,
     tokenizer: PathLike,
-    length: int = 64,
-    limit: int = 42_061,
+    length: Positive = 64,
+    limit: Positive = 42_061,
     validation: int = 0,
 ) -> DataSet:
     """Load the task: write a package's synopsis, word by word, from its fields.
@@ -241,8 +241,8 @@ def sentence_pairs(
     path: PathLike | None = None,
     *,
     tokenizer: PathLike,
-    length: int = 64,
-    pairs: int = 60_000,
+    length: Positive = 64,
+    pairs: Positive = 60_000,
     seed: int = 0,
     validation: int = 0,
 ) -> DataSet:

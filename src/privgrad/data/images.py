@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split, whole
-from privgrad.data.sources import PathLike, cache, download, find_folder
+from privgrad.data.sources import PathLike, Positive, cache, download, find_folder
 from privgrad.errors import PrivacyError, expected, require_integer
 
 _DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
@@ -45,7 +45,7 @@ _BARCODES = 2**_BITS - 1  # of each digit
 _BARCODE_GROUPS = ((10, 1127), (20, 500), (200, 10), (100, 5))  # classes, and examples of each
 
 
-def digits(*, size: int = 8, standardize: bool = True, validation: int = 0) -> DataSet:
+def digits(*, size: Positive = 8, standardize: bool = True, validation: int = 0) -> DataSet:
     """Load scikit-learn's handwritten digits: 1,437 training (less `validation`) and 360 test images, 1x8x8.
 
     Args:
@@ -106,7 +106,7 @@ def mnist(path: PathLike | None = None, *, standardize: bool = True, validation:
     )
 
 
-def barcode(path: PathLike | None = None, *, scale: int = 1, seed: int = 0, validation: int = 0) -> DataSet:
+def barcode(path: PathLike | None = None, *, scale: Positive = 1, seed: int = 0, validation: int = 0) -> DataSet:
     """Make Barcode MNIST: a few large classes of plain digits, many small classes of a digit with a barcode; 1x28x28.
 
     Computes: 10 classes of 1,127 plain digits; and 20 of 500, 200 of 10, 100 of 5 images, each class a digit and one

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, cache, download, find_folder
+from privgrad.data.sources import PathLike, Positive, cache, download, find_folder
 from privgrad.errors import expected, require_integer
 
 Features = Literal["counts", "tf-idf", "words"]
@@ -43,9 +43,9 @@ def imdb(
     path: PathLike | None = None,
     *,
     features: Features = "counts",
-    words: int = 10_000,
-    length: int = 290,
-    limit: int | None = None,
+    words: Positive = 10_000,
+    length: Positive = 290,
+    limit: Positive | None = None,
     amazon: str | None = None,
     validation: int = 0,
 ) -> DataSet:
@@ -91,6 +91,23 @@ def imdb(
         except OSError:
             remedy += ", or go online"
     archive = find_folder("imdb", path, usual, _IMDB_ARCHIVE, remedy) / _IMDB_ARCHIVE
+    parts = _imdb_parts(archive)
+    # The archive is ordered by label; a fixed order by hash mixes the labels.
+    train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
+    made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
+    loaded = made.split("IMDB", train[:limit], test, validation)
+    if amazon is None:
+        return loaded
+    other = list(_amazon(Path(amazon), most=max(1, len(train) // 100)))
+    return replace(loaded, other_public=made.examples(other))
+
+
+def _imdb_parts(archive: Path) -> dict[str, list[tuple[str, int]]]:
+    """Return the reviews of an archive with their labels, by part: train, test and unsup.
+
+    Raises:
+        PrivacyError: the archive is damaged, or a part is empty.
+    """
     parts: dict[str, list[tuple[str, int]]] = {"train": [], "test": [], "unsup": []}
     try:
         # As a stream: an archive that points back into itself is refused.
@@ -107,23 +124,16 @@ def imdb(
         condition = "to hold training, test and unlabeled reviews"
         got = f"{len(parts['train'])}, {len(parts['test'])} and {len(parts['unsup'])}"
         raise expected("imdb", f"{archive}", condition, got, "fetch it again")
-    # The archive is ordered by label; a fixed order by hash mixes the labels.
-    train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
-    made = _Features("imdb", (text for text, _ in parts["unsup"]), features, words, length)
-    loaded = made.split("IMDB", train[:limit], test, validation)
-    if amazon is None:
-        return loaded
-    other = list(_amazon(Path(amazon), most=max(1, len(train) // 100)))
-    return replace(loaded, other_public=made.examples(other))
+    return parts
 
 
 def tweets(
     path: PathLike | None = None,
     *,
     features: Features = "counts",
-    words: int = 10_000,
-    length: int = 40,
-    limit: int | None = None,
+    words: Positive = 10_000,
+    length: Positive = 40,
+    limit: Positive | None = None,
     validation: int = 0,
 ) -> DataSet:
     """Load tweets: positive (1) or negative (0)? The stand-in for IMDB: about 18,500 training and 4,600 test tweets.

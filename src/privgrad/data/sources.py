@@ -5,12 +5,18 @@ import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
 
 from privgrad.errors import expected
 
 _LARGEST = 1 << 30  # unpacked bytes, about ten times the largest list of Debian
 
 PathLike = str | os.PathLike[str]
+# A TOML file that names a loader is checked against the types of the loader's arguments.
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[int, Ge(1)]
 
 
 def cache(name: str) -> Path:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet
-from privgrad.data.sources import PathLike, cache, find_folder
+from privgrad.data.sources import PathLike, Positive, cache, find_folder
 from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
 
@@ -25,12 +25,12 @@ _Rows = list[tuple[str, np.ndarray, np.ndarray]]  # user, words, tags
 def stackoverflow(
     path: PathLike | None = None,
     *,
-    words: int = 10_000,
-    tags: int = 500,
-    length: int = 128,
-    limit: int = 400,
-    minimum: int = 10,
-    cap: int = 256,
+    words: Positive = 10_000,
+    tags: Positive = 500,
+    length: Positive = 128,
+    limit: Positive = 400,
+    minimum: Positive = 10,
+    cap: Positive = 256,
     validation: int = 0,
 ) -> DataSet:
     """Load the paper's federated task: predict the most frequent tags of a post. Bags of words, one row per user.
@@ -53,6 +53,7 @@ def stackoverflow(
     Privacy:
         The frequent words and tags were counted over all users: NOT private.
     """
+    # Half of these lines are the signature and its description; the rest reads, checks and returns.
     numbers = {"words": words, "tags": tags, "length": length, "limit": limit, "minimum": minimum, "cap": cap}
     for name, value in numbers.items():
         require_integer("stackoverflow", name, value, 1)

@@ -3,10 +3,11 @@
 import torch
 
 from privgrad.data.dataset import DataSet, whole
+from privgrad.data.sources import Natural, Positive
 from privgrad.errors import expected
 
 
-def heavy_tail(*, groups: int = 8, log_size: int = 10, seed: int = 0, validation: int = 0) -> DataSet:
+def heavy_tail(*, groups: Positive = 8, log_size: Natural = 10, seed: int = 0, validation: int = 0) -> DataSet:
     """Make synthetic classes of very unequal size, whose inputs say nothing about them: a model can only memorize.
 
     Computes: group i of G = `groups` has 2**i classes with 2**(log_size - i) examples each; n = G 2**log_size examples

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, cache, find_folder
+from privgrad.data.sources import PathLike, Positive, cache, find_folder
 from privgrad.errors import expected, require_integer
 
 # The values that the codebook of the census allows in a column. Values taken from the data would not be public.
@@ -30,7 +30,7 @@ _LABELS = {"<=50K": 0, ">50K": 1}
 _FILE = "census.csv"
 
 
-def adult(path: PathLike | None = None, *, limit: int | None = None, validation: int = 0) -> DataSet:
+def adult(path: PathLike | None = None, *, limit: Positive | None = None, validation: int = 0) -> DataSet:
     """Load Adult (1994): does a person earn more than 50,000 dollars a year (1) or not (0)?
 
     24,421 training and 8,140 test rows; every fourth row is a test row. Inputs, float (n, 65): seven columns as one-hot

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from privgrad.data.dataset import NO_LABEL, DataSet, split
-from privgrad.data.sources import PathLike, cache, find_folder
+from privgrad.data.sources import PathLike, Positive, cache, find_folder
 from privgrad.errors import expected, require_integer
 
 _UNKNOWN = "<unk>"
@@ -20,7 +20,9 @@ _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
 _SNLI_LABELS = ("entailment", "neutral", "contradiction")
 
 
-def brown(path: PathLike | None = None, *, length: int = 35, min_count: int = 2, validation: int = 0) -> DataSet:
+def brown(
+    path: PathLike | None = None, *, length: Positive = 35, min_count: Positive = 2, validation: int = 0
+) -> DataSet:
     """Load the task: the next word in the press part of the Brown corpus (1961), the stand-in for the Penn Treebank.
 
     The words of the files are one stream, cut into sequences. They are lower-cased, and punctuation marks are words.
@@ -52,7 +54,7 @@ def brown(path: PathLike | None = None, *, length: int = 35, min_count: int = 2,
     return _next_words("brown", "Brown corpus, press", train, test, vocabulary, length, validation)
 
 
-def ptb(path: PathLike | None = None, *, length: int = 35, validation: int = 0) -> DataSet:
+def ptb(path: PathLike | None = None, *, length: Positive = 35, validation: int = 0) -> DataSet:
     """Load the task: the next word in TinyPTB. The Penn Treebank's validation part trains, its test part tests.
 
     The words are from torchtext's tokenizer basic_english, as in the reference. The vocabulary comes from
@@ -79,7 +81,7 @@ def ptb(path: PathLike | None = None, *, length: int = 35, validation: int = 0) 
     return _next_words("ptb", "TinyPTB", train, test, vocabulary, length, validation)
 
 
-def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: int = 128, validation: int = 0) -> DataSet:
+def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive = 128, validation: int = 0) -> DataSet:
     """Load SNLI: does a sentence follow from another (0), is it neutral (1), or does it contradict the other (2)?
 
     549,367 training pairs; the development part is the test part, as in the DP-AdamBC paper. Pairs without a gold label

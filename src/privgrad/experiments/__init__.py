@@ -1,1 +1,1 @@
-"""spec (TOML) -> runs (JSON lines) -> tables and plots."""
+"""Experiments from a TOML file: read the specification, build its parts, run them, and report the records."""

@@ -6,6 +6,7 @@ from privgrad.optim.debias import debias, default_floor
 from privgrad.optim.public_data import AdamPub, MirrorDescent, RMSpropPub
 
 __all__ = [
+    "OPTIMIZERS",
     "SGD",
     "Adagrad",
     "AdagradBC",
@@ -26,3 +27,23 @@ __all__ = [
     "debias",
     "default_floor",
 ]
+
+# By the name that a TOML file gives; audits attack each of them.
+OPTIMIZERS: dict[str, type[PrivateOptimizer]] = {
+    "SGD": SGD,
+    "MomentumSGD": MomentumSGD,
+    "Adam": Adam,
+    "AdamBC": AdamBC,
+    "AdamW": AdamW,
+    "AdamWBC": AdamWBC,
+    "NAdam": NAdam,
+    "NAdamBC": NAdamBC,
+    "RMSprop": RMSprop,
+    "RMSpropBC": RMSpropBC,
+    "Adagrad": Adagrad,
+    "AdagradBC": AdagradBC,
+    "RMSpropPub": RMSpropPub,
+    "AdamPub": AdamPub,
+    "MirrorDescent": MirrorDescent,
+    "Yogi": Yogi,
+}

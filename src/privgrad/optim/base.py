@@ -1,5 +1,6 @@
 """The mixin that makes a torch optimizer accept only released gradients, and the optimizers without debiasing."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -307,3 +308,13 @@ class RMSprop(PrivateOptimizer, torch.optim.RMSprop):
 
 class Adagrad(PrivateOptimizer, torch.optim.Adagrad):
     """The torch.optim.Adagrad for released gradients: DP-AdaGrad. Its sum of squares is biased (see AdagradBC)."""
+
+
+def constructor_arguments(kind: Callable[..., PrivateOptimizer]) -> list[str]:
+    """Return the names of the arguments of an optimizer's constructor, in their order.
+
+    A class without a constructor, or with one that takes `**kwargs`, has the arguments of its base.
+    """
+    classes = [cls for cls in cast("type[PrivateOptimizer]", kind).__mro__ if "__init__" in vars(cls)]
+    signatures = (inspect.signature(cls.__init__).parameters for cls in classes)
+    return [name for name in next(s for s in signatures if "kwargs" not in s) if name != "self"]

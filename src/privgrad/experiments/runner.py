@@ -1,7 +1,6 @@
 """Run the trainings of a Spec and record each as one JSON line; an interrupted comparison resumes where it stopped."""
 
 import json
-import math
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,23 +17,20 @@ from privgrad import optim
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
-from privgrad.experiments.spec import (
-    Candidate,
-    MethodTable,
-    Spec,
-    make_data,
-    public_examples,
-)
-from privgrad.experiments.tasks import (
+from privgrad.experiments.build import (
     losses_for,
+    make_data,
     make_model,
     measure,
     outcomes,
     preconditioner,
+    public_examples,
     public_gradient,
     require_images,
     warm_start,
 )
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.tuner import best_candidate, beyond_edge, candidate_of
 from privgrad.ledger_file import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
@@ -48,9 +44,6 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
-
-_COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
-_MOST_RATES = 16  # learning rates of one method, at which a growing grid stops
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). Each training has its
-    own ledger; context.context adds up the cost of all.
+    own ledger; metadata_of adds up the cost of all.
 
     Args:
         spec: the methods, the grids and the seeds.
@@ -142,7 +135,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 assert tuning is not None
                 for candidate in spec.grid(method):
                     do(method, candidate, tuning.seeds, "tuning")
-                while tuning.extend and (more := _beyond_edge(read_records(out), method.name, tuning.by)) is not None:
+                while tuning.extend and (more := beyond_edge(read_records(out), method.name, tuning.by)) is not None:
                     bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
                     do(method, more, tuning.seeds, "tuning")
                 best = best_candidate(read_records(out), method.name, tuning.by)
@@ -285,62 +278,26 @@ def _record(
     }
 
 
-def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
-    """Return the candidate with the best mean over tuning seeds; of equal ones, the smallest.
-
-    `by` is "accuracy", "loss" (both on validation examples) or "train_loss".
-    """
-    costs = _tuning_costs(records, method, by)
-    return min(costs, key=lambda candidate: (costs[candidate], candidate))
-
-
-def _beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | None:
-    """Return the candidate half a power of ten beyond the best one, if the best lr is at the edge of its grid.
-
-    The grid holds the rates that were tried with the best candidate's other values. The result is None if the best is
-    inside the grid, if another rate was equally good, or if _MOST_RATES were tried.
-    """
-    costs, best = _tuning_costs(records, method, by), best_candidate(records, method, by)
-    tried = {other.lr: cost for other, cost in costs.items() if other._replace(lr=best.lr) == best}
-    diverged = math.isinf(costs[best])  # then every candidate diverged: try a smaller rate
-    level = not diverged and list(tried.values()).count(costs[best]) > 1
-    if len(tried) >= _MOST_RATES or best.lr not in (min(tried), max(tried)) or level:
-        return None
-    factor = 10**0.5 if best.lr == max(tried) and not diverged else 10**-0.5
-    return best._replace(lr=float(f"{best.lr * factor:.2g}"))
-
-
-def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, float]:
-    """Return the cost that tuning minimizes, by candidate: the mean over seeds of the loss, or of minus the score."""
-    found: dict[Candidate, list[float]] = {}
-    for record in records:
-        if record["method"] == method and record["phase"] == "tuning":
-            cost = -record[_COSTS[by]] if by == "accuracy" else record[_COSTS[by]]
-            found.setdefault(candidate_of(record), []).append(cost if math.isfinite(cost) else math.inf)
-    return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}
-
-
-def open_folder(spec: Spec, out: Path, probe: Mapping[str, Any] | None = None) -> DataSet:
-    """Load and check the data, then claim the folder for the spec and its probe.
+def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:
+    """Load and check the data, then claim the folder for the spec.
 
     Nothing is written before every check has passed.
+
+    Args:
+        spec: the experiment.
+        out: the folder.
+        description: text of the folder's spec.json; None takes `describe`.
     """
     data = make_data(spec)
     require_images(spec, data)
     spec.plan(None)
-    claim(out, describe(spec, probe))
+    claim(out, description or describe(spec))
     return data
 
 
-def describe(spec: Spec, probe: Mapping[str, Any] | None = None) -> str:
-    """Return the text of spec.json, which identifies a folder's experiment.
-
-    `probe` is the [probe] table of an item: the measurements along its trainings.
-    """
-    if probe is None:
-        return spec.model_dump_json(indent=1, exclude_defaults=True)
-    described = spec.model_dump(mode="json", exclude_defaults=True) | {"probe": dict(probe)}
-    return json.dumps(described, indent=1, ensure_ascii=False)
+def describe(spec: Spec) -> str:
+    """Return the text of spec.json, which identifies a folder's experiment."""
+    return spec.model_dump_json(indent=1, exclude_defaults=True)
 
 
 def claim(out: Path, description: str, *, look_only: bool = False) -> None:
@@ -361,8 +318,8 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     held = path.read_text() if path.exists() else None
     if held is None and (out / "runs.jsonl").exists():
         raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
-    if held not in (None, description):
-        raise expected("experiments", f"{out}", "to hold runs of this spec", _difference(held, description), remedy)
+    if held is not None and (difference := _difference(held, description)) is not None:
+        raise expected("experiments", f"{out}", "to hold runs of this spec", difference, remedy)
     if look_only:
         if held is None:
             raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
@@ -371,14 +328,14 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     path.write_text(description)
 
 
-def _difference(held: str | None, description: str) -> str:
-    """Return, for an error, the top-level keys in which two texts of spec.json differ."""
+def _difference(held: str, description: str) -> str | None:
+    """Return, for an error, the top-level keys in which two texts of spec.json differ; None if they say the same."""
     try:
-        old, new = dict(json.loads(held or "")), dict(json.loads(description))
+        old, new = dict(json.loads(held)), dict(json.loads(description))
     except (TypeError, ValueError):
         return "a spec.json that cannot be read"
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return f"runs of a spec with a different {', '.join(keys) or 'order of keys'}"
+    return f"runs of a spec with a different {', '.join(keys)}" if keys else None
 
 
 def read_records(out: Path) -> list[Record]:
@@ -405,8 +362,3 @@ def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:
     return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)
-
-
-def candidate_of(record: Record) -> Candidate:
-    """Return the tuned values of one run."""
-    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"))

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from privgrad.accounting import epsilon
-from privgrad.experiments.runs import Record, Run, candidate_of
+from privgrad.experiments.runner import Record, Run
 from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger
 
 
-def context(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
+def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
     """Return the facts of a report apart from its records, as `write_report` takes them.
 
     Args:

@@ -11,11 +11,12 @@ import torch
 from matplotlib.figure import Figure
 
 import privgrad as pg
-from privgrad.experiments import figures
-from privgrad.experiments.bias import _shown, bias, runtime
-from privgrad.experiments.reproduce import _prepared, reproduce
-from privgrad.experiments.runs import Record, read_records
-from privgrad.experiments.spec import Spec, check_spec
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.report import figures
+from privgrad.experiments.runner import Record, read_records
+from privgrad.experiments.spec import Spec
+from privgrad.papers.clipping_bias import _shown, clipping_bias, runtime
+from privgrad.papers.reproduce import _prepared, reproduce
 
 pytestmark = pytest.mark.usefixtures("by_rdp")
 
@@ -93,14 +94,14 @@ def test_looking_changes_no_training_and_an_interrupted_one_is_gone_on_with(
     figure5: tuple[dict[str, Any], Path], tmp_path: Path
 ):
     spec, probe = smoke("bam/fig5")
-    bias(spec, probe | {"at": [2]}, tmp_path / "once", progress=False)
+    clipping_bias(spec, probe | {"at": [2]}, tmp_path / "once", progress=False)
     records = read_records(figure5[1])
     assert read_records(tmp_path / "once") == [record for record in records if record["step"] == 2]
-    bias(spec, probe, tmp_path / "cut", progress=False)
+    clipping_bias(spec, probe, tmp_path / "cut", progress=False)
     path = tmp_path / "cut" / "runs.jsonl"
     lines = [line for line in path.read_text().splitlines(keepends=True) if '"BAM"' not in line]
     path.write_text("".join(lines))
-    bias(spec, probe, tmp_path / "cut", progress=False)
+    clipping_bias(spec, probe, tmp_path / "cut", progress=False)
     assert read_records(tmp_path / "cut") == records
 
 
@@ -126,10 +127,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path):
     spec, probe = smoke("bam/fig2")
     for changed, match in (({"batch_sizes": [1038]}, "at most 1037"), ({"at": [1, 3]}, "within the 2 steps")):
         with pytest.raises(pg.PrivacyError, match=match):
-            bias(spec, probe | changed, tmp_path / "bias", progress=False)
+            clipping_bias(spec, probe | changed, tmp_path / "bias", progress=False)
     tuned = spec.methods[0].model_copy(update={"lr": None})
     with pytest.raises(pg.PrivacyError, match="one lr"):
-        bias(spec.model_copy(update={"methods": [tuned]}), probe, tmp_path / "tuned", progress=False)
+        clipping_bias(spec.model_copy(update={"methods": [tuned]}), probe, tmp_path / "tuned", progress=False)
     spec, probe = smoke("bam/fig3")
     with pytest.raises(pg.PrivacyError, match="4 trials of 2"):
         runtime(spec, probe | {"trials": 4}, tmp_path / "runtime", progress=False)

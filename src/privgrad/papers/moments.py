@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.runs import Record, claim, describe, open_folder, read_records
+from privgrad.experiments.build import losses_for
+from privgrad.experiments.runner import Record, claim, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tasks import losses_for, stops
 from privgrad.optim import AdamBC
+from privgrad.papers.stops import describe_probe, stops
 from privgrad.types import NoisyGradient
 
 NUMBERS = ("min", "q1", "median", "q3", "max", "mean")
@@ -121,11 +122,12 @@ def moments(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     Privacy:
         NOT private: the moments without noise are computed before the noise.
     """
-    from privgrad.experiments.figures import histograms_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import histograms_figure
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:
-        data = open_folder(spec, out, probe)
+        data = open_folder(spec, out, describe_probe(spec, probe))
         with Progress(disable=not progress, transient=True) as bar:
             tick = partial(bar.advance, bar.add_task(method.name, total=spec.privacy.steps))
             along = stops(spec, method, spec.run.seeds[0], [0, *at], data, tick)
@@ -159,11 +161,12 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     Privacy:
         NOT private.
     """
-    from privgrad.experiments.figures import cosines_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import cosines_figure
 
     at, method, records = _Along.model_validate(probe).at, _only_method(spec), _read(spec, probe, out)
     if not records:
-        data, matrices = open_folder(spec, out, probe), dict[int, Tensor]()
+        data, matrices = open_folder(spec, out, describe_probe(spec, probe)), dict[int, Tensor]()
         chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_PAIRED]
         inputs, labels = (tensor[chosen] for tensor in data.train.tensors)
         with Progress(disable=not progress, transient=True) as bar:
@@ -212,7 +215,7 @@ def _read(spec: Spec, probe: Mapping[str, Any], out: Path) -> list[Record]:
     """Return the records of a finished item, or an empty list for an unfinished one."""
     records = read_records(out)
     if records:
-        claim(out, describe(spec, probe))
+        claim(out, describe_probe(spec, probe))
     return records
 
 

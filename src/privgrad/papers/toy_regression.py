@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad import precondition
-from privgrad.experiments.runs import claim
+from privgrad.experiments.runner import claim
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -62,7 +62,7 @@ class Toy(_Table):
     expected: dict[str, dict[str, float]]
 
 
-def toy(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Train every method in every trial, and compare the final losses with the expected ones.
 
     A second call resumes after the last finished method.
@@ -85,7 +85,8 @@ def toy(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str,
 
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    from privgrad.experiments.figures import curves_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import curves_figure
 
     path = out / "runs.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

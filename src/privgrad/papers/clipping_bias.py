@@ -19,11 +19,12 @@ from rich.table import Table
 from privgrad.data import DataSet
 from privgrad.diagnostics import raw_clipping_bias
 from privgrad.errors import expected
+from privgrad.experiments.build import losses_for
 from privgrad.experiments.records import mean, std
-from privgrad.experiments.runs import Record, append, open_folder, read_records
+from privgrad.experiments.runner import Record, append, open_folder, read_records
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tasks import Stop, begin, losses_for, stops
 from privgrad.gradient.contribution import Contribution
+from privgrad.papers.stops import Stop, begin, describe_probe, stops
 from privgrad.threads import one_thread
 
 _LABELS = {
@@ -70,7 +71,7 @@ class RuntimeProbe(_Probe):
     repetitions: _Count
 
 
-def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+def clipping_bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Measure the bias of clipping along a training of each method and seed.
 
     The measurements do not change the training. Every method is measured on the same examples. A second call resumes
@@ -95,7 +96,7 @@ def bias(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) -> 
     if max(item.batch_sizes) > spec.privacy.num_examples:
         condition = f"to be at most {spec.privacy.num_examples}"
         raise expected("reproduce", "probe.batch_sizes", condition, item.batch_sizes, "lower it in the item's file")
-    data = open_folder(spec, out, probe)
+    data = open_folder(spec, out, describe_probe(spec, probe))
     done = {(record["method"], record["seed"]) for record in read_records(out)}
     planned = [(method, seed) for method in spec.methods for seed in spec.run.seeds]
     with Progress(disable=not progress, transient=True) as bar:
@@ -172,7 +173,7 @@ def runtime(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
     if item.trials * item.repetitions > spec.privacy.steps:
         condition = f"to hold {item.trials} trials of {item.repetitions}"
         raise expected("reproduce", "privacy.steps", condition, spec.privacy.steps, "correct the item's file")
-    data = open_folder(spec, out, probe)
+    data = open_folder(spec, out, describe_probe(spec, probe))
     done = {record["depth"] for record in read_records(out)}
     # The bar is refreshed between steps only: a refresh thread would add to the measured time.
     with one_thread(), _flushed(), Progress(disable=not progress, transient=True, auto_refresh=False) as bar:
@@ -229,7 +230,8 @@ def _flushed() -> Generator[None]:
 
 def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -> tuple[dict[str, Any], Table]:
     """Return mean and standard deviation over seeds or trials, by x, method and number, and as a table; plot them."""
-    from privgrad.experiments.figures import curves_figure, png
+    from privgrad.experiments.report.figures import png
+    from privgrad.papers.figures import curves_figure
 
     shown = list(dict.fromkeys(number for _, number in curves))
     names = {key: key[0] if len(shown) == 1 else f"{key[0]}, {_LABELS[key[1]]}" for key in curves}

@@ -1,5 +1,6 @@
 """Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers."""
 
+import inspect
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +13,15 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 
+from privgrad.data import LOADERS
 from privgrad.errors import did_you_mean, expected
-from privgrad.experiments import bias, probes
-from privgrad.experiments.context import context
+from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
-from privgrad.experiments.runs import Record, claim, compare, describe, read_records
-from privgrad.experiments.spec import Spec, check_spec
-from privgrad.experiments.toy import toy
+from privgrad.experiments.report.metadata import metadata_of
+from privgrad.experiments.runner import Record, claim, compare, describe, read_records
+from privgrad.experiments.spec import DataTable, MethodTable, Spec
+from privgrad.papers import clipping_bias, moments
+from privgrad.papers.toy_regression import toy_regression
 
 
 def items() -> list[str]:
@@ -82,20 +85,20 @@ def reproduce(
 
 # Kinds of items that read the whole file, and kinds that measure along trainings of a spec, as their [probe] says.
 _WHOLE: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
-    "noise-moments": probes.noise_moments,
-    "toy": toy,
+    "noise-moments": moments.noise_moments,
+    "toy": toy_regression,
 }
 _PROBES: dict[str, Callable[..., tuple[dict[str, Any], Table]]] = {
-    "moments": probes.moments,
-    "cosines": probes.cosines,
-    "bias": bias.bias,
-    "runtime": bias.runtime,
+    "moments": moments.moments,
+    "cosines": moments.cosines,
+    "bias": clipping_bias.clipping_bias,
+    "runtime": clipping_bias.runtime,
 }
 
 
 def _files() -> Iterator[tuple[Traversable, Traversable]]:
     """Yield each item's file with the folder of its paper."""
-    for paper in resources.files("privgrad.experiments").joinpath("items").iterdir():
+    for paper in resources.files("privgrad.papers").joinpath("items").iterdir():
         for item in paper.iterdir() if paper.is_dir() else ():
             if item.name.endswith(".toml"):
                 yield paper, item
@@ -137,6 +140,9 @@ def _prepared(
         if smoke:
             raise expected("reproduce", "--data", "to be absent for --smoke", data, "leave one of the two out")
         raw = _merged(raw, _merged(given, {"data": {"path": str(data)}}))
+        # The stand-in may have options that the paper's own data lack.
+        known = {*DataTable.model_fields, *inspect.signature(LOADERS[raw["data"]["name"]]).parameters}
+        raw["data"] = {key: value for key, value in raw["data"].items() if key in known}
         raw.pop("stands_in_for", None)
     if smoke:
         raw = _merged(raw, tiny)
@@ -234,9 +240,9 @@ def _table(
 
 def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> None:
     if in_phase(records, "final"):
-        from privgrad.experiments.report import write_report
+        from privgrad.experiments.report.page import write_report
 
-        write_report(records, context(spec, records, out, command=command), out)
+        write_report(records, metadata_of(spec, records, out, command=command), out)
 
 
 def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | None) -> tuple[dict[str, Any], Table]:
@@ -250,11 +256,47 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
         records: its records.
         stands_in_for: the name of the paper's data, if other data replace them.
     """
-    found: dict[str, Any] = {}
+    found = {method.name: _method_numbers(method, spec, records, stands_in_for) for method in spec.methods}
+    return found, _comparison_table(spec, records, found, stands_in_for)
+
+
+def _method_numbers(
+    method: MethodTable, spec: Spec, records: Sequence[Record], stands_in_for: str | None
+) -> dict[str, Any]:
+    """Return the chosen and tried values of one method, and its numbers by group of classes."""
+    runs = [record for record in records if record["method"] == method.name]
+    finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
+    rows: dict[str, Any] = {}
+    if finals:
+        tests = [{"loss": final["test_loss"], "accuracy": final["test_accuracy"]} for final in finals]
+        title = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
+        rows["all"] = {"title": title} | _numbers(tests, theirs.get("all", {}), stands_in_for)
+    for index, group in enumerate(finals[0]["curve"][-1].get("raw_groups", []) if finals else []):
+        key = f"{group['from']:g}"
+        groups = [final["curve"][-1]["raw_groups"][index] for final in finals]
+        sizes = key if group["to"] == group["from"] else f"{key} to {group['to']:g}"
+        rows[key] = {"title": f"{group['classes']:g} x {sizes}"}
+        rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
+    tuning = in_phase(runs, "tuning")
+    tried, norms = (sorted({record[key] for record in tuning}) for key in ("lr", "max_grad_norm"))
+    return {
+        **{key: finals[0].get(key) if finals else None for key in ("max_grad_norm", "lr", *SOMETIMES_TUNED)},
+        "lrs_tried": tried,
+        "norms_tried": norms,
+        "seeds": len(finals),
+        "seeds_planned": len(spec.run.seeds),
+        "fraction_floored": mean([f["fraction_floored"] for f in finals if f["fraction_floored"] is not None]),
+        "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
+    }
+
+
+def _comparison_table(
+    spec: Spec, records: Sequence[Record], found: Mapping[str, Mapping[str, Any]], stands_in_for: str | None
+) -> Table:
+    """Return the numbers of all methods as a table with the paper's numbers, if the paper has any."""
     score = next((record["score"] for record in records), None)
     shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
     paper = f"paper,\n{stands_in_for}" if stands_in_for else "paper"
-    on = {"test": "all (test)", "training": "all (training)"}[measured_on(records)]
     tuned = ["max_grad_norm", "lr"]
     tuned += [key for key in SOMETIMES_TUNED if any(getattr(spec.grid(m)[0], key) is not None for m in spec.methods)]
     columns = slice(2 if spec.paper else 1)  # no columns for the paper if it has no numbers
@@ -263,39 +305,15 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     table = Table(title=spec.title)
     for header in ("method", title, "classes", *headers):
         table.add_column(header, overflow="fold")
-    for method in spec.methods:
-        runs = [record for record in records if record["method"] == method.name]
-        finals, theirs = in_phase(runs, "final"), spec.paper.get(method.name, {})
-        rows: dict[str, Any] = {}
-        if finals:
-            tests = [{"loss": final["test_loss"], "accuracy": final["test_accuracy"]} for final in finals]
-            rows["all"] = {"title": on} | _numbers(tests, theirs.get("all", {}), stands_in_for)
-        for index, group in enumerate(finals[0]["curve"][-1].get("raw_groups", []) if finals else []):
-            key = f"{group['from']:g}"
-            groups = [final["curve"][-1]["raw_groups"][index] for final in finals]
-            sizes = key if group["to"] == group["from"] else f"{key} to {group['to']:g}"
-            rows[key] = {"title": f"{group['classes']:g} x {sizes}"}
-            rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
-        tuning = in_phase(runs, "tuning")
-        tried, norms = (sorted({record[key] for record in tuning}) for key in ("lr", "max_grad_norm"))
-        chosen = {key: finals[0].get(key) if finals else None for key in ("max_grad_norm", "lr", *SOMETIMES_TUNED)}
-        found[method.name] = {
-            **chosen,
-            "lrs_tried": tried,
-            "norms_tried": norms,
-            "seeds": len(finals),
-            "seeds_planned": len(spec.run.seeds),
-            "fraction_floored": mean([f["fraction_floored"] for f in finals if f["fraction_floored"] is not None]),
-            "raw_groups" if any(key != "all" for key in rows) else "groups": rows,
-        }
+    for name, numbers in found.items():
+        rows = numbers.get("raw_groups") or numbers.get("groups") or {}
         for index, row in enumerate(rows.values()):
-            values = ", ".join(f"{chosen[key]:g}" for key in tuned if chosen[key] is not None)
-            first = (method.name, values) if index == 0 else ("", "")
+            values = ", ".join(f"{numbers[key]:g}" for key in tuned if numbers[key] is not None)
+            first = (name, values) if index == 0 else ("", "")
             table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[columns]))
         if not rows:
-            table.add_row(
-                method.name, "–", f"no final run yet; tried {', '.join(f'{lr:g}' for lr in tried) or 'nothing'}"
-            )
+            tried = ", ".join(f"{lr:g}" for lr in numbers["lrs_tried"]) or "nothing"
+            table.add_row(name, "–", f"no final run yet; tried {tried}")
     done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
     sources = ", ".join(sorted({record["data"] for record in records}))
     spread = "Mean ± standard deviation over seeds"
@@ -304,7 +322,7 @@ def _beside_paper(spec: Spec, records: Sequence[Record], stands_in_for: str | No
     table.caption = f"{sources}. {spread}{groups}." + (
         f" {done} of {planned} final runs were done." if done < planned else ""
     )
-    return found, table
+    return table
 
 
 def _numbers(

@@ -13,8 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
-from torch import Tensor
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
 from privgrad.experiments.records import (
     Record,
@@ -35,7 +34,7 @@ from privgrad.experiments.records import (
 )
 
 # Okabe-Ito without its yellow, which is too pale on white. Seven colors and eight markers give 56 distinct pairs.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _MOST_LAYERS = 7
 # The settings that a user's matplotlibrc could break, and the style of our plots.
@@ -55,17 +54,17 @@ _STYLE: dict[Any, Any] = {
 
 def _looks(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """Return color, marker and label of every method; they are the same in all plots."""
-    styles = zip(cycle(_COLORS), cycle(_MARKERS), by_method(records), strict=False)
-    return {name: {"color": color, "marker": marker, "label": _label(name)} for color, marker, name in styles}
+    styles = zip(cycle(COLORS), cycle(_MARKERS), by_method(records), strict=False)
+    return {name: {"color": color, "marker": marker, "label": method_label(name)} for color, marker, name in styles}
 
 
-def _label(method: str) -> str:
+def method_label(method: str) -> str:
     """Return a label that matplotlib neither reads as mathematics nor hides because of a leading underscore."""
     short = textwrap.shorten(method, 60, placeholder="…") or "…"
     return textwrap.fill(short, 24).replace("$", r"\$").replace("_", " _", 1 if short[0] == "_" else 0)
 
 
-def _legend(figure: Figure, ax: Axes) -> None:
+def add_legend(figure: Figure, ax: Axes) -> None:
     """Add a legend below the plots, and make the figure taller for it, so that the axes keep their size."""
     handles, labels = ax.get_legend_handles_labels()
     if len(handles) > 1:
@@ -108,7 +107,7 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
             after.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         elif _is_wide(during):
             during.set_yscale("log")
-    _legend(figure, axes[0])
+    add_legend(figure, axes[0])
     return figure
 
 
@@ -159,7 +158,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
                 ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
                 ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))
     figure.suptitle("On training examples: NOT PRIVATE", fontsize=9, ha="right", x=0.99)
-    _legend(figure, axes[0][0])
+    add_legend(figure, axes[0][0])
     return figure
 
 
@@ -213,7 +212,7 @@ def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
             ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     for ax in axes[len(names) :]:
         ax.remove()
-    _legend(figure, axes[0])
+    add_legend(figure, axes[0])
     return figure
 
 
@@ -223,9 +222,10 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     layers = list(dict.fromkeys(name for runs in shown.values() for name in _last_layers(runs)))
     if len(layers) > _MOST_LAYERS:  # show evenly spaced layers, from the first to the last
         layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
-    styles = zip(cycle(_COLORS), cycle(_MARKERS), layers, strict=False)
+    styles = zip(cycle(COLORS), cycle(_MARKERS), layers, strict=False)
     looks = {
-        name: {"color": color, "marker": marker, "label": _label(f"layer {name}")} for color, marker, name in styles
+        name: {"color": color, "marker": marker, "label": method_label(f"layer {name}")}
+        for color, marker, name in styles
     }
     panels = {method: list(_DIAGNOSED)[: 3 if _has_floor(runs) else 2] for method, runs in shown.items()}
     columns = 1 if narrow else max(map(len, panels.values()))
@@ -237,7 +237,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     for row, (method, numbers) in enumerate(panels.items()):
         for number, ax in zip(numbers, places if narrow else grid[row], strict=False):
             _draw_diagnosis(ax, shown[method], number, looks)
-            ax.set_title(f"{_label(method)}: {_DIAGNOSED[number]}", fontsize=9)
+            ax.set_title(f"{method_label(method)}: {_DIAGNOSED[number]}", fontsize=9)
             compared += [ax] if number == "raw_signal_to_noise" and len(ax.lines) > 1 else []
         if not narrow:
             for ax in grid[row][len(numbers) :]:
@@ -246,7 +246,7 @@ def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figu
     for ax in compared:
         ax.set_ylim(min(low), max(high))
     figure.suptitle("NOT PRIVATE", fontsize=9, ha="right", x=0.99)
-    _legend(figure, max(figure.axes, key=lambda ax: len(ax.get_legend_handles_labels()[0])))
+    add_legend(figure, max(figure.axes, key=lambda ax: len(ax.get_legend_handles_labels()[0])))
     return figure
 
 
@@ -309,67 +309,17 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
                 # Values beyond the outermost edges are counted in the outermost bins.
                 ax.stairs(found[kind], found["edges"], color=color, linestyle=line, label=label, linewidth=1.8)
         ax.axvline(1, color="#999999", linewidth=1, linestyle="--", zorder=0)
-        ax.set(title=_label(method), xscale="log", xlabel="second moment / variance of the noise", ylabel="coordinates")
+        ax.set(
+            title=method_label(method),
+            xscale="log",
+            xlabel="second moment / variance of the noise",
+            ylabel="coordinates",
+        )
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     for ax in axes[len(shown) :]:
         ax.remove()
     figure.suptitle("NOT PRIVATE", fontsize=9, ha="right", x=0.99)
-    _legend(figure, max(axes[: len(shown)], key=lambda ax: len(ax.get_legend_handles_labels()[0])))
-    return figure
-
-
-def histograms_figure(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Plot histograms over the coordinates in panels side by side, with and without noise."""
-    figure = Figure(figsize=(4.2 * len(panels), 3.6))
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for ax, (title, counts) in zip(axes, panels.items(), strict=True):
-        for color, (name, values) in zip(_COLORS, ((k, v) for k, v in counts.items() if k != "edges"), strict=False):
-            ax.stairs(values, counts["edges"], color=color, label=name, linewidth=1.6)
-        ax.set(title=title, yscale="log", ylabel="coordinates")
-        ax.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
-        ax.legend(frameon=False)
-    figure.suptitle("NOT PRIVATE", fontsize=9, ha="right", x=0.99)
-    return figure
-
-
-def cosines_figure(matrices: Mapping[int, Tensor]) -> Figure:
-    """Plot one matrix per step: the cosines between the gradients of all pairs of examples, sorted by class."""
-    figure = Figure(figsize=(3.6 * len(matrices) + 0.6, 3.8))
-    axes = figure.subplots(1, len(matrices), squeeze=False)[0]
-    image = None
-    for ax, (t, matrix) in zip(axes, matrices.items(), strict=True):
-        image = ax.imshow(matrix.numpy(), vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
-        ax.set(title=f"step {t}", xticks=[], yticks=[], xlabel="examples, by class")
-        ax.grid(visible=False)
-    if image is not None:
-        figure.colorbar(image, ax=list(axes), label="cosine (NOT PRIVATE)")
-    return figure
-
-
-def curves_figure(
-    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]],
-    *,
-    xlabel: str = "step",
-    ylabel: str = "loss",
-    xscale: str = "linear",
-    yscale: str = "linear",
-) -> Figure:
-    """Plot each trial as a thin line and the mean over trials as a thick line, by method.
-
-    All trials of a method have the same x values.
-    """
-    figure = Figure(figsize=(6.4, 4))
-    ax = figure.subplots()
-    for color, (method, trials) in zip(_COLORS, curves.items(), strict=False):
-        for trial in trials:
-            ax.plot(*zip(*trial, strict=True), color=color, alpha=0.25, linewidth=1)
-        steps = [step for step, _ in trials[0]]
-        means = [statistics.fmean(losses) for losses in zip(*([y for _, y in t] for t in trials), strict=True)]
-        ax.plot(steps, means, color=color, linewidth=2.2, label=_label(method))
-    ax.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale, yscale=yscale)
-    if xscale == "linear":
-        ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
-    _legend(figure, ax)
+    add_legend(figure, max(axes[: len(shown)], key=lambda ax: len(ax.get_legend_handles_labels()[0])))
     return figure
 
 

@@ -1,7 +1,8 @@
-"""The parts of one training of a spec: model, loss, measurements and side information; and stops along it."""
+"""The parts of one training of a spec: data, model, loss, measurements and side information."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,36 +11,171 @@ from torch.utils.data import TensorDataset
 
 from privgrad import models, precondition, side_information
 from privgrad.augmentation import multiplicity, shift_and_flip
-from privgrad.data import DataSet
-from privgrad.data.dataset import NO_LABEL
+from privgrad.data import LOADERS, DataSet
+from privgrad.data.dataset import NO_LABEL, to_reconstruct, with_other_public, with_public
+from privgrad.data.pretrained import pretrained
 from privgrad.diagnostics import by_frequency
-from privgrad.errors import expected
-from privgrad.experiments.spec import (
-    MethodTable,
-    PreconditionTable,
-    Spec,
-    WarmStartTable,
-    encoder_folder,
-    public_examples,
-)
+from privgrad.errors import PrivacyError, expected
+from privgrad.experiments.spec import DataTable, MethodTable, ModelTable, PreconditionTable, Spec, WarmStartTable
 from privgrad.gradient.module_state import evaluating
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
-from privgrad.optim import PrivateOptimizer
-from privgrad.private_gradient import PrivateGradient
-from privgrad.types import NoisyGradient
 
 _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
-_OF_IMAGES = ("cnn-small", "cnn2", "cnn5", "resnet9", "wide-resnet")  # models whose inputs are images
+
+
+class Architecture(NamedTuple):
+    """A model that a spec can name: the function that makes it, and the kind of its inputs."""
+
+    make: Callable[[ModelTable, DataSet], nn.Module]
+    inputs: Literal["images", "vectors", "words"]
+
+
+MODELS: dict[str, Architecture] = {
+    "autoencoder": Architecture(lambda _, data: models.autoencoder(in_features=_size(data)), "vectors"),
+    "bag-of-words": Architecture(
+        lambda _, data: models.bag_of_words(vocabulary=_vocabulary(data), num_classes=data.num_classes), "words"
+    ),
+    "cnn-small": Architecture(
+        lambda table, data: models.cnn_small(**_images(data), activation=table.activation), "images"
+    ),
+    "cnn2": Architecture(lambda _, data: models.cnn2(**_images(data)), "images"),
+    "cnn5": Architecture(lambda table, data: models.cnn5(**_images(data), activation=table.activation), "images"),
+    "language-model": Architecture(
+        lambda table, data: models.LanguageModel(
+            num_tokens=_vocabulary(data), length=data.input_shape[0], width=table.hidden
+        ),
+        "words",
+    ),
+    "linear": Architecture(
+        lambda _, data: models.linear(in_features=_size(data), num_classes=data.num_classes), "vectors"
+    ),
+    "lora-language-model": Architecture(
+        lambda table, _: models.LoraLanguageModel(encoder_folder(table.encoder)), "words"
+    ),
+    "mlp": Architecture(
+        lambda table, data: models.mlp(
+            in_features=_size(data),
+            hidden=table.hidden,
+            num_classes=data.num_classes,
+            activation=table.activation,
+            depth=table.depth,
+        ),
+        "vectors",
+    ),
+    "pair-classifier": Architecture(
+        lambda table, data: models.PairClassifier(encoder_folder(table.encoder), num_classes=data.num_classes), "words"
+    ),
+    "resnet9": Architecture(lambda table, data: models.resnet9(**_images(data), width=table.hidden), "images"),
+    "sparse-linear": Architecture(lambda _, data: models.SparseLinear(_vocabulary(data), data.num_classes), "words"),
+    "wide-resnet": Architecture(lambda _, data: models.wide_resnet(**_images(data)), "images"),
+    "word-lstm": Architecture(
+        lambda table, data: models.WordLSTM(
+            vocabulary=_vocabulary(data), num_classes=data.num_classes, width=table.hidden
+        ),
+        "words",
+    ),
+}
+
+
+def _size(data: DataSet) -> int:
+    """Return the number of values of one input."""
+    return torch.Size(data.input_shape).numel()
+
+
+def _images(data: DataSet) -> dict[str, int]:
+    return {"in_channels": data.input_shape[0], "num_classes": data.num_classes}
+
+
+def make_data(spec: Spec) -> DataSet:
+    """Load the data, and check its size against the public count.
+
+    The guarantee rests on this check: the plan's sample rate uses num_examples.
+
+    Raises:
+        PrivacyError: the data are not available, do not suit the model or the privacy unit, or do not hold exactly
+            num_examples training examples.
+    """
+    loaded = with_public(_load(spec.data, spec.model.encoder), spec.data.public)
+    if spec.data.elsewhere is not None:
+        loaded = with_other_public(loaded, _load(spec.data.elsewhere, spec.model.encoder))
+    loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
+    _require_suited(spec, loaded)
+    for method in spec.methods:
+        if method.needs_public:
+            public_examples(method, loaded)
+    if len(loaded.train) != spec.privacy.num_examples:
+        raise PrivacyError(
+            f"make_data: expected privacy.num_examples to be {len(loaded.train)}, the training examples of "
+            f"{loaded.name} without {spec.data.validation} for validation and {spec.data.public} public ones, got "
+            f"{spec.privacy.num_examples}; correct it."
+        )
+    return loaded
+
+
+def _require_suited(spec: Spec, loaded: DataSet) -> None:
+    """Raise PrivacyError unless each row of the data is one privacy unit, and the model takes inputs of their kind.
+
+    The guarantee for users rests on the first check.
+    """
+    by_user, name = len(loaded.train.tensors) > 2, spec.data.name  # the third tensor counts each user's examples
+    if by_user != (spec.privacy.privacy_unit == "user"):
+        remedy = 'choose "debian-maintainers" or "stackoverflow", or leave privacy_unit and local out'
+        if by_user:
+            remedy = 'set privacy_unit = "user", count users in [privacy], and give each method a local table'
+        got = f"data by {'user' if by_user else 'example'}"
+        raise expected("load_spec", f"data.name {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
+    if MODELS[spec.model.name].inputs != "words" and not loaded.train.tensors[0].is_floating_point():
+        remedy = 'choose "bag-of-words", or another model for text'
+        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
+
+
+def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
+    """Return the public examples of a method, as its `public` table selects them.
+
+    Raises:
+        PrivacyError: the data hold none, or fewer than requested.
+    """
+    whole = loaded.other_public if method.public.other else loaded.public
+    if whole is None:
+        remedy = "give elsewhere, other_public or amazon in [data]"
+        raise expected("make_data", "other public data", f"to be given for {method.name!r}", None, remedy)
+    count = method.public.examples or len(whole)
+    if count > len(whole):
+        condition = f"to be at most {len(whole)} for {method.name!r}"
+        raise expected("make_data", "public.examples", condition, count, f"lower it to {len(whole)}")
+    return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
+
+
+def _load(table: DataTable, encoder: str | None) -> DataSet:
+    """Call the data set's loader with the table's options."""
+    loader, options = LOADERS[table.name], table.options
+    if "tokenizer" in inspect.signature(loader).parameters:
+        options["tokenizer"] = encoder_folder(encoder)
+    if "validation" in table.model_fields_set:
+        options["validation"] = table.validation
+    return loader(**options)
+
+
+def encoder_folder(name: str | None) -> str:
+    """Return the folder of the pretrained model whose tokenizer reads the data; see data.pretrained.
+
+    Raises:
+        PrivacyError: no model is named, or it cannot be found.
+    """
+    if name is None:
+        remedy = "give a folder, or a name on the Hugging Face hub"
+        raise expected("load_spec", "model.encoder", "to be given for text that a tokenizer reads", None, remedy)
+    return pretrained(name)
 
 
 def require_images(spec: Spec, data: DataSet) -> None:
     """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only."""
-    if spec.model.name not in _OF_IMAGES:
+    if MODELS[spec.model.name].inputs != "images":
         return
     try:
         with torch.device("meta"):  # shapes only: nothing is computed, and no random number is drawn
-            _made(spec, data)(torch.zeros(1, *data.input_shape))
+            MODELS[spec.model.name].make(spec.model, data)(torch.zeros(1, *data.input_shape))
     except RuntimeError as error:
         condition = f"to take inputs of shape {data.input_shape}, as {spec.data.name!r} has"
         remedy = "set size = 28 in [data] if the data set supports it, or choose another model"
@@ -49,46 +185,7 @@ def require_images(spec: Spec, data: DataSet) -> None:
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
     """Return a new model for the data on the spec's device, initialized from torch's global random stream."""
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    return _made(spec, data).to("cuda" if gpu else "cpu")
-
-
-def _made(spec: Spec, data: DataSet) -> nn.Module:
-    options, shape, classes = spec.model, torch.Size(data.input_shape), data.num_classes
-    match options.name:
-        case "linear":
-            return models.linear(in_features=shape.numel(), num_classes=classes)
-        case "lora-language-model":
-            return models.LoraLanguageModel(encoder_folder(options.encoder))
-        case "mlp":
-            return models.mlp(
-                in_features=shape.numel(),
-                hidden=options.hidden,
-                num_classes=classes,
-                activation=options.activation,
-                depth=options.depth,
-            )
-        case "resnet9":
-            return models.resnet9(in_channels=shape[0], num_classes=classes, width=options.hidden)
-        case "wide-resnet":
-            return models.wide_resnet(in_channels=shape[0], num_classes=classes)
-        case "cnn-small":
-            return models.cnn_small(in_channels=shape[0], num_classes=classes, activation=options.activation)
-        case "cnn2":
-            return models.cnn2(in_channels=shape[0], num_classes=classes)
-        case "cnn5":
-            return models.cnn5(in_channels=shape[0], num_classes=classes, activation=options.activation)
-        case "autoencoder":
-            return models.autoencoder(in_features=shape.numel())
-        case "bag-of-words":
-            return models.bag_of_words(vocabulary=_vocabulary(data), num_classes=classes)
-        case "sparse-linear":
-            return models.SparseLinear(_vocabulary(data), classes)
-        case "word-lstm":
-            return models.WordLSTM(vocabulary=_vocabulary(data), num_classes=classes, width=options.hidden)
-        case "language-model":
-            return models.LanguageModel(num_tokens=_vocabulary(data), length=shape[0], width=options.hidden)
-        case "pair-classifier":
-            return models.PairClassifier(encoder_folder(options.encoder), num_classes=classes)
+    return MODELS[spec.model.name].make(spec.model, data).to("cuda" if gpu else "cpu")
 
 
 def _vocabulary(data: DataSet) -> int:
@@ -150,67 +247,6 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
             loss_fn(model, tuple(tensor[chosen] for tensor in examples.tensors)).mean().backward()
             optimizer.step()
     optimizer.zero_grad()
-
-
-def begin(
-    spec: Spec, method: MethodTable, seed: int, data: DataSet
-) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
-    """Return model, PrivateGradient and optimizer of a training before its first step, without side information.
-
-    The probes of items use it to step by hand.
-
-    Raises:
-        PrivacyError: the method has a grid that is not tuned yet.
-    """
-    if spec.is_tuned(method):
-        condition = "to have one lr, one max_grad_norm and one radius"
-        got = f"{len(spec.grid(method))} candidates"
-        raise expected("reproduce", method.name, condition, got, "correct the item's file")
-    candidate = spec.grid(method)[0]
-    torch.manual_seed(seed)
-    model = make_model(spec, data)
-    private_grad = PrivateGradient(
-        model,
-        losses_for(data),
-        spec.plan(seed, method, candidate.max_grad_norm),
-        perturb=method.perturbation(candidate),
-        engine=spec.run.engine,
-        memory_mb=spec.run.memory_mb,
-    )
-    return model, private_grad, method.make(model.named_parameters(), candidate.lr)
-
-
-class Stop(NamedTuple):
-    """The state of a training after `step` steps; `released` is the last released gradient, None before the first."""
-
-    step: int
-    model: nn.Module
-    private_grad: PrivateGradient
-    released: NoisyGradient | None
-
-
-def stops(
-    spec: Spec, method: MethodTable, seed: int, at: Sequence[int], data: DataSet, tick: Callable[[], object]
-) -> Iterator[Stop]:
-    """Train one method, and yield a Stop after each number of steps in `at`; 0 is before the first step.
-
-    Calls `tick` after each step.
-
-    Raises:
-        PrivacyError: a stop is outside of the plan's steps, or the method has a grid that is not tuned yet.
-    """
-    if not 0 <= min(at) <= max(at) <= spec.privacy.steps:
-        condition = f"to be within the {spec.privacy.steps} steps"
-        raise expected("reproduce", "probe.at", condition, list(at), "correct the item's file")
-    model, private_grad, optimizer = begin(spec, method, seed, data)
-    if 0 in at:
-        yield Stop(0, model, private_grad, None)
-    for step, batch in enumerate(private_grad.plan.batches(data.train), start=1):
-        released = private_grad(batch)
-        optimizer.step(grad=released)
-        tick()
-        if step in at:
-            yield Stop(step, model, private_grad, released)
 
 
 def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:

@@ -1,23 +1,18 @@
-"""Show records of trainings as a terminal table, as plots and as one self-contained web page."""
+"""Show records of trainings as plots and as one self-contained web page."""
 
 import base64
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from rich.table import Table
-from rich.text import Text
 
 from privgrad import optim
 from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
 from privgrad.errors import expected
-from privgrad.experiments import figures
 from privgrad.experiments.records import (
     Record,
     diagnosed,
@@ -34,6 +29,8 @@ from privgrad.experiments.records import (
     tuned_by,
     tuned_names,
 )
+from privgrad.experiments.report import figures
+from privgrad.experiments.report.texts import epsilon_text, row_texts, total_text
 from privgrad.optim.adaptive import Debiased
 
 _TUNED_BY = {
@@ -41,79 +38,15 @@ _TUNED_BY = {
     "validation_accuracy": "Validation {score}",
     "validation_loss": "Validation loss",
 }
-_EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
-_DASH = "–"
 _PLOTS = ("accuracy", "tuning", "groups", "diagnosis", "moments")
 
 
-def summary_table(records: Iterable[Record]) -> Table:
-    """Return the rows of `summarize` as a table for a terminal of 80 columns.
-
-    Args:
-        records: one mapping per training run.
-    Returns:
-        A rich table with one row per method.
-    Privacy:
-        NOT private for the held-out examples on which accuracy and loss were measured.
-    """
-    records = list(records)
-    measured = f"Measured on {measured_on(records)} examples, without privacy for these."
-    table = Table(caption=f"± one standard deviation over seeds. {measured}")
-    names = ["method", score_of(records), "loss", "ε", "lr", "seeds", "floored"]
-    rows: list[list[str]] = []
-    for row in map(_row_texts, summarize(records)):
-        epsilon = row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "")
-        chosen = "\n".join([row["lr"], *row["others"], *(["⚠ edge"] if row["at_edge"] else [])])
-        rows.append([row["method"], row["accuracy"], row["loss"], epsilon, chosen, row["seeds"], row["floored"]])
-    longest = max((len(name) for name, *_ in rows), default=0)
-    if _widths(names, rows)[1] < min(longest, 16):  # too little room for the names: put numbers on two lines
-        for row in rows:
-            row[1:] = [re.sub(r" (?=±)|(?<=not|ver) ", "\n", cell) for cell in row[1:]]
-    columns, for_names = _widths(names, rows)
-    table.add_column(names[0], width=max(min(longest, for_names), len(names[0])), overflow="fold")
-    for name, width in zip(names[1:], columns, strict=True):
-        table.add_column(name, justify="right", width=width)
-    for cells in rows:
-        # Text, not str: rich must not read a method's name as markup.
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def _widths(names: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[int], int]:
-    """Return the widths of all columns after the first, and the width that 80 columns leave for the first."""
-    columns = list(zip(names, *rows, strict=True))
-    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns[1:]]
-    return widths, 80 - sum(widths) - 3 * len(names) - 1
-
-
-def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
-    """Describe the total cost of all trainings on the same data in one or two sentences.
-
-    Args:
-        total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the
-            accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise).
-        tuned: whether some of the trainings were tuning runs.
-    """
-    runs, cost = total["runs"], _epsilon_text(total["value"])
-    if cost == "not private":
-        return f"{runs} trainings used the same data; together they have no finite ε."
-    given = "" if total.get("covered", True) else " if batches had been Poisson samples, which they were not"
-    if runs == 1:
-        return f"This training alone used the data: it cost ε = {cost}{given}."
-    tuning = ", tuning included" if tuned else ""
-    save = ", except the choice of learning rates: training losses without noise chose them, and no ε covers that"
-    return (
-        f"These {runs} trainings used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
-        f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
-    )
-
-
-def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: str | Path) -> Path:
+def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder: str | Path) -> Path:
     """Write index.html and accuracy.png; write tuning, groups, diagnosis and moments.png if the records allow it.
 
     Args:
         records: one mapping per training run; at least one with phase "final".
-        context: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
+        metadata: title, command, data, plan, total_epsilon, machine, versions, specification; each may be missing.
         folder: the output folder; it is created if it does not exist. An earlier report in it is replaced.
     Returns:
         Path of index.html, which embeds its plots and needs no other file.
@@ -123,7 +56,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         The page states the guarantee of the runs. The accuracies on it are NOT private for the held-out examples.
     """
     # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
-    plan = context.get("plan") or {}
+    plan = metadata.get("plan") or {}
     first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
     last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
     records = [{**first, **record, **last} for record in records]
@@ -133,10 +66,10 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
         raise expected("write_report", "records", condition, got, remedy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rows, total, score = summarize(records), context.get("total_epsilon"), score_of(records)
+    rows, total, score = summarize(records), metadata.get("total_epsilon"), score_of(records)
     names = tuned_names(records)
     page = _template().render(
-        context=context,
+        metadata=metadata,
         plan=plan,
         on=measured_on(records),
         score=score,
@@ -146,7 +79,7 @@ def write_report(records: Iterable[Record], context: Mapping[str, Any], folder: 
             on=measured_on(records),
             score=score,
         ),
-        rows=[_row_texts(row) for row in rows],
+        rows=[row_texts(row) for row in rows],
         images=_draw_into(folder, records),
         privacy=_privacy(records, rows),
         total=None if total is None else total_text({"runs": len(records)} | _given(total), tuned=bool(names)),
@@ -180,13 +113,13 @@ def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
 
 def _second_moment(optimizer: str | None) -> SecondMoment:
     """Return the kind of second moment that an optimizer divides by; records give the optimizer's name."""
-    kind = getattr(optim, optimizer or "", None)
-    if kind is None:
-        return "unknown"
+    kind = optim.OPTIMIZERS.get(optimizer or "", optim.PrivateOptimizer)
     if issubclass(kind, Debiased):
         return "debiased"
-    biased = (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi)
-    return "biased" if issubclass(kind, biased) else "none"
+    if issubclass(kind, (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi)):
+        return "biased"
+    without_noise = (optim.SGD, optim.MomentumSGD, optim.RMSpropPub, optim.AdamPub, optim.MirrorDescent)
+    return "none" if issubclass(kind, without_noise) else "unknown"
 
 
 def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, str]]:
@@ -222,8 +155,8 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
 
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(epsilon=_epsilon_text, short=_short)
-    source = resources.files("privgrad.experiments").joinpath("report.html.j2")
+    environment.filters.update(epsilon=epsilon_text, short=_short)
+    source = resources.files("privgrad.experiments.report").joinpath("page.html.j2")
     return environment.from_string(source.read_text("utf-8"))
 
 
@@ -236,11 +169,11 @@ def _headline(
         losses = sorted((r for r in rows if is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
         if losses and all(row["test_accuracy_mean"] is None for row in rows) and not scored:
             best = losses[0]
-            return f"{best['method']} has the lowest mean {on} loss, {_row_texts(best)['loss']}; see the spread."
+            return f"{best['method']} has the lowest mean {on} loss, {row_texts(best)['loss']}; see the spread."
         return f"No method has a {on} {score} for all of its final runs, so none is best."
     best, *rest = ranked
     seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
-    figures = f"{_row_texts(best)['accuracy']} over {seeds}"
+    figures = f"{row_texts(best)['accuracy']} over {seeds}"
     if not rest:
         return f"{best['method']} reaches a {on} {score} of {figures}; there is no other method to compare it with."
     lead = f"{best['method']} has the best mean {on} {score}, {figures}"
@@ -256,43 +189,6 @@ def _headline(
         f"{lead}: {100 * gaps[0]:.1f} points more than {second}, which is larger than the spread over "
         f"seeds (one standard deviation is at most {100 * stds[0]:.1f} points)."
     )
-
-
-def _row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row of `summarize` as texts, for the terminal and for the page."""
-    others = {"C": row["max_grad_norm"] if row["norm_at_edge"] is not None else None}
-    others |= {name: row[key] for name, key in _EDGES[2:]}
-    return {
-        "method": row["method"],
-        "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
-        "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
-        "epsilon": _epsilon_text(row["epsilon"]) if row["seeds"] else _DASH,
-        "uncovered": row["sampling"] == "fixed",
-        "lr": f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH),
-        "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
-        "at_edge": " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"]),
-        "seeds": str(row["seeds"]),
-        "floored": f"{100 * row['fraction_floored']:.0f} %" if is_finite(row["fraction_floored"]) else _DASH,
-        "seconds": f"{row['seconds']:.1f}" if is_finite(row["seconds"]) else _DASH,
-    }
-
-
-def _spread_text(mean: float | None, std: float | None, scale: float, form: str, unit: str) -> str:
-    if mean is None or not math.isfinite(mean):
-        return _DASH if mean is None else "not finite"
-    text = f"{scale * mean:{form}}{unit}"
-    return text if std is None else f"{text} ± {scale * std:{form}}"
-
-
-def _epsilon_text(epsilon: float | None) -> str:
-    """Return epsilon rounded up, never down, to two decimals (two digits if it is below 0.1)."""
-    if epsilon is None or not math.isfinite(epsilon):
-        return "not private"
-    if epsilon > 1e6:
-        return "over 1000000"
-    exact = Decimal(repr(float(epsilon)))
-    places = min(-2, exact.adjusted() - 1) if exact else -2
-    return f"{exact.quantize(Decimal(1).scaleb(places), ROUND_CEILING):f}"
 
 
 def _short(value: Any) -> str:

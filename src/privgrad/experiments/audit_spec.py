@@ -13,8 +13,15 @@ from privgrad.accounting import Release
 from privgrad.audit import Game, directions, one_step
 from privgrad.data import DataSet
 from privgrad.errors import did_you_mean, expected
-from privgrad.experiments.spec import MethodTable, Spec, make_data
-from privgrad.experiments.tasks import losses_for, make_model, preconditioner, public_gradient, require_images
+from privgrad.experiments.build import (
+    losses_for,
+    make_data,
+    make_model,
+    preconditioner,
+    public_gradient,
+    require_images,
+)
+from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 

@@ -1,0 +1,60 @@
+"""The command line: it parses the arguments, calls the library and prints the results."""
+
+import sys
+import warnings
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from privgrad.cli import audit, doctor, privacy, reproduce, train
+from privgrad.cli.console import STDOUT, note_once, tell
+from privgrad.errors import PrivacyError
+
+app = typer.Typer(
+    help="Differentially private training for PyTorch that corrects the bias in private gradients.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_COMMANDS = (
+    train.train,
+    train.compare,
+    reproduce.reproduce,
+    privacy.epsilon,
+    privacy.calibrate,
+    audit.audit,
+    doctor.doctor,
+)
+for _command in _COMMANDS:
+    app.command()(_command)
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        STDOUT.print(f"privgrad {metadata.version('privgrad')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def privgrad(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Handle the options that come before a command."""
+
+
+def main() -> None:
+    """Run the command line. Report bad input in one line and exit with code 2."""
+    warnings.showwarning = _show_warning
+    note_once.cache_clear()
+    try:
+        app()
+    except PrivacyError as error:
+        tell("error", "red", error)
+        sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    note_once(str(message))

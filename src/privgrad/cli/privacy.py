@@ -1,0 +1,160 @@
+"""Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from privgrad import accounting
+from privgrad.accounting import Accountant, Release
+from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
+from privgrad.errors import expected
+from privgrad.ledger import Ledger
+
+Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
+SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
+Steps = Annotated[int | None, typer.Option(help="Number of steps T.")]
+NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier sigma.")]
+
+
+def epsilon(
+    delta: Delta,
+    ledger: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Ledger files; several are also composed. Or give the three numbers instead."),
+    ] = None,
+    noise_multiplier: NoiseMultiplier = None,
+    sample_rate: SampleRate = None,
+    steps: Steps = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the epsilon that the releases in ledgers have cost, or that a plan would cost.
+
+    The cost of a ledger is recomputed from its file alone.
+    """
+    answer: dict[str, Any] = {"delta": delta}
+    if ledger and noise_multiplier is sample_rate is steps is None:
+        records = {path: Ledger(path, read_only=True) for path in ledger}
+        found = {path: _cost(record, delta, f"{path}: " if ledger[1:] else "") for path, record in records.items()}
+        answer |= _together(records, found, delta) if ledger[1:] else found[ledger[0]]
+    elif not ledger and noise_multiplier is not None and sample_rate is not None and steps is not None:
+        answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+        answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
+    else:
+        options = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate, "--steps": steps}
+        given = ["LEDGER"] * bool(ledger) + [name for name, value in options.items() if value is not None]
+        condition = f"to be either LEDGER or {', '.join(options)}"
+        remedy = "give a ledger, or --noise-multiplier, --sample-rate and --steps"
+        raise expected("privgrad epsilon", "the arguments", condition, ", ".join(given) or "no arguments", remedy)
+    if answer.get("covered_by_accountant") is False:
+        tell(
+            "note",
+            "yellow",
+            "batches of fixed size: epsilon is computed as if they were Poisson, and no accountant covers that",
+        )
+    if "ledgers" in answer and not as_json:
+        STDOUT.print(_ledger_table(answer))
+    else:
+        print_answer(answer, as_json=as_json)
+
+
+def calibrate(
+    target_epsilon: Annotated[float, typer.Option(help="The largest epsilon allowed.")],
+    delta: Delta,
+    sample_rate: Annotated[
+        float,
+        typer.Option(help="Poisson sampling rate q, in (0, 1]: expected batch size / examples, or cohort / users."),
+    ],
+    steps: Steps = None,
+    noise_multiplier: NoiseMultiplier = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute the noise multiplier for a number of steps, or the number of steps for a noise multiplier."""
+    if (steps is None) == (noise_multiplier is None):
+        got = f"--steps {steps} and --noise-multiplier {noise_multiplier}"
+        remedy = "give the one that you know; the command computes the other"
+        raise expected("privgrad calibrate", "one of --steps and --noise-multiplier", "to be given", got, remedy)
+    budget: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta, "sample_rate": sample_rate}
+    if noise_multiplier is None:
+        assert steps is not None
+        noise_multiplier = accounting.calibrate_noise_multiplier(**budget, steps=steps)
+    else:
+        steps = accounting.steps_for_budget(**budget, noise_multiplier=noise_multiplier)
+    answer = budget | {"noise_multiplier": noise_multiplier, "steps": steps}
+    answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
+    print_answer(answer, as_json=as_json)
+
+
+def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:
+    return {f"epsilon_{kind}": cost(kind) for kind in get_args(Accountant)}
+
+
+def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
+    return _epsilons(lambda kind: accounting.epsilon([release], delta=delta, accountant=kind))
+
+
+def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
+    """Return the facts and the epsilons of one ledger, and print the notes on it."""
+    facts = ledger.plan_facts
+    covered = facts["sampling"] == "poisson"
+    for note in _notes(ledger):
+        tell("note", "yellow", place + note)
+    if delta > 1 / facts["num_examples"]:
+        whole = "user" if facts.get("privacy_unit") == "user" else "record"
+        tell(
+            "note",
+            "yellow",
+            f"{place}delta is above 1 / num_examples: even publishing one whole {whole} would be allowed",
+        )
+    costs = _epsilons(lambda kind: ledger.epsilon(delta=delta, accountant=kind, assume_poisson=not covered))
+    return {"releases": ledger.releases, "covered_by_accountant": covered, **facts, **costs}
+
+
+def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], delta: float) -> dict[str, Any]:
+    """Return the cost of each ledger, and of all their releases composed.
+
+    The composed epsilon is at most the sum of the single ones.
+    """
+    promises = {
+        f"{facts['neighboring_relation']} {facts.get('privacy_unit', 'example')}"
+        for facts in (ledger.plan_facts for ledger in records.values())
+    }
+    if len(promises) > 1:
+        got = " and ".join(sorted(promises))
+        raise expected(
+            "privgrad epsilon", "ledgers", "to protect the same unit", got, "give the ledgers of each unit separately"
+        )
+    covered = all(one["covered_by_accountant"] for one in found.values())
+    charged = [release for ledger in records.values() for release in ledger.charged]
+    return {
+        "ledgers": [{"ledger": str(path), **one} for path, one in found.items()],
+        "releases": sum(one["releases"] for one in found.values()),
+        "covered_by_accountant": covered,
+        **_epsilons(lambda kind: accounting.epsilon(charged, delta=delta, accountant=kind, assume_poisson=not covered)),
+    }
+
+
+def _ledger_table(answer: dict[str, Any]) -> Table:
+    table = Table(title=f"At delta = {answer['delta']:g}", caption="Together: all releases composed.")
+    table.add_column("ledger", overflow="fold")
+    costs = [f"epsilon_{kind}" for kind in get_args(Accountant)]
+    for name in ("releases", *costs):
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in (*answer["ledgers"], {"ledger": "together", **answer}):
+        table.add_row(Text(row["ledger"]), str(row["releases"]), *(f"{row[cost]:.6g}" for cost in costs))
+    return table
+
+
+def _notes(ledger: Ledger) -> Iterator[str]:
+    """Yield the facts about a ledger that its numbers do not show."""
+    if ledger.plan_facts.get("privacy_unit") == "user":
+        yield "the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round"
+    if ledger.seeded_releases:
+        yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise gives no privacy"
+    if not ledger.releases:
+        yield "nothing was charged to this ledger: if a model was trained in this folder, its ledger is missing"
+    if ledger.was_cut_off:
+        yield "the last line was cut off while it was written: nothing was released for it, so it is not counted"

@@ -1,0 +1,253 @@
+"""Read a TOML file into a Spec, and check that its tables suit each other."""
+
+import difflib
+import inspect
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from torch import nn
+
+from privgrad import side_information
+from privgrad.data import LOADERS
+from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
+from privgrad.experiments.build import MODELS
+from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable, Spec
+from privgrad.gradient import precondition
+from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.optim import OPTIMIZERS
+from privgrad.optim.base import constructor_arguments
+
+
+def load_spec(path: str | Path) -> Spec:
+    """Read and check a TOML file that describes an experiment.
+
+    Raises:
+        PrivacyError: the file is unreadable, has an unknown option (the error suggests the nearest valid one), or has a
+            wrong value.
+    """
+    if problem := file_problem(path):
+        remedy = "give the path of a TOML file that describes an experiment"
+        raise expected("load_spec", "path", "to be a readable TOML file", f"{path}, which {problem}", remedy)
+    try:
+        with Path(path).open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise expected("load_spec", "path", "to be a readable TOML file", path, "give its path") from error
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, too many digits, nested too deeply
+        raise expected("load_spec", f"{path}", "to be valid TOML", error, "correct the file") from error
+    return check_spec(raw, path)
+
+
+def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
+    """Convert the tables of a TOML file into a Spec.
+
+    Args:
+        raw: the file's tables.
+        path: the file's path, for errors.
+    Raises:
+        PrivacyError: an unknown option, a wrong value, or public examples that are also the private ones.
+    """
+    _require_known(raw, Spec, "")
+    try:
+        spec = Spec.model_validate(raw)
+    except ValidationError as error:
+        raise _explained(error, (), raw, path) from error
+    _require_data(spec.data, ("data",), raw, path)
+    _require_name("model.name", spec.model.name, MODELS, path)
+    for method in spec.methods:
+        _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)
+    own, other = spec.data, spec.data.elsewhere
+    if other is not None and (other.name, other.options.get("path")) == (own.name, own.options.get("path")):
+        condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
+        raise expected("load_spec", "data.elsewhere", condition, repr(other.name), remedy)
+    for method in spec.methods:
+        _require_method(method, spec)
+    names = [method.name for method in spec.methods]
+    if len(set(names)) < len(names):
+        raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
+    return spec
+
+
+def _explained(
+    error: ValidationError, table: tuple[str, ...], raw: Mapping[str, Any], path: str | Path
+) -> PrivacyError:
+    """Return the first problem that pydantic found, as an error of ours.
+
+    Args:
+        error: pydantic's.
+        table: place of the checked table in the file.
+        raw: the file's tables.
+        path: the file's path.
+    """
+    first = error.errors()[0]
+    place = _place((*table, *first["loc"]), raw)
+    if first["type"] == "missing":
+        return expected("load_spec", place, "to be given", None, f"add it to {path}")
+    if first["type"] == "literal_error" and "ctx" in first:
+        return _unknown_name(place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"]), path)
+    got = repr(first["input"])[:80]
+    return expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}")
+
+
+def _unknown_name(place: str, name: Any, valid: list[str], path: str | Path) -> PrivacyError:
+    remedy = did_you_mean(name, valid, f"choose one, and correct it in {path}")
+    return expected("load_spec", place, f"to be one of {', '.join(valid)}", repr(name)[:80], remedy)
+
+
+def _require_name(place: str, name: str, registry: Mapping[str, Any], path: str | Path) -> None:
+    """Raise PrivacyError unless a registry has the name."""
+    if name not in registry:
+        raise _unknown_name(place, name, list(registry), path)
+
+
+def _require_data(table: DataTable, place: tuple[str, ...], raw: Mapping[str, Any], path: str | Path) -> None:
+    """Raise PrivacyError unless a loader has the table's name, and its arguments have the types of the options."""
+    _require_name(".".join((*place, "name")), table.name, LOADERS, path)
+    kinds: dict[str, Any] = {name: (kind, None) for name, kind in _loader_options(table.name).items()}
+    try:
+        create_model("Options", __config__=ConfigDict(strict=True), **kinds).model_validate(table.options)
+    except ValidationError as error:
+        raise _explained(error, place, raw, path) from error
+    if table.elsewhere is not None:
+        _require_data(table.elsewhere, (*place, "elsewhere"), raw, path)
+
+
+def _loader_options(name: str) -> dict[str, Any]:
+    """Return the arguments of a loader that the table [data] may give, with their types."""
+    kinds, signature = get_type_hints(LOADERS[name], include_extras=True), inspect.signature(LOADERS[name])
+    named = [name for name, argument in signature.parameters.items() if argument.kind is not argument.VAR_KEYWORD]
+    return {name: kinds.get(name, Any) for name in named if name not in ("tokenizer", "validation")}
+
+
+def _place(loc: tuple[int | str, ...], raw: Any) -> str:
+    """Return the name of a place in a TOML file: a method by its name, other list entries by number from 1."""
+    words: list[str] = []
+    for part in loc:
+        inner = raw[part] if isinstance(raw, dict) and part in raw else None
+        if isinstance(raw, list) and isinstance(part, int):
+            inner = raw[part]
+            name = inner.get("name") if isinstance(inner, dict) else None
+            words += [name] if isinstance(name, str) and name else [f"{words.pop()} (entry {part + 1})"]
+        elif isinstance(raw, dict):
+            words.append(str(part))  # later parts are pydantic's names for kinds of values
+        raw = inner
+    return ".".join(words)
+
+
+def _require_known(raw: Mapping[str, Any], table: type[BaseModel], place: str) -> None:
+    """Raise PrivacyError for the first key, at any depth, that is no field of its table and no option of the loader."""
+    known = {name: field.annotation for name, field in table.model_fields.items()}
+    if table is DataTable:
+        loader = raw.get("name")
+        # A wrong name is an error of its own; which options it has is then unknown.
+        known |= _loader_options(loader) if isinstance(loader, str) and loader in LOADERS else dict.fromkeys(raw, Any)
+    for name, value in raw.items():
+        _require_option(name, list(known), f"{place}{name}")
+        for inner in _tables_in(known[name]):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, dict):
+                    _require_known(item, inner, f"{place}{name}.")
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the tables that a field of this type may hold."""
+    candidates = (annotation, *get_args(annotation))
+    return [kind for kind in candidates if inspect.isclass(kind) and issubclass(kind, BaseModel)]
+
+
+def _require_option(name: str, valid: list[str], place: str) -> None:
+    """Raise PrivacyError, with the nearest valid name, unless the option is valid."""
+    if name not in valid:
+        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
+        remedy = f"did you mean {near[0]!r}? Choose one of {', '.join(valid)}" if near else "remove it: there are none"
+        raise expected("load_spec", "options", "to be known", f"{place!r}", remedy)
+
+
+def _require_method(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless a method's options suit its optimizer and the other tables."""
+    _require_options(method)
+    _require_local(method, spec)
+    _require_public(method, spec)
+    _require_tuning(method, spec)
+
+
+def _require_options(method: MethodTable) -> None:
+    """Raise PrivacyError unless the options suit the optimizer, the perturbation and the preconditioner."""
+    arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
+    valid = [name for name in arguments if name not in ("params", "lr", "public", "horizon")]
+    if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
+        place = f"methods.{method.name}.perturb.mode"
+        raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")
+    for name in method.options:
+        _require_option(name, valid, f"methods.{method.name}.options.{name}")
+    try:
+        method.make([("p", nn.Parameter(torch.zeros(1)))], 0.1)
+    except (TypeError, ValueError, OverflowError) as error:
+        place = f"methods.{method.name}.options"
+        raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
+    if method.precondition is not None:
+        _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
+
+
+def _require_local(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless users train locally exactly if the privacy unit is a user."""
+    local, unit = f"methods.{method.name}.local", spec.privacy.privacy_unit
+    if method.local is None and unit == "user":
+        remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
+        raise expected("load_spec", local, 'to be given for privacy_unit = "user"', None, remedy)
+    if method.local is not None and unit == "example":
+        condition = 'to be absent for privacy_unit = "example"'
+        remedy = 'leave it out, or set privacy_unit = "user" in [privacy] and choose [data] with one row per user'
+        raise expected("load_spec", local, condition, method.local.model_dump(exclude_defaults=True), remedy)
+    if method.local is not None and method.perturb is not None:
+        got = f"perturb.rule = {method.perturb.rule!r}"
+        raise expected("load_spec", local, "to be given without perturb", got, "leave one of the two out")
+    if method.local is not None and spec.tuning is not None and spec.tuning.by == "train_loss":
+        remedy = 'tune by "accuracy" or "loss" on users that are held out'
+        raise expected("load_spec", "tuning.by", "to be measured on held-out users", "'train_loss'", remedy)
+
+
+def _require_public(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless a method has public examples exactly if it uses them."""
+    if "public" in method.model_fields_set and not method.needs_public:
+        place, condition = f"methods.{method.name}.public", "to be absent for a method that uses no public examples"
+        remedy = "remove it, or add a precondition rule, a warm_start or an optimizer that uses public gradients"
+        raise expected("load_spec", place, condition, method.public.model_dump(exclude_defaults=True), remedy)
+    if method.needs_public and not method.public.other and spec.data.public == 0:
+        remedy = "set it to the number of training examples that count as public"
+        raise expected("load_spec", "data.public", f"to be positive for {method.name}", 0, remedy)
+
+
+def _require_tuning(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError unless [tuning] and validation examples suit the method's grid."""
+    if not spec.is_tuned(method):
+        return
+    if not spec.grid(method):
+        remedy = "give the method an lr, or give a grid and a [tuning] table"
+        raise expected("load_spec", f"methods.{method.name}.lr", "to be given", None, remedy)
+    if spec.tuning is None:
+        remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
+        raise expected("load_spec", "[tuning]", f"to be given for the grid of {method.name}", None, remedy)
+    if spec.tuning.by != "train_loss" and spec.data.validation == 0:
+        remedy = "set it to a number of examples to hold out; learning rates must not be chosen on the test set"
+        raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
+
+
+def _require_precondition(table: PreconditionTable, place: str) -> None:
+    """Raise PrivacyError unless the options suit the rule; the rule is called once on tiny inputs to check."""
+    function = getattr(side_information if table.by_counts else precondition, table.rule)
+    # Tiny versions of the arguments that the experiment gives itself.
+    public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
+    given = {"gradient": public, "counts": torch.ones(10_000), "parameter": "p", "dim": 0, "source": "none"}
+    parameters = inspect.signature(function).parameters
+    for name in table.options:
+        _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
+    try:
+        function(**{name: value for name, value in given.items() if name in parameters}, **table.options)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise expected("load_spec", place, f"to suit {table.rule}", error, "correct them") from error
