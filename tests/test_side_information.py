@@ -91,7 +91,7 @@ def test_with_scikit_learns_weights():
     private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=pg.precondition.fixed(scales))
     dense = torch.from_numpy(weights.toarray()).float()
     (batch,) = plan.batches(torch.utils.data.TensorDataset(dense, torch.tensor([0, 1, 0])))
-    assert private_grad(batch).values["weight"].shape == (2, weights.shape[1])
+    assert private_grad(batch)["weight"].shape == (2, weights.shape[1])
     assert private_grad.ledger.plan_facts["side_information"] == "public data: three documents"
 
 

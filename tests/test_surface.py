@@ -29,7 +29,7 @@ SIGNATURES = {
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "processes",
-    pg.NoisyGradient: "values noise_std",
+    pg.NoisyGradient: "tensors noise_std",
     pg.NoisyGradient.assign: "self model",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",

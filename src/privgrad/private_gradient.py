@@ -288,7 +288,7 @@ class PrivateGradient:
             self.raw_nonfinite_examples += raw.clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(raw)
-        return replace(gradient, values=self._processes.shard_like(gradient.values, trainable(self._model)))
+        return replace(gradient, tensors=self._processes.shard_like(gradient, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise PrivacyError if this step is not allowed, before it is computed."""
@@ -328,7 +328,7 @@ class PrivateGradient:
                 step=index,
                 on_grid=self._plan.noise_on_grid,
             )
-            gradient = replace(gradient, values=_rounded(gradient.values, parameters))
+            gradient = replace(gradient, tensors=_rounded(gradient, parameters))
             self._charge(batch, gradient)
             return gradient
 
@@ -340,7 +340,7 @@ class PrivateGradient:
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
         seeded = self._plan.seed is not None
         # Only a research seed can draw the same noise again, so only then can a release be recognized.
-        digest = _digest(gradient.values) if seeded else None
+        digest = _digest(gradient) if seeded else None
         self._ledger.charge(self._release, draw=batch.sampling.draw, limit=self._plan.steps, digest=digest)
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 

@@ -127,8 +127,8 @@ def test_microbatches_change_nothing(clip: Any, microbatch_size: int):
 
     whole, parts = release(None), release(microbatch_size)
     assert whole.noise_std == parts.noise_std
-    for name, value in whole.values.items():
-        torch.testing.assert_close(value, parts.values[name], rtol=1e-10, atol=1e-12)
+    for name, value in whole.items():
+        torch.testing.assert_close(value, parts[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.PerLayer({"0": 1.0, "2": 3.0}), pg.clip.Automatic()])
@@ -141,7 +141,7 @@ def test_neighboring_data_sets_stay_within_the_sensitivity_through_the_oracle(cl
     def mean(kept: list[int]) -> Tensor:
         private_grad = pg.PrivateGradient(make_model(torch.float64), loss_fn, plan, clip=clip)
         gradient = private_grad(first_batch(plan, TensorDataset(inputs[kept], labels[kept])))
-        return torch.cat([value.flatten() for value in gradient.values.values()])
+        return torch.cat([value.flatten() for value in gradient.values()])
 
     whole = mean(list(range(12)))
     moved = [(whole - mean([i for i in range(12) if i != left])).norm().item() for left in range(12)]

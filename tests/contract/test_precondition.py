@@ -73,7 +73,7 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool
         clipped += sum(float(part.norm()) > 1.999 for part in parts)
         wanted = sum(parts, torch.zeros(3, 5).double()) / plan.expected_batch_size
         released = private_grad(batch)
-        torch.testing.assert_close(released.values["weight"], wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(released["weight"], wanted, rtol=1e-9, atol=1e-12)
         optimizer.step(grad=released)
         w = w - 0.5 * wanted
         torch.testing.assert_close(model.weight.detach(), w, rtol=1e-9, atol=1e-12)
@@ -86,7 +86,7 @@ def test_scales_of_one_change_no_bit():
     for plain, divided in zip(
         run(make_model(), plan), run(make_model(), plan, precondition=pg.precondition.fixed(ones)), strict=True
     ):
-        assert all(torch.equal(plain.values[name], divided.values[name]) for name in plain.values)
+        assert all(torch.equal(plain[name], divided[name]) for name in plain)
 
 
 def test_norms_follow_scales_that_are_written_over():
@@ -111,8 +111,8 @@ def test_scales_and_c_together_change_the_scale_only():
     some = run(make_model(), make_plan(seed=0, max_grad_norm=2.0), precondition=pg.precondition.fixed(scales))
     others = run(make_model(), make_plan(seed=0, max_grad_norm=0.25), precondition=pg.precondition.fixed(larger))
     for one, other in zip(some, others, strict=True):
-        for name, value in one.values.items():
-            torch.testing.assert_close(value / 8, other.values[name], rtol=1e-5, atol=1e-7)
+        for name, value in one.items():
+            torch.testing.assert_close(value / 8, other[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
@@ -226,7 +226,7 @@ def test_a_step_that_failed_may_be_taken_again():
         private_grad(batch)
     failing = False
     again, straight = private_grad(batch), other(copy.copy(batch))
-    assert all(torch.equal(again.values[name], straight.values[name]) for name in again.values)
+    assert all(torch.equal(again[name], straight[name]) for name in again)
 
 
 def test_what_is_made_of_the_private_batch_is_not_private():

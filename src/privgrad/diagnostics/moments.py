@@ -50,7 +50,7 @@ class RawMoments:
         """Add one step to the averages."""
         beta1, beta2 = self.betas
         for name, clean in raw.raw_mean.items():
-            noisy = raw.released.values[name]
+            noisy = raw.released[name]
             for average, square, value in (
                 (self.raw_exp_avg, self.raw_exp_avg_sq, clean),
                 (self.exp_avg, self.exp_avg_sq, noisy),

@@ -90,7 +90,7 @@ class Debiased(PrivateOptimizer):
                 floor, (of_gradient, of_average) = self._floor(group, state), self._coefficients(group, state)
                 rule, moment_scale = group.get("floor_rule", "max"), self._moment_scale(group, state)
                 decay = group["lr"] * group.get("weight_decay", 0.0)
-                given = gradient.values[name].to(state[self._square].dtype)
+                given = gradient[name].to(state[self._square].dtype)
                 tensors = (parameter, given, state[self._square], state.get("exp_avg"))
                 for values, grad, square, average, std, lowest in blocks(*tensors, state[self._noise] ** 0.5, floor):
                     if keep != 1:

@@ -126,7 +126,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Move the parameters by the gradient: torch's own step, unless a subclass overrides this."""
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                value = gradient.values[name].to(parameter.dtype)
+                value = gradient[name].to(parameter.dtype)
                 # torch's foreach implementation of Nesterov momentum adds to .grad in place.
                 parameter.grad = value.clone() if group.get("nesterov") else value
         step = super().step
@@ -179,7 +179,7 @@ def _number(value: Any) -> Any:
 
 def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
     """Raise PrivacyError unless the gradient has a value and a valid noise_std for each name."""
-    missing = [name for name in names if name not in gradient.values]
+    missing = [name for name in names if name not in gradient]
     if missing:
         remedy = "give the optimizer and PrivateGradient the same model"
         got = f"a gradient without {', '.join(missing)}"
@@ -239,7 +239,7 @@ class MomentumSGD(PrivateOptimizer):
                 if not state:
                     state["step"], state["momentum_buffer"] = 0, widened(parameter)
                 state["step"] += 1
-                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient.values[name])
+                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
                 correction = 1 - group["momentum"] ** state["step"]
                 parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
 
@@ -282,7 +282,7 @@ class Yogi(PrivateOptimizer):
                 if not state:
                     state["exp_avg"], state["exp_avg_sq"] = widened(parameter), widened(parameter) + group["eps"] ** 2
                 moment, second = state["exp_avg"], state["exp_avg_sq"]
-                given = gradient.values[name].to(moment.dtype)
+                given = gradient[name].to(moment.dtype)
                 square = given.square()
                 moment.lerp_(given, 1 - beta1)
                 second.addcmul_(torch.sign(second - square), square, value=beta2 - 1)

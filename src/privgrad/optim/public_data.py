@@ -55,7 +55,7 @@ class _WithPublic(PrivateOptimizer):
     def _update(self, gradient: NoisyGradient) -> None:
         public = self._public(self.param_groups[0]["steps"])
         for group in self.param_groups:
-            for parameter, grad, other in self._triples(group, gradient.values, public):
+            for parameter, grad, other in self._triples(group, gradient, public):
                 self._move(group, parameter, grad, other)
         for group in self.param_groups:
             group["steps"] += 1
