@@ -137,6 +137,15 @@ def require_delta(function: str, value: float) -> None:
         raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
 
 
+def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
+    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
+    pair, given = isinstance(usual, tuple), cast("Sequence[object]", value)
+    decays = given if pair and isinstance(value, tuple | list) else [value]
+    if len(decays) != 1 + pair or not all(isinstance(decay, Real) and 0 <= decay < 1 for decay in decays):
+        condition = "to be two numbers in [0, 1)" if pair else "to be in [0, 1)"
+        raise expected(function, name, condition, described(value), f"give {usual}, the usual value")
+
+
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:
     """Raise PrivacyError unless value is an integer (not a float or bool) that is at least minimum.
 

@@ -56,9 +56,8 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool
     w = model.weight.detach().clone()
     plan = make_plan(noise_multiplier=0.0, steps=12, max_grad_norm=2.0)
     gradient = pg.PublicGradient(model, loss_fn, (px, py), source="test", batch_size=4)
-    options = {} if rule == "adagrad" else {"beta": 0.8}
-    options |= {"beta1": 0.7} if rule == "adam" else {}
-    made = RULES[rule](gradient, **options, epsilon=1e-3, epsilon_inside=inside, schedule=schedule)
+    decays: dict[str, dict[str, Any]] = {"rmsprop": {"alpha": 0.8}, "adam": {"betas": (0.7, 0.8)}}
+    made = RULES[rule](gradient, **decays.get(rule, {}), eps=1e-3, eps_inside=inside, schedule=schedule)
     private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=made)
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5)
     plain = AdaDPS(gradient_of, px, py, batch_size=4, rule=rule, inside=inside)
@@ -141,13 +140,13 @@ def test_a_shifted_gradient_is_the_sum_written_out(name: str, preconditioned: bo
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1.0, 1e4]), st.sampled_from([1e-5, 1.0]))
-def test_a_shifted_contribution_stays_within_c(seed: int, size: float, epsilon: float):
+def test_a_shifted_contribution_stays_within_c(seed: int, size: float, eps: float):
     """One example more or less moves the sum by at most C, however large the public share; float32."""
     torch.manual_seed(seed)
     model = make_model()
     x, y = make_data().tensors
     shift = {name: size * torch.randn_like(p) for name, p in model.named_parameters()}
-    inverse = {name: 1 / (torch.rand_like(p) + epsilon) for name, p in model.named_parameters()}
+    inverse = {name: 1 / (torch.rand_like(p) + eps) for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
 
     def total(count: int) -> dict[str, Tensor]:
@@ -276,10 +275,12 @@ def test_public_and_private_are_not_mixed_up():
         pg.PublicGradient(model, loss_fn, broken, source="x")(0)
     with pytest.raises(pg.PrivacyError, match="provenance"):
         pg.Scales({}, provenance="guess", source="x")  # pyright: ignore[reportArgumentType]
-    wrong: list[dict[str, Any]] = [{"epsilon": 0.0}, {"beta": 1.0}, {"schedule": "daily"}]
+    wrong: list[dict[str, Any]] = [{"eps": 0.0}, {"alpha": 1.0}, {"schedule": "daily"}]
     for options in wrong:
         with pytest.raises(pg.PrivacyError, match=next(iter(options))):
             pg.precondition.public_rmsprop(public(model), **options)
+    with pytest.raises(pg.PrivacyError, match=r"public_adam: expected betas to be two numbers in \[0, 1\), got 0.9;"):
+        pg.precondition.public_adam(public(model), betas=0.9)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="keep"):
         pg.precondition.public_adam(public(model), keep=0.0)
 

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected
+from privgrad.errors import expected, require_decays
 from privgrad.optim.debias import debias, default_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 
@@ -33,10 +33,7 @@ class RawMoments:
     def __init__(
         self, private_grad: PrivateGradient | None = None, *, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise expected(
-                "RawMoments", "betas", "to be two numbers in [0, 1)", betas, "give (0.9, 0.999), for instance"
-            )
+        require_decays("RawMoments", "betas", betas, (0.9, 0.999))
         self.betas = betas
         self.steps: dict[str, int] = {}
         self.raw_exp_avg: dict[str, Tensor] = {}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import PrivacyError, expected, require_nonnegative, require_positive
+from privgrad.errors import PrivacyError, expected, require_decays, require_nonnegative, require_positive
 from privgrad.types import NoisyGradient
 
 # Keys that torch's schedulers add to param groups.
@@ -228,8 +228,7 @@ class MomentumSGD(PrivateOptimizer):
         super().__init__(params, defaults={"lr": lr, "momentum": momentum})
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        if not 0 <= group["momentum"] < 1:
-            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", group["momentum"], "give 0.9, the usual value")
+        require_decays("MomentumSGD", "momentum", group["momentum"], 0.9)
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -269,8 +268,7 @@ class Yogi(PrivateOptimizer):
         super().__init__(params, defaults={"lr": lr, "betas": betas, "eps": eps})
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise expected("Yogi", "betas", "to be in [0, 1)", group["betas"], "give (0.9, 0.99), the usual values")
+        require_decays("Yogi", "betas", group["betas"], (0.9, 0.99))
         require_positive("Yogi", "eps", group["eps"], "give 1e-3, the usual value")
 
     @torch.no_grad()
