@@ -493,7 +493,7 @@ class PrivateGradient:
                 # If an example had two rows, each would be clipped by itself, and the sum could change by 2C.
                 if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
                     condition, remedy = "to have one row per example, shaped like the parameter", "correct `gradients`"
-                    got = f"rows of shape {tuple(factor.shape)}" if name in parameters else "no such parameter"
+                    got = f"rows of shape {tuple(factor.shape)}" if name in parameters else f"the unknown name {name!r}"
                     raise expected(type(self._perturb).__name__, f"gradients of {name!r}", condition, got, remedy)
             return found
 

@@ -69,10 +69,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         function = f"{type(self).__name__}.step"
         if (closure is None) == (grad is None):
-            got, remedy = "neither" if grad is None else "both", "call step(grad=private_grad(batch))"
+            got, remedy = 0 if grad is None else 2, "call step(grad=private_grad(batch))"
             if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
                 remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
-            raise expected(function, "grad or closure", "to be given, not both", got, remedy)
+            raise expected(function, "exactly one of grad and closure", "to be given", got, remedy)
         if isinstance(closure, NoisyGradient):
             condition, got = "to be the keyword argument grad", "a positional argument"
             raise expected(function, "the gradient", condition, got, "call step(grad=...)")
