@@ -139,10 +139,11 @@ def require_delta(function: str, value: float) -> None:
 
 def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
     """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
-    pair, given = isinstance(usual, tuple), cast("Sequence[object]", value)
-    decays = given if pair and isinstance(value, tuple | list) else [value]
-    if len(decays) != 1 + pair or not all(isinstance(decay, Real) and 0 <= decay < 1 for decay in decays):
-        condition = "to be two numbers in [0, 1)" if pair else "to be in [0, 1)"
+    shown: object = value
+    is_pair = isinstance(usual, tuple)
+    decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
+    if [isinstance(decay, Real) and 0 <= decay < 1 for decay in decays] != [True] * (1 + is_pair):
+        condition = "to be two numbers in [0, 1)" if is_pair else "to be in [0, 1)"
         raise expected(function, name, condition, described(value), f"give {usual}, the usual value")
 
 
