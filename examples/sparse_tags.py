@@ -43,7 +43,7 @@ def main(examples: int = 15_000, steps: int = 300) -> dict[str, float]:
         precondition = None
         if name == "AdaDPS":
             gradient = pg.PublicGradient(model, loss_fn, public, source="1 % of the packages, taken out of training")
-            precondition = pg.precondition.public_rmsprop(gradient, epsilon=1e-5)  # the ledger records the source
+            precondition = pg.precondition.public_rmsprop(gradient, eps=1e-5)  # the ledger records the source
         optimizer = pg.optim.SGD(model.named_parameters(), lr=320.0)
         private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=precondition)
         result = pg.fit(private_grad, optimizer, train)

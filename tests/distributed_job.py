@@ -142,7 +142,7 @@ def noise(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
     model = wide_model()
     private_grad = pg.PrivateGradient(model, nothing, plan := make_plan(steps=2), processes=processes)
     releases = [private_grad(batch) for batch in plan.batches(DATA, processes=processes)]
-    mine = {str(i): torch.cat([v.flatten() for v in g.values.values()]) for i, g in enumerate(releases)}
+    mine = {str(i): torch.cat([v.flatten() for v in g.values()]) for i, g in enumerate(releases)}
     everyone = of_all(mine)
     return {str(rank): values for rank, values in enumerate(everyone)}
 

@@ -25,6 +25,8 @@ POSITIVE: Callable[..., None] = partial(errors.require_positive, "f", "x", remed
 NONNEGATIVE: Callable[..., None] = partial(errors.require_nonnegative, "f", "x", remedy="give one")
 RATE: Callable[..., None] = partial(errors.require_rate, "f")
 DELTA: Callable[..., None] = partial(errors.require_delta, "f")
+DECAY: Callable[..., None] = partial(errors.require_decays, "f", "x", usual=0.9)
+DECAYS: Callable[..., None] = partial(errors.require_decays, "f", "x", usual=(0.9, 0.999))
 
 
 @pytest.mark.parametrize("good", [1, 1.0, 1e308, 10**300, np.float32(1.0), Fraction(1, 3)])
@@ -33,7 +35,7 @@ def test_numbers_in_range_pass(good: Any):
     NONNEGATIVE(value=good)
 
 
-@pytest.mark.parametrize("check", [POSITIVE, NONNEGATIVE, RATE, DELTA])
+@pytest.mark.parametrize("check", [POSITIVE, NONNEGATIVE, RATE, DELTA, DECAY, DECAYS])
 @pytest.mark.parametrize(
     "bad",
     [HUGE, -HUGE, UNWRITTEN, Fraction(HUGE), math.inf, math.nan, -1.0, "1", None, 1j, [1.0]],
@@ -42,6 +44,16 @@ def test_numbers_in_range_pass(good: Any):
 def test_whatever_else_is_refused(check: Callable[..., None], bad: Any):
     with pytest.raises(pg.PrivacyError, match=r"f: expected .*, got .*; .*\."):
         check(value=bad)
+
+
+def test_decays_are_one_number_or_two():
+    DECAY(value=0.0)
+    DECAYS(value=[0.9, np.float32(0.5)])
+    for check, bad in ((DECAY, (0.9, 0.9)), (DECAY, 1.0), (DECAYS, 0.9), (DECAYS, (0.9,)), (DECAYS, (0.9, 1.0))):
+        with pytest.raises(
+            pg.PrivacyError, match=r"expected x to be .*in \[0, 1\), got .*; give .*, the usual value\."
+        ):
+            check(value=bad)
 
 
 def test_zero_is_nonnegative_and_not_positive():

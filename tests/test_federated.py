@@ -131,7 +131,7 @@ def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: 
     private_grad = pg.PrivateGradient(
         model, cross_entropy, plan, perturb=local, precondition=precondition, engine=engine, microbatch_size=2
     )
-    found = private_grad(next(plan.batches(users))).values
+    found = private_grad(next(plan.batches(users)))
     updates = updates_by_loop(model, users, local, scales)
     assert sum(norm(update) > 0.3 for update in updates) >= 1  # some are clipped
     for parameter, wanted in mean_of(updates, 0.3, len(users)).items():
@@ -149,7 +149,7 @@ def test_scales_of_one_are_federated_averaging_to_the_bit():
     for precondition in (None, pg.precondition.fixed(ones, source="made up")):
         local = LocalUpdate(0.5, batch_size=2)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=precondition)
-        found.append(dict(private_grad(next(plan.batches(users))).values))
+        found.append(dict(private_grad(next(plan.batches(users)))))
     assert all(torch.equal(found[0][name], found[1][name]) for name in ones)
 
 
@@ -192,7 +192,7 @@ def test_a_user_moves_the_sum_by_at_most_the_bound(clip: pg.clip.Clipping, data:
         users = by_user((inputs[rows], labels[rows]), owners, cap=8)
         plan = plan_for(len(users), max_update_norm=bound)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, clip=clip)
-        released = private_grad(next(plan.batches(users))).values
+        released = private_grad(next(plan.batches(users)))
         sums.append({name: value * len(users) for name, value in released.items()})
     moved = {name: sums[0][name] - sums[1][name] for name in sums[0]}
     assert norm(moved) <= bound * (1 + 1e-9)
@@ -212,7 +212,7 @@ def test_a_user_with_more_examples_changes_nobodys_training(engine: Any, scale: 
         plan = plan_for(len(users), max_update_norm=1.0)
         local = LocalUpdate(lr, batch_size=2, epochs=epochs)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, engine=engine)
-        released = private_grad(next(plan.batches(users))).values
+        released = private_grad(next(plan.batches(users)))
         sums.append({name: value * len(users) for name, value in released.items()})
     assert norm({name: sums[0][name] - sums[1][name] for name in sums[0]}) <= 1 + 1e-4
 
@@ -221,10 +221,10 @@ def test_counts_are_believed_only_where_they_can_be_right():
     model, _, users = users_of("linear")
     plan, (inputs, labels, counts) = plan_for(5, rounds=9), users.tensors
     private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=3))
-    right = private_grad(next(plan.batches(users))).values
+    right = private_grad(next(plan.batches(users)))
     for dtype in (torch.uint8, torch.int8, torch.int32):
         narrow = TensorDataset(inputs, labels, counts.to(dtype))
-        found = private_grad(next(plan.batches(narrow))).values
+        found = private_grad(next(plan.batches(narrow)))
         assert all(torch.equal(found[name], right[name]) for name in right)
     for wrong, message in (
         (TensorDataset(inputs, labels, counts + 1), "counts to be from 0 to 8"),
@@ -277,7 +277,7 @@ def test_the_divisor_and_the_noise_are_those_of_the_expected_cohort():
         drawn.append(batch.size)
         gradient = private_grad(batch)
         assert gradient.noise_std == 3.0 * 1e-6 / 2
-        released.append(torch.cat([value.flatten() for value in gradient.values.values()]) / 1.5e-6)
+        released.append(torch.cat([value.flatten() for value in gradient.values()]) / 1.5e-6)
     assert {0, 1, 5} <= set(drawn)
     assert abs(sum(drawn) / 400 - 2) < 5 * math.sqrt(5 * 0.4 * 0.6 / 400)
     noise = torch.cat(released)  # and updates, a third of a deviation at most, in directions that change little
@@ -295,7 +295,7 @@ def test_the_noise_is_one_draw_of_its_own_whoever_took_part():
     def released(data: TensorDataset, sigma: float) -> list[Tensor]:
         plan = plan_for(5, expected_cohort_size=2, noise_multiplier=sigma, seed=2)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=4))
-        return [torch.cat([v.flatten() for v in private_grad(batch).values.values()]) for batch in plan.batches(data)]
+        return [torch.cat([v.flatten() for v in private_grad(batch).values()]) for batch in plan.batches(data)]
 
     means, noise = released(users, 0.0), released(nobodys, 2.0)
     for both, mean, alone in zip(released(users, 2.0), means, noise, strict=True):
@@ -312,7 +312,7 @@ def test_neither_cohorts_nor_noise_follow_from_the_round():
     for _ in range(2):
         plan = plan_for(5, expected_cohort_size=2, noise_multiplier=2.0, rounds=30)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=LocalUpdate(0.1, batch_size=4))
-        noise.append(private_grad(next(plan.batches(nobodys))).values["weight"])
+        noise.append(private_grad(next(plan.batches(nobodys)))["weight"])
         cohorts.append([batch.examples[0].tolist() for batch in plan.batches(TensorDataset(torch.arange(5)))])
     assert cohorts[0] != cohorts[1]
     assert not torch.equal(noise[0], noise[1])
@@ -326,7 +326,7 @@ def test_reported_updates_are_clipped_again_and_nonsense_counts_as_nothing():
     plan = plan_for(5, max_update_norm=1.0)
     private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=ReportedUpdate())
     drawn = next(plan.batches(TensorDataset(torch.arange(5))))
-    released = private_grad(pg.Batch(stacked, 5, drawn.sampling)).values
+    released = private_grad(pg.Batch(stacked, 5, drawn.sampling))
     total = {name: value * 5 - good[name][0] for name, value in released.items()}
     assert norm(total) == pytest.approx(1.0)  # of the huge one alone
     assert private_grad.raw_nonfinite_examples == 2

@@ -117,7 +117,7 @@ def test_every_private_gradient_equals_the_oracles(tmp_path: Path):
     for batch, released in zip(plan.batches(make_data()), watch.released, strict=True):
         gradient = private_grad(batch)
         assert gradient.noise_std == released.noise_std
-        assert all(torch.equal(value, released.values[f"net.{name}"]) for name, value in gradient.values.items())
+        assert all(torch.equal(value, released[f"net.{name}"]) for name, value in gradient.items())
         optimizer.step(grad=gradient)
         schedule.step()
     assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), alone.parameters(), strict=True))
@@ -329,7 +329,7 @@ def test_autocast_reaches_the_private_step(tmp_path: Path):
     plan, watch = planned(steps=2), Watch()
     fit(make_trainer(tmp_path, plan, precision="bf16-mixed", callbacks=[watch]), Noting())
     assert torch.bfloat16 in kinds
-    assert {value.dtype for value in watch.released[0].values.values()} == {torch.float32}
+    assert {value.dtype for value in watch.released[0].values()} == {torch.float32}
 
 
 def test_validation_alone_needs_no_plan(tmp_path: Path):

@@ -167,9 +167,9 @@ def assert_trains(
     private_grad, own = pg.PrivateGradient(alone, losses, plan), optimizer(alone)
     for batch, released in zip(plan.batches(rows), seen, strict=True):
         gradient = private_grad(batch)
-        assert gradient.values.keys() == released.values.keys()
-        for name, value in gradient.values.items():
-            torch.testing.assert_close(value, released.values[name], rtol=1e-4, atol=1e-6)
+        assert gradient.keys() == released.keys()
+        for name, value in gradient.items():
+            torch.testing.assert_close(value, released[name], rtol=1e-4, atol=1e-6)
         own.step(grad=gradient)
 
 

@@ -1,9 +1,12 @@
 """The privacy boundary: what it takes, what it charges, what it gives."""
 
 import math
+import pickle
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +69,7 @@ def test_rolling_an_oracle_back_does_not_repeat_its_noise():
     one = private_grad(first_batch(plan, make_data()))
     private_grad.load_state_dict(state)
     two = private_grad(first_batch(plan, make_data()))
-    assert not torch.equal(one.values["0.weight"], two.values["0.weight"])
+    assert not torch.equal(one["0.weight"], two["0.weight"])
 
 
 def test_threads_get_noise_of_their_own():
@@ -74,7 +77,7 @@ def test_threads_get_noise_of_their_own():
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
     with ThreadPoolExecutor(4) as pool:
         gradients = list(pool.map(private_grad, plan.batches(make_data())))
-    assert len({tuple(gradient.values["2.bias"].tolist()) for gradient in gradients}) == 40
+    assert len({tuple(gradient["2.bias"].tolist()) for gradient in gradients}) == 40
     assert private_grad.ledger.releases == 40
 
 
@@ -97,7 +100,7 @@ def test_oracles_of_one_model_take_turns(engine: Any):
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda private_grad, batch: private_grad(batch), oracles, batches)
     assert within == [0, 1]
-    assert all(torch.equal(value, two.values[name]) for name, value in one.values.items())
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_processes_that_torch_hears_of_later_are_not_overlooked(monkeypatch: pytest.MonkeyPatch):
@@ -136,7 +139,7 @@ def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch:
         with pytest.raises(pg.PrivacyError, match="full"):
             private_grad(first_batch(plan, make_data()))
     later = private_grad(first_batch(plan, make_data()))
-    assert not torch.equal(seen[0].values["0.weight"], later.values["0.weight"])
+    assert not torch.equal(seen[0]["0.weight"], later["0.weight"])
 
 
 def test_going_past_the_plans_steps_raises_before_release():
@@ -155,7 +158,7 @@ def test_divides_by_the_public_batch_size_whatever_was_drawn():
     private_grad = pg.PrivateGradient(model, lambda m, x: m(x)[:, 0] * 1e3, plan)
     for batch in plan.batches([torch.ones(1)] * 32):
         # Every example's gradient is clipped to 1, so the sum is the number drawn.
-        assert private_grad(batch).values["weight"].item() == pytest.approx(batch.size / 8)
+        assert private_grad(batch)["weight"].item() == pytest.approx(batch.size / 8)
 
 
 def test_an_empty_batch_costs_and_hides_as_much_as_any_other():
@@ -163,7 +166,7 @@ def test_an_empty_batch_costs_and_hides_as_much_as_any_other():
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in plan.batches(make_data()):
         assert batch.size == 0
-        assert all(value.abs().sum() > 0 for value in private_grad(batch).values.values())
+        assert all(value.abs().sum() > 0 for value in private_grad(batch).values())
     assert private_grad.ledger.releases == 3
 
 
@@ -186,16 +189,37 @@ def test_gradient_carries_its_noise_and_assigns_to_any_optimizer():
     weight = dict(model.named_parameters())["0.weight"]
     before = weight.detach().clone()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    torch.testing.assert_close(weight.detach(), before - 0.1 * gradient.values["0.weight"])
+    torch.testing.assert_close(weight.detach(), before - 0.1 * gradient["0.weight"])
     with pytest.raises(pg.PrivacyError, match="without elsewhere"):
         NoisyGradient({"elsewhere": torch.zeros(1)}, 0.1).assign(model)
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_the_gradient_is_a_mapping_in_the_order_of_the_parameters(engine: Any):
+    model, plan = make_model(), make_plan()
+    gradient = pg.PrivateGradient(model, loss_fn, plan, engine=engine)(first_batch(plan, make_data()))
+    parameters = dict(model.named_parameters())
+    assert isinstance(gradient, Mapping)
+    assert list(gradient) == list(parameters)
+    assert len(gradient) == len(parameters)
+    assert all(value is gradient[name] for name, value in gradient.items())
+    assert {name: value.shape for name, value in gradient.items()} == {n: p.shape for n, p in parameters.items()}
+    assert "absent" not in gradient
+    with pytest.raises(KeyError):
+        gradient["absent"]
+    again = pickle.loads(pickle.dumps(gradient))
+    assert again.noise_std == gradient.noise_std
+    assert all(torch.equal(again[name], value) for name, value in gradient.items())
+    assert replace(gradient, noise_std=0.0).tensors is gradient.tensors
+    with pytest.raises(FrozenInstanceError):
+        gradient.noise_std = 0.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_frozen_parameters_get_no_gradient_and_no_noise():
     model, plan = make_model(), make_plan()
     model[0].requires_grad_(False)
     gradient = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
-    assert list(gradient.values) == ["2.weight", "2.bias"]
+    assert list(gradient) == ["2.weight", "2.bias"]
 
 
 def test_half_precision_parameters_are_summed_and_noised_in_float32():
@@ -204,7 +228,7 @@ def test_half_precision_parameters_are_summed_and_noised_in_float32():
     gradient = pg.PrivateGradient(model, lambda m, b: loss_fn(m, (b[0].bfloat16(), b[1])).float(), plan)(
         first_batch(plan, make_data())
     )
-    assert all(value.dtype == torch.float32 for value in gradient.values.values())
+    assert all(value.dtype == torch.float32 for value in gradient.values())
     pg.optim.AdamBC(model.named_parameters()).step(grad=gradient)
     assert model[0].weight.dtype == torch.bfloat16
 
@@ -215,7 +239,7 @@ def test_non_finite_examples_are_counted_and_do_not_spoil_the_model():
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=2)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
     for batch in plan.batches(torch.utils.data.TensorDataset(inputs, labels)):
-        assert all(value.isfinite().all() for value in private_grad(batch).values.values())
+        assert all(value.isfinite().all() for value in private_grad(batch).values())
     assert private_grad.raw_nonfinite_examples == 4
 
 
@@ -232,7 +256,7 @@ def test_the_global_random_state_is_left_alone_and_does_not_matter():
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(99)
     two = release()
-    assert all(torch.equal(value, two.values[name]) for name, value in one.values.items())
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_without_a_seed_the_noise_cannot_be_repeated():
@@ -241,7 +265,7 @@ def test_without_a_seed_the_noise_cannot_be_repeated():
     one = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
     torch.manual_seed(0)
     two = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, make_data()))
-    assert not torch.equal(one.values["0.weight"], two.values["0.weight"])
+    assert not torch.equal(one["0.weight"], two["0.weight"])
 
 
 def test_a_seed_warns_once(monkeypatch: pytest.MonkeyPatch):
@@ -263,7 +287,7 @@ def test_noise_destroys_and_a_tiny_bound_freezes():
     assert 0 < moved <= 1.1e-5
     loud = make_plan(noise_multiplier=1000.0)
     gradient = pg.PrivateGradient(model, loss_fn, loud)(first_batch(loud, make_data()))
-    assert gradient.values["0.weight"].std().item() == pytest.approx(1000 / 8, rel=0.5)
+    assert gradient["0.weight"].std().item() == pytest.approx(1000 / 8, rel=0.5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the queue is emptied where there is a device")
@@ -287,7 +311,7 @@ def test_seeded_noise_belongs_to_the_draw_and_not_to_the_process(tmp_path: Path)
     private_grad.ledger.close()
     again = make()
     for one, batch in zip(released[5:], plan.batches(data, start=5), strict=True):
-        assert all(torch.equal(value, one.values[name]) for name, value in again(batch).values.items())
+        assert all(torch.equal(value, one[name]) for name, value in again(batch).items())
     assert again.ledger.releases == plan.steps
 
 

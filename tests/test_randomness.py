@@ -409,14 +409,14 @@ def test_a_gradient_made_in_a_forked_child_has_noise_of_its_own():
                 parents(batches[0])
             except pg.PrivacyError:
                 gradient = pg.PrivateGradient(model, loss_fn, plan)(batches[0])
-                os.write(writing, gradient.values["0.weight"].numpy().tobytes())
+                os.write(writing, gradient["0.weight"].numpy().tobytes())
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         theirs = np.frombuffer(pipe.read(), np.float32)
-    ours = parents(batches[0]).values["0.weight"].numpy().ravel()
+    ours = parents(batches[0])["0.weight"].numpy().ravel()
     assert theirs.shape == ours.shape
     assert not np.isclose(theirs, ours, rtol=1e-3).any()
 

@@ -66,8 +66,8 @@ class Signs(PrivateOptimizer):
     def _update(self, gradient: pg.NoisyGradient) -> None:
         for group in self.param_groups:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                parameter.add_(gradient.values[name].sign(), alpha=-group["lr"] * group["scale"])
-                STEPS.append(gradient.values[name])
+                parameter.add_(gradient[name].sign(), alpha=-group["lr"] * group["scale"])
+                STEPS.append(gradient[name])
 
 
 class WithPublic(Signs):

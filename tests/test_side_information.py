@@ -92,7 +92,7 @@ def test_with_scikit_learns_weights():
     private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=pg.precondition.fixed(scales))
     dense = torch.from_numpy(weights.toarray()).float()
     (batch,) = plan.batches(torch.utils.data.TensorDataset(dense, torch.tensor([0, 1, 0])))
-    assert private_grad(batch).values["weight"].shape == (2, weights.shape[1])
+    assert private_grad(batch)["weight"].shape == (2, weights.shape[1])
     assert private_grad.ledger.plan_facts["side_information"] == "public data: three documents"
 
 
@@ -122,7 +122,7 @@ METHODS: list[dict[str, Any]] = [
     {"name": "AdaDPS", "optimizer": "SGD", "lr": 0.1, "precondition": {"rule": "public_rmsprop"}},
     {"name": "pass", "optimizer": "AdamBC", "lr": 0.1}
     | {"precondition": {"rule": "public_adam", "options": {"schedule": "epoch"}}, "public": {"batch_size": 5}},
-    {"name": "R-Pub", "optimizer": "RMSpropPub", "lr": 0.1, "options": {"epsilon": 1e-3}},
+    {"name": "R-Pub", "optimizer": "RMSpropPub", "lr": 0.1, "options": {"eps": 1e-3}},
     {"name": "PDA", "optimizer": "MirrorDescent", "lr": 0.1},
     {"name": "warm", "optimizer": "SGD", "lr": 0.1, "warm_start": {"lr": 0.5, "epochs": 20, "batch_size": 10}},
     {"name": "ideal", "optimizer": "SGD", "lr": 0.1, "precondition": {"rule": "raw_ideal_rmsprop"}},
@@ -225,14 +225,14 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (scaled_by("public_rmsprop", epsilonn=1e-3), "did you mean 'epsilon'"),
+        (scaled_by("public_rmsprop", epss=1e-3), "did you mean 'eps'"),
         (scaled_by("public_rmsprop", gradient=1), "methods.Q.precondition.options.gradient"),
         (scaled_by("raw_ideal_rmsprop", schedule="step"), "options.schedule"),
         (scaled_by("frequencies", dim=1), "options.dim"),
         (scaled_by("frequencies", parameter="weight"), "options.parameter"),
         (scaled_by("frequencies", source="hearsay"), "options.source"),
         (scaled_by("frequencies", cap="much"), "to suit frequencies"),
-        (scaled_by("public_adam", beta1=2.0), "to suit public_adam"),
+        (scaled_by("public_adam", betas=[2.0, 0.9]), "to suit public_adam"),
         ({"public": {"examples": 10}}, r"methods.Q.public to be absent .*, got .*10"),
         ({"public": {"examples": 10}} | scaled_by("frequencies"), r"methods.Q.public to be absent"),
         ({"lr": [0.1, 0.5]}, r"expected \[tuning\] to be given"),

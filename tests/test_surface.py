@@ -3,13 +3,19 @@
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 import typer
+from torch import nn
 
 import privgrad as pg
-from privgrad import gradient
+from privgrad import data, gradient
 from privgrad.cli import app
 from privgrad.gradient import layers
+from privgrad.optim.base import widened
+from privgrad.processes import Processes
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
@@ -29,8 +35,17 @@ SIGNATURES = {
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "processes",
-    pg.NoisyGradient: "values noise_std",
+    pg.NoisyGradient: "tensors noise_std",
     pg.NoisyGradient.assign: "self model",
+    pg.precondition.Transform: "inverse_scales keep shift",
+    gradient.register_rule: "layers",
+    gradient.Dense: "grads_BP",
+    gradient.Outer: "a_BTI b_BTO",
+    gradient.Rows: "ids_BT r_BTD rows",
+    gradient.Convolution: "x b geometry parts",
+    widened: "parameter",
+    data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
+    "other_public score",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
     pg.optim.AdamBC: "params lr betas debias_floor floor_rule",
@@ -40,6 +55,9 @@ SIGNATURES = {
     pg.optim.AdagradBC: "params lr debias_floor",
     pg.optim.MomentumSGD: "params lr momentum",
     pg.optim.Yogi: "params lr betas eps",
+    pg.optim.RMSpropPub: "params lr public alpha eps",
+    pg.optim.AdamPub: "params lr public betas eps numerator keep bias_correction",
+    pg.optim.MirrorDescent: "params lr public horizon",
     pg.optim.PrivateOptimizer.step: "self closure grad",
     pg.optim.debias: "exp_avg_sq_hat noise_std floor rule moment_sq",
     pg.perturb.BAM: "radius mode",
@@ -49,9 +67,10 @@ SIGNATURES = {
     pg.federated.ReportedUpdate: "",
     pg.federated.local_update: "model loss_fn user local max_update_norm precondition step",
     pg.precondition.fixed: "scales source",
-    pg.precondition.public_rmsprop: "gradient beta epsilon epsilon_inside schedule",
-    pg.precondition.public_adam: "gradient beta beta1 keep epsilon epsilon_inside schedule",
-    pg.precondition.public_adagrad: "gradient epsilon epsilon_inside schedule",
+    pg.precondition.public_rmsprop: "gradient alpha eps eps_inside schedule",
+    pg.precondition.public_adam: "gradient betas keep eps eps_inside schedule",
+    pg.precondition.public_adagrad: "gradient eps eps_inside schedule",
+    pg.precondition.raw_ideal_rmsprop: "alpha eps eps_inside",
     pg.PublicGradient: "model loss_fn examples source batch_size seed processes",
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
@@ -66,6 +85,78 @@ SIGNATURES = {
     pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
     "output_dir save_seconds progress",
 }
+# What users subclass or implement, by the class's own members: the parameters of a method, the value of an attribute.
+EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
+    pg.clip.Clipping: {"factors": "self norms max_grad_norm"},
+    pg.precondition.Preconditioner: {
+        "is_public": "= True",
+        "begun": "self model",
+        "transform": "abstract self step epoch_steps parameters raw_mean",
+        "state_dict": "self",
+        "load_state_dict": "self state",
+    },
+    gradient.Rule: {
+        "parameters": "= ('weight', 'bias')",
+        "has_delta": "= False",
+        "is_bilinear": "= False",
+        "forward": "abstract self layer parameters x",
+        "factor": "abstract self layer name parameters x grad",
+        "delta": "self layer moves x",
+        "moved": "self layer parameters moves x",
+        "bilinear": "self layer x",
+        "supports": "self layer",
+    },
+    gradient.Factor: {
+        "__init__": "self examples shape",
+        "__getitem__": "abstract self examples",
+        "__add__": "self other",
+        "__mul__": "self share",
+        "dense": "abstract self",
+        "weighted_sum": "abstract self weight_B",
+        "sum_in_parts": "self weight_B parts",
+        "exact_sum": "self weight_B",
+        "sum_and_rounding": "self weight_B inverse_scales parts",
+        "mask": "abstract self kept_B",
+        "worth_keeping": "property",
+        "term_bound": "self inverse_scales",
+        "positions": "property",
+        "norms": "self inverse_scales",
+        "written_out": "self",
+        "merge": "self parts",
+        "inner_products": "self direction",
+        "apply": "self x_BTI",
+        "read": "self ids_BT",
+        "read_bags": "self ids_BJT weight_BJT",
+        "of_patches": "self",
+        "scaled": "self scales",
+        "settled": "self",
+        "transposed": "self",
+        "gram": "self",
+    },
+    Processes: {
+        "rank": "= 0",
+        "count": "= 1",
+        "run_on_all": "self work step",
+        "reduce": "self values",
+        "broadcast": "self gradient",
+        "broadcast_object": "self value",
+        "begin": "self model",
+        "unsharded": "self model",
+        "shard_like": "self values like",
+        "gather_state": "self state",
+    },
+    pg.optim.PrivateOptimizer: {
+        "__init__": "self params args kwargs",
+        "add_param_group": "self param_group",
+        "step": "self closure grad",
+        "load_state_dict": "self state_dict",
+        "_update": "self gradient",
+        "_require_options": "self group",
+        "_active": "static group",
+    },
+    # Add Perturbation here.
+}
+FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_require_options", "_active"}
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --json",
@@ -87,6 +178,56 @@ def test_public_names():
 def test_signatures():
     found = {thing: " ".join(inspect.signature(thing).parameters) for thing in SIGNATURES}
     assert found == SIGNATURES
+
+
+def members(kind: type[Any]) -> dict[str, str]:
+    """Describe the members that a subclass may call, implement or override."""
+    abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
+    found: dict[str, str] = {}
+    for name, member in vars(kind).items():
+        if name.startswith("_") and (name not in FOR_SUBCLASSES or kind is pg.clip.Clipping):
+            continue
+        if isinstance(member, property):
+            found[name] = "property"
+        elif callable(member):
+            words = ["abstract"] if name in abstract else ["static"] if isinstance(member, staticmethod) else []
+            found[name] = " ".join([*words, *inspect.signature(member).parameters])
+        else:
+            found[name] = f"= {member!r}"
+    return found
+
+
+@pytest.mark.parametrize("kind", EXTENSION_POINTS, ids=lambda kind: kind.__name__)
+def test_members_of_extension_points(kind: type[Any]):
+    assert members(kind) == EXTENSION_POINTS[kind]
+
+
+def test_a_changed_extension_point_is_found():
+    class Changed(pg.precondition.Preconditioner):
+        def begun(self, model: nn.Module, more: int = 0) -> "Changed":
+            return self
+
+    assert members(Changed) == {"begun": "self model more"}
+
+
+def test_every_loader_returns_a_data_set():
+    assert {inspect.signature(loader).return_annotation for loader in data.LOADERS.values()} == {data.DataSet}
+
+
+OPTIMIZERS = [
+    getattr(pg.optim, name)
+    for name in pg.optim.__all__
+    if inspect.isclass(getattr(pg.optim, name)) and name != "PrivateOptimizer"
+]
+REQUIRED: dict[str, Any] = {"public": lambda step: {}, "horizon": 3}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_the_second_argument_of_every_optimizer_is_the_learning_rate(kind: Any):
+    parameters = inspect.signature(kind).parameters
+    extra = {name: value for name, value in REQUIRED.items() if name in parameters}
+    optimizer = kind([("p", nn.Parameter(torch.zeros(2)))], 0.125, **extra)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125]
 
 
 def test_command_line_options():

@@ -137,6 +137,16 @@ def require_delta(function: str, value: float) -> None:
         raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
 
 
+def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
+    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
+    shown: object = value
+    is_pair = isinstance(usual, tuple)
+    decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
+    if [isinstance(decay, Real) and 0 <= decay < 1 for decay in decays] != [True] * (1 + is_pair):
+        condition = "to be two numbers in [0, 1)" if is_pair else "to be in [0, 1)"
+        raise expected(function, name, condition, described(value), f"give {usual}, the usual value")
+
+
 def require_integer(function: str, name: str, value: object, minimum: float) -> None:
     """Raise PrivacyError unless value is an integer (not a float or bool) that is at least minimum.
 

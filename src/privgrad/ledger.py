@@ -209,7 +209,7 @@ class Ledger:
 
     def __reduce__(self) -> str:
         remedy = "pass the ledger itself, or open its file with read_only=True"
-        raise expected("Ledger", "a ledger", "to have one holder", "a second one by copy or pickle", remedy)
+        raise expected("Ledger", "a ledger", "to have one holder", "a copy or a pickle", remedy)
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None]:
@@ -221,7 +221,7 @@ class Ledger:
         if this_process() != self._process:
             remedy = "open a ledger in the process that charges: neither would know of the other's releases"
             condition = f"to be charged by process {self._process[0]}, which opened it"
-            raise expected("Ledger", "a ledger", condition, f"its fork, process {os.getpid()}", remedy)
+            raise expected("Ledger", "a ledger", condition, f"process {os.getpid()}, its fork", remedy)
         with self._turn:
             yield
 

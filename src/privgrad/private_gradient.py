@@ -305,7 +305,7 @@ class PrivateGradient:
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient))
-        return replace(gradient, values=processes.shard_like(gradient.values, trainable(self._model)))
+        return replace(gradient, tensors=processes.shard_like(gradient, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise PrivacyError if this step is not allowed, before it is computed."""
@@ -375,7 +375,7 @@ class PrivateGradient:
         for name, factor in chunk.items():
             if name not in parameters or (factor.examples, factor.shape) != (rows, parameters[name].shape):
                 condition, remedy = "to have one row per example, shaped like the parameter", "correct `gradients`"
-                got = f"rows of shape {tuple(factor.shape)}" if name in parameters else "no such parameter"
+                got = f"rows of shape {tuple(factor.shape)}" if name in parameters else f"the unknown name {name!r}"
                 raise expected(type(self._contribution).__name__, f"gradients of {name!r}", condition, got, remedy)
 
     def _add_noise(
@@ -392,14 +392,14 @@ class PrivateGradient:
             step=step,
             on_grid=self._plan.noise_on_grid,
         )
-        gradient = replace(gradient, values=_rounded(gradient.values, parameters))
+        gradient = replace(gradient, tensors=_rounded(gradient, parameters))
         self._charge(batch, gradient)
         return gradient
 
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
         seeded = self._plan.seed is not None
         # Only a research seed can draw the same noise again, so only then can a release be recognized.
-        digest = _digest(gradient.values) if seeded else None
+        digest = _digest(gradient) if seeded else None
         self._ledger.charge(self._release, draw=batch.sampling.draw, limit=self._plan.steps, digest=digest)
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 

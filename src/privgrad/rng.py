@@ -66,7 +66,7 @@ class RandomSource:
 
     def __reduce__(self) -> str:
         remedy = "make a new RandomSource: two holders of one root would draw the same noise"
-        raise expected("RandomSource", "a secret root", "to have one holder", "a second one by copy or pickle", remedy)
+        raise expected("RandomSource", "a secret root", "to have one holder", "a copy or a pickle", remedy)
 
 
 class Stream:
@@ -84,7 +84,7 @@ class Stream:
 
     def __reduce__(self) -> str:
         remedy = "construct a new PrivateGradient: two copies would draw the same noise"
-        raise expected("Stream", "a random stream", "to have one holder", "a second one by copy or pickle", remedy)
+        raise expected("Stream", "a random stream", "to have one holder", "a copy or a pickle", remedy)
 
     @property
     def public_id(self) -> str:
@@ -164,7 +164,7 @@ class Stream:
         if this_process() != self._process:
             remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
             condition = f"to be used only in process {self._process[0]}, which made it"
-            raise expected("Stream", "a random stream", condition, f"its fork, process {os.getpid()}", remedy)
+            raise expected("Stream", "a random stream", condition, f"process {os.getpid()}, its fork", remedy)
 
 
 def _room(size: int) -> np.ndarray:

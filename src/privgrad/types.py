@@ -4,7 +4,7 @@ Each type carries the facts that its receiver needs, such as the sensitivity of 
 are frozen dataclasses, except `Scales`, which is a dict.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -152,24 +152,36 @@ NoiseStd = float | Mapping[str, float | Tensor]
 
 
 @dataclass(frozen=True)
-class NoisyGradient:
-    """A released gradient. Any use of it is post-processing and costs no more privacy.
+class NoisyGradient(Mapping[str, Tensor]):
+    """A released gradient: a mapping from parameter name to a tensor of the parameter's shape.
+
+    Any use of it is post-processing and costs no more privacy.
 
     Attributes:
-        values: averaged noisy gradient by parameter name, each shaped like its parameter.
-        noise_std: standard deviation of the noise in `values`, sigma C / B, in gradient units, >= 0. It is one number
-            for all parameters, or a mapping from parameter name to a number or to a tensor shaped like the parameter.
+        tensors: averaged noisy gradient by parameter name, in the order of the parameters.
+        noise_std: standard deviation of the noise in the tensors, sigma C / B, in gradient units, >= 0. It is one
+            number for all parameters, or a mapping from parameter name to a number or to a tensor shaped like the
+            parameter.
     """
 
-    values: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
     noise_std: NoiseStd
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
     def noise_std_of(self, name: str) -> float | Tensor:
         """Return the standard deviation of the noise for one parameter."""
         return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
 
     def assign(self, model: nn.Module) -> None:
-        """Write the values to the `.grad` of the model's parameters, for any torch optimizer.
+        """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
 
         Raises:
             PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.
@@ -181,7 +193,7 @@ class NoisyGradient:
             remedy = "pass the model that PrivateGradient was given"
             raise expected("NoisyGradient.assign", "model", "to be a torch.nn.Module", described(model), remedy)
         parameters = dict(model.named_parameters())
-        unknown = [name for name in self.values if name not in parameters]
+        unknown = [name for name in self if name not in parameters]
         if unknown:
             raise expected(
                 "NoisyGradient.assign",
@@ -190,5 +202,5 @@ class NoisyGradient:
                 f"a {type(model).__name__} without {', '.join(unknown)}",
                 "pass the model that PrivateGradient was given",
             )
-        for name, value in self.values.items():
+        for name, value in self.items():
             parameters[name].grad = value.to(parameters[name].dtype)

@@ -42,7 +42,7 @@ def released(model: nn.Module, examples: Any, loss: Any = linear_loss, **options
     """The clipped sum of all examples."""
     plan = plan_of(len(examples[0]), max_grad_norm=options.pop("max_grad_norm", 1.0))
     private_grad = pg.PrivateGradient(model, loss, plan, **options)
-    values = private_grad(next(plan.batches(TensorDataset(*examples)))).values
+    values = private_grad(next(plan.batches(TensorDataset(*examples))))
     return {name: value.double() * len(examples[0]) for name, value in values.items()}
 
 

@@ -56,7 +56,7 @@ def test_agrees_with_a_loop_over_groups(microbatch_size: int | None, engine: Any
     numbers: dict[str, Any] = {"sample_rate": 0.5, "expected_batch_size": 16, "max_grad_norm": 0.5}
     plan = make_plan(noise_multiplier=0.0, group_size=4, seed=3, **numbers)
     public = pg.PublicGradient(model, loss_fn, (data.tensors[0][:8], data.tensors[1][:8]), source="test")
-    made = pg.precondition.public_adam(public, epsilon=0.1) if adam else None
+    made = pg.precondition.public_adam(public, eps=0.1) if adam else None
     private_grad = pg.PrivateGradient(
         model, loss_fn, plan, engine=engine, microbatch_size=microbatch_size, precondition=made
     )
@@ -79,7 +79,7 @@ def test_agrees_with_a_loop_over_groups(microbatch_size: int | None, engine: Any
             norm = torch.cat([value.flatten() for value in mean.values()]).norm()
             for name, value in mean.items():
                 wanted[name] += value * min(1.0, 0.5 / float(norm)) / 4
-        for name, value in private_grad(batch).values.items():
+        for name, value in private_grad(batch).items():
             torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
 
 
@@ -124,7 +124,7 @@ def test_a_group_with_a_gradient_that_is_not_finite_counts_as_nothing_and_touche
     batch = next(plan.batches(TensorDataset(inputs, labels)))
     private_grad = pg.PrivateGradient(model, loss_fn, plan)
     released = private_grad(batch)
-    assert all(bool(torch.isfinite(value).all()) for value in released.values.values())
+    assert all(bool(torch.isfinite(value).all()) for value in released.values())
     assert private_grad.raw_nonfinite_examples == 1
 
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_draws_the_same_groups():
     resumed = pg.PrivateGradient(make_model(), loss_fn, plan)
     resumed.load_state_dict({"step": 5})
     for one, other in zip(released[5:], (resumed(batch) for batch in batches[5:]), strict=True):
-        assert all(torch.equal(one.values[name], other.values[name]) for name in one.values)
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

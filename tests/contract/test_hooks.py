@@ -90,7 +90,7 @@ def test_microbatches_and_engines_give_the_same_release(clip: Clipping):
         private_grad = pg.PrivateGradient(
             make_model(), loss_fn, plan, clip=clip, engine=engine, microbatch_size=microbatch_size
         )
-        results.append(private_grad(batch).values)
+        results.append(private_grad(batch))
     for other in results[1:]:
         for name, value in results[0].items():
             torch.testing.assert_close(other[name], value)
@@ -112,7 +112,7 @@ def test_less_memory_means_smaller_parts_and_the_same_release(engine: Any, monke
         sizes.clear()
         plan = make_plan(noise_multiplier=0.0, seed=0)
         private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine, memory_mb=memory_mb)
-        results.append(private_grad(first_batch(plan, make_data())).values)
+        results.append(private_grad(first_batch(plan, make_data())))
         assert (len(sizes) > 1) == (memory_mb is not None)
     for name, value in results[0].items():
         torch.testing.assert_close(results[1][name], value)
@@ -373,7 +373,7 @@ def test_a_non_finite_example_contributes_zero_and_is_counted():
             private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, engine=engine)
             sampling = first_batch(plan, TensorDataset(inputs, labels)).sampling
             chosen = list(rows)
-            results.append(private_grad(pg.Batch((data[chosen], labels[chosen]), len(chosen), sampling)).values)
+            results.append(private_grad(pg.Batch((data[chosen], labels[chosen]), len(chosen), sampling)))
             assert private_grad.raw_nonfinite_examples == (1 if len(chosen) == 32 else 0)
         for name, value in results[0].items():
             torch.testing.assert_close(value, results[1][name])

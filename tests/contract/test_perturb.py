@@ -156,7 +156,7 @@ def sums(perturb: pg.perturb.Contribution | None, examples: Any, **options: Any)
     model = mlp()
     private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, **options)
     (batch,) = plan.batches(TensorDataset(*examples))
-    return dict(private_grad(batch).values)
+    return dict(private_grad(batch))
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -351,9 +351,9 @@ def test_sat_goes_along_what_was_released_whatever_became_of_it():
         plan = sat_plan(2)
         private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
         first, second = plan.batches(TensorDataset(*EXAMPLES))
-        for value in private_grad(first).values.values():
+        for value in private_grad(first).values():
             value.zero_() if spoil else value
-        ends.append(dict(private_grad(second).values))
+        ends.append(dict(private_grad(second)))
     assert largest_difference(*ends) == 0
 
 
@@ -361,7 +361,7 @@ def test_sat_keeps_what_was_released_noise_and_all():
     plan = dataclasses.replace(sat_plan(2), noise_multiplier=1.0)
     private_grad = pg.PrivateGradient(mlp(), loss_fn, plan, perturb=pg.perturb.SAT(0.4))
     for batch in plan.batches(TensorDataset(*EXAMPLES)):
-        released = private_grad(batch).values
+        released = private_grad(batch)
         kept = private_grad.state_dict()["perturb"]["direction"]
         assert all(torch.equal(kept[name], value) for name, value in released.items())
 
@@ -458,8 +458,8 @@ def test_half_precision(engine: Any, dtype: torch.dtype):
         for p, held in zip(double.parameters(), half.parameters(), strict=True):
             p.copy_(held)
     bam = pg.perturb.BAM(0.3)
-    found = pg.PrivateGradient(half, losses, plan, perturb=bam, engine=engine)(batch).values
-    wanted = pg.PrivateGradient(double, loss_fn, sat_plan(1), perturb=bam, engine=engine)(batch).values
+    found = pg.PrivateGradient(half, losses, plan, perturb=bam, engine=engine)(batch)
+    wanted = pg.PrivateGradient(double, loss_fn, sat_plan(1), perturb=bam, engine=engine)(batch)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name].double(), value, rtol=0.05, atol=0.02)
 

@@ -55,9 +55,8 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool
     w = model.weight.detach().clone()
     plan = make_plan(noise_multiplier=0.0, steps=12, max_grad_norm=2.0)
     gradient = pg.PublicGradient(model, loss_fn, (px, py), source="test", batch_size=4)
-    options = {} if rule == "adagrad" else {"beta": 0.8}
-    options |= {"beta1": 0.7} if rule == "adam" else {}
-    made = RULES[rule](gradient, **options, epsilon=1e-3, epsilon_inside=inside, schedule=schedule)
+    decays: dict[str, dict[str, Any]] = {"rmsprop": {"alpha": 0.8}, "adam": {"betas": (0.7, 0.8)}}
+    made = RULES[rule](gradient, **decays.get(rule, {}), eps=1e-3, eps_inside=inside, schedule=schedule)
     private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=made)
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5)
     plain = AdaDPS(gradient_of, px, py, batch_size=4, rule=rule, inside=inside)
@@ -72,7 +71,7 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool
         clipped += sum(float(part.norm()) > 1.999 for part in parts)
         wanted = sum(parts, torch.zeros(3, 5).double()) / plan.expected_batch_size
         released = private_grad(batch)
-        torch.testing.assert_close(released.values["weight"], wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(released["weight"], wanted, rtol=1e-9, atol=1e-12)
         optimizer.step(grad=released)
         w = w - 0.5 * wanted
         torch.testing.assert_close(model.weight.detach(), w, rtol=1e-9, atol=1e-12)
@@ -85,7 +84,7 @@ def test_scales_of_one_change_no_bit():
     for plain, divided in zip(
         run(make_model(), plan), run(make_model(), plan, precondition=pg.precondition.fixed(ones)), strict=True
     ):
-        assert all(torch.equal(plain.values[name], divided.values[name]) for name in plain.values)
+        assert all(torch.equal(plain[name], divided[name]) for name in plain)
 
 
 def test_norms_follow_scales_that_are_written_over():
@@ -110,8 +109,8 @@ def test_scales_and_c_together_change_the_scale_only():
     some = run(make_model(), make_plan(seed=0, max_grad_norm=2.0), precondition=pg.precondition.fixed(scales))
     others = run(make_model(), make_plan(seed=0, max_grad_norm=0.25), precondition=pg.precondition.fixed(larger))
     for one, other in zip(some, others, strict=True):
-        for name, value in one.values.items():
-            torch.testing.assert_close(value / 8, other.values[name], rtol=1e-5, atol=1e-7)
+        for name, value in one.items():
+            torch.testing.assert_close(value / 8, other[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
@@ -140,13 +139,13 @@ def test_a_shifted_gradient_is_the_sum_written_out(name: str, preconditioned: bo
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([1e-6, 1.0, 1e4]), st.sampled_from([1e-5, 1.0]))
-def test_a_shifted_contribution_stays_within_c(seed: int, size: float, epsilon: float):
+def test_a_shifted_contribution_stays_within_c(seed: int, size: float, eps: float):
     """One example more or less moves the sum by at most C, however large the public share; float32."""
     torch.manual_seed(seed)
     model = make_model()
     x, y = make_data().tensors
     shift = {name: size * torch.randn_like(p) for name, p in model.named_parameters()}
-    inverse = {name: 1 / (torch.rand_like(p) + epsilon) for name, p in model.named_parameters()}
+    inverse = {name: 1 / (torch.rand_like(p) + eps) for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
 
     def total(count: int) -> dict[str, Tensor]:
@@ -225,7 +224,7 @@ def test_a_step_that_failed_may_be_taken_again():
         private_grad(batch)
     failing = False
     again, straight = private_grad(batch), other(copy.copy(batch))
-    assert all(torch.equal(again.values[name], straight.values[name]) for name in again.values)
+    assert all(torch.equal(again[name], straight[name]) for name in again)
 
 
 def test_what_is_made_of_the_private_batch_is_not_private():
@@ -275,10 +274,12 @@ def test_public_and_private_are_not_mixed_up():
         pg.PublicGradient(model, loss_fn, broken, source="x")(0)
     with pytest.raises(pg.PrivacyError, match="provenance"):
         pg.Scales({}, provenance="guess", source="x")  # pyright: ignore[reportArgumentType]
-    wrong: list[dict[str, Any]] = [{"epsilon": 0.0}, {"beta": 1.0}, {"schedule": "daily"}]
+    wrong: list[dict[str, Any]] = [{"eps": 0.0}, {"alpha": 1.0}, {"schedule": "daily"}]
     for options in wrong:
         with pytest.raises(pg.PrivacyError, match=next(iter(options))):
             pg.precondition.public_rmsprop(public(model), **options)
+    with pytest.raises(pg.PrivacyError, match=r"public_adam: expected betas to be two numbers in \[0, 1\), got 0.9;"):
+        pg.precondition.public_adam(public(model), betas=0.9)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="keep"):
         pg.precondition.public_adam(public(model), keep=0.0)
 

@@ -379,7 +379,7 @@ def released(case: Case) -> dict[str, Tensor]:
     plan = make_plan(**numbers, noise_multiplier=0.0, max_grad_norm=1.0, seed=0)
     private_grad = pg.PrivateGradient(model, lambda m, batch: case.losses(m, batch[0]), plan, **case.options)
     (batch,) = [next(iter(plan.batches(TensorDataset(case.x))))]
-    return dict(private_grad(batch).values)
+    return dict(private_grad(batch))
 
 
 def summed(case: Case) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def test_many_expected_contributions_are_summed_and_noised_in_float64_and_releas
         private_grad.register_raw_observer(lambda step, seen=seen: seen.extend(v.dtype for v in step.raw_mean.values()))
         gradient = private_grad(next(iter(plan.batches(TensorDataset(torch.ones(size, 1))))))
         assert set(seen) == {dtype}
-        assert {value.dtype for value in gradient.values.values()} == {torch.float32}
+        assert {value.dtype for value in gradient.values()} == {torch.float32}
         facts = private_grad.ledger.plan_facts["noise_generator"]
         assert facts == noise_generator([torch.zeros(1, dtype=dtype)])
 

@@ -94,7 +94,7 @@ name = "AdaDPS"
 optimizer = "AdamBC"
 lr = 0.01
 options = { betas = [0.9, 0.99], debias_floor = 1e-8 }
-precondition = { rule = "public_rmsprop", options = { beta = 0.9, epsilon = 1e-5 } }
+precondition = { rule = "public_rmsprop", options = { alpha = 0.9, eps = 1e-5 } }
 public = { examples = 100, batch_size = 10 }
 group_size = 4
 [[methods]]

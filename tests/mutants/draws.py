@@ -94,7 +94,7 @@ def one_step_for_ever(_: int, __: int, options: dict[str, Any]) -> None:
 def restart_for_each_tensor(patch: Patch) -> None:
     def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
         parts = [real(ClippedSum({n: v}, clipped.sensitivity), **options) for n, v in clipped.values.items()]
-        return NoisyGradient({name: value for part in parts for name, value in part.values.items()}, 0.0)
+        return NoisyGradient({name: value for part in parts for name, value in part.items()}, 0.0)
 
     told_truly(wrong)(patch)
 
@@ -112,7 +112,7 @@ def half_of_the_accumulated(patch: Patch) -> None:
 
     def wrong(real: AddNoise, clipped: ClippedSum, **options: Any) -> NoisyGradient:
         released = real(clipped, **options)
-        return replace(released, values={name: value.bfloat16().float() for name, value in released.values.items()})
+        return replace(released, tensors={name: value.bfloat16().float() for name, value in released.items()})
 
     told_truly(wrong)(patch)
 

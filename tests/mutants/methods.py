@@ -55,7 +55,7 @@ def sat_up_the_clean_mean(patch: Patch) -> None:
 
     everywhere(patch, real, wrong)
     keep = pg.perturb.SAT.released
-    patch.setattr(pg.perturb.SAT, "released", lambda self, gradient: keep(self, replace(gradient, values=clean)))
+    patch.setattr(pg.perturb.SAT, "released", lambda self, gradient: keep(self, replace(gradient, tensors=clean)))
 
 
 def sam_called_public(patch: Patch) -> None:
@@ -164,7 +164,7 @@ def moments_of_the_clean_gradient(patch: Patch) -> None:
         return real(clipped, **options)
 
     everywhere(patch, real, wrong)
-    patch.setattr(Debiased, "_update", lambda *given: update(given[0], replace(given[1], values=clean)))
+    patch.setattr(Debiased, "_update", lambda *given: update(given[0], replace(given[1], tensors=clean)))
 
 
 def reported_noise(planted: Callable[[int, int, dict[str, Any]], float]) -> Callable[[Patch], None]:

@@ -25,7 +25,7 @@ def received(change: Callable[[Tensor, float], Tensor]) -> Callable[[Patch], Non
         def wrong(self: Distributed, gradient: NoisyGradient) -> NoisyGradient:
             got = real(self, gradient)
             std: Any = got.noise_std
-            return NoisyGradient({name: change(value, std) for name, value in got.values.items()}, std)
+            return NoisyGradient({name: change(value, std) for name, value in got.items()}, std)
 
         patch.setattr(Distributed, "broadcast", wrong)
 

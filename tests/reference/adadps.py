@@ -9,12 +9,12 @@ Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]  # weights, input, label -
 
 
 class AdaDPS:
-    """Scales A and public momentum M for one weight tensor; `schedule` "step" or "epoch", epsilon in or outside."""
+    """Scales A and public momentum M for one weight tensor; `schedule` "step" or "epoch", eps in or outside."""
 
     def __init__(self, gradient: Gradient, x: Tensor, y: Tensor, *, batch_size: int, rule: str, inside: bool) -> None:
         self.gradient, self.x, self.y, self.batch_size = gradient, x, y, batch_size
         self.rule, self.inside = rule, inside
-        self.beta, self.beta1, self.epsilon = 0.8, 0.7, 1e-3
+        self.beta1, self.beta2, self.eps = 0.7, 0.8, 1e-3
         self.keep = 0.9 if rule == "adam" else 1.0
         self.v: Tensor | float = 0.0
         self.m: Tensor | float = 0.0
@@ -28,7 +28,7 @@ class AdaDPS:
     def see_step(self, w: Tensor, step: int) -> None:
         passed, place = divmod(step, len(self.x) // self.batch_size)
         h = self.mean(w, self.order(passed)[place * self.batch_size : (place + 1) * self.batch_size])
-        self.v = self.v + h**2 if self.rule == "adagrad" else self.beta * self.v + (1 - self.beta) * h**2
+        self.v = self.v + h**2 if self.rule == "adagrad" else self.beta2 * self.v + (1 - self.beta2) * h**2
         self.m = self.beta1 * self.m + (1 - self.beta1) * h
 
     def see_epoch(self, w: Tensor, epoch: int) -> None:
@@ -40,6 +40,6 @@ class AdaDPS:
     def contribution(self, w: Tensor, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """One example's, after transforming and clipping."""
         v = torch.as_tensor(self.v)
-        a = torch.sqrt(v + self.epsilon) if self.inside else torch.sqrt(v) + self.epsilon
+        a = torch.sqrt(v + self.eps) if self.inside else torch.sqrt(v) + self.eps
         g = (self.keep * self.gradient(w, x, y) + (1 - self.keep) * self.m) / a
         return g / max(1.0, float(g.norm()) / clip)

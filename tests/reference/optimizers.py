@@ -36,16 +36,16 @@ class MomentumSGD(Plain):
 
 
 class Yogi(Plain):
-    beta1, beta2, epsilon = 0.9, 0.99, 1e-3
+    beta1, beta2, eps = 0.9, 0.99, 1e-3
     m: Array | float = 0.0
     v: Array | float | None = None
 
     def step(self, theta: Array, g: Array, s: Array | float) -> Array:
         if self.v is None:
-            self.v = self.epsilon**2 + 0 * g
+            self.v = self.eps**2 + 0 * g
         self.m = self.beta1 * self.m + (1 - self.beta1) * g
         self.v = self.v - (1 - self.beta2) * np.sign(self.v - g**2) * g**2
-        return theta - self.lr * self.m / (np.sqrt(self.v) + self.epsilon)
+        return theta - self.lr * self.m / (np.sqrt(self.v) + self.eps)
 
 
 class Moments(Plain):
@@ -108,24 +108,24 @@ class NAdam(Moments):
 
 
 class RMSprop(Plain):
-    beta, epsilon = 0.99, 1e-8
+    alpha, eps = 0.99, 1e-8
     debiased = False
     v: Array | float = 0.0
     phi: Array | float = 0.0
 
     def step(self, theta: Array, g: Array, s: Array | float) -> Array:
         self.t += 1
-        self.v = self.beta * self.v + (1 - self.beta) * g**2
-        self.phi = self.beta * self.phi + (1 - self.beta) * np.asarray(s) ** 2
+        self.v = self.alpha * self.v + (1 - self.alpha) * g**2
+        self.phi = self.alpha * self.phi + (1 - self.alpha) * np.asarray(s) ** 2
         if not self.debiased:
-            return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
-        scale = np.sqrt(2 * (1 - self.beta) / (1 + self.beta))
-        floor = 1.3 * self.phi / (1 - self.beta**self.t) * scale
+            return theta - self.lr * g / (np.sqrt(self.v) + self.eps)
+        scale = np.sqrt(2 * (1 - self.alpha) / (1 + self.alpha))
+        floor = 1.3 * self.phi / (1 - self.alpha**self.t) * scale
         return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))
 
 
 class Adagrad(Plain):
-    epsilon = 1e-10
+    eps = 1e-10
     debiased = False
     v: Array | float = 0.0
     phi: Array | float = 0.0
@@ -135,7 +135,7 @@ class Adagrad(Plain):
         self.v = self.v + g**2
         self.phi = self.phi + np.asarray(s) ** 2
         if not self.debiased:
-            return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
+            return theta - self.lr * g / (np.sqrt(self.v) + self.eps)
         floor = 1.3 * self.phi * np.sqrt(2 / self.t)
         return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))
 
@@ -143,18 +143,18 @@ class Adagrad(Plain):
 class RMSpropPub(Plain):
     """DP-R-Pub (SPEC 9); step takes the public gradient where the others take the noise."""
 
-    beta, epsilon = 0.9, 1e-5
+    alpha, eps = 0.9, 1e-5
     v: Array | float = 0.0
 
     def step(self, theta: Array, g: Array, s: Array | float) -> Array:
-        self.v = self.beta * self.v + (1 - self.beta) * np.asarray(s) ** 2
-        return theta - self.lr * g / (np.sqrt(self.v) + self.epsilon)
+        self.v = self.alpha * self.v + (1 - self.alpha) * np.asarray(s) ** 2
+        return theta - self.lr * g / (np.sqrt(self.v) + self.eps)
 
 
 class AdamPub(Plain):
     """DP-Adam-Pub (SPEC 10)."""
 
-    beta, beta1, epsilon, keep = 0.999, 0.9, 1e-5, 0.9
+    beta1, beta2, eps, keep = 0.9, 0.999, 1e-5, 0.9
     numerator, corrected = "private", True
     m: Array | float = 0.0
     v: Array | float = 0.0
@@ -162,13 +162,13 @@ class AdamPub(Plain):
     def step(self, theta: Array, g: Array, s: Array | float) -> Array:
         self.t += 1
         h = np.asarray(s)
-        self.v = self.beta * self.v + (1 - self.beta) * h**2
+        self.v = self.beta2 * self.v + (1 - self.beta2) * h**2
         if self.numerator == "public":
             self.m = self.beta1 * self.m + (1 - self.beta1) * h
-            return theta - self.lr * (self.keep * g + (1 - self.keep) * self.m) / (np.sqrt(self.v) + self.epsilon)
+            return theta - self.lr * (self.keep * g + (1 - self.keep) * self.m) / (np.sqrt(self.v) + self.eps)
         self.m = self.beta1 * self.m + (1 - self.beta1) * g
-        c1, c2 = (1 - self.beta1**self.t, 1 - self.beta**self.t) if self.corrected else (1.0, 1.0)
-        return theta - self.lr * (self.m / c1) / (np.sqrt(self.v / c2) + self.epsilon)
+        c1, c2 = (1 - self.beta1**self.t, 1 - self.beta2**self.t) if self.corrected else (1.0, 1.0)
+        return theta - self.lr * (self.m / c1) / (np.sqrt(self.v / c2) + self.eps)
 
 
 class MirrorDescent(Plain):

@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
         pg.optim.RMSprop,
         {"alpha": 0.9, "eps": 1e-5},
         plain.RMSprop,
-        {"beta": 0.9, "epsilon": 1e-5},
+        {"alpha": 0.9, "eps": 1e-5},
         {"v": "square_avg"},
     ),
     "DP-AdaGrad": (pg.optim.Adagrad, {}, plain.Adagrad, {}, {"v": "sum"}),
@@ -67,7 +67,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
         pg.optim.RMSpropBC,
         {"alpha": 0.9},
         plain.RMSprop,
-        {"beta": 0.9, "debiased": True},
+        {"alpha": 0.9, "debiased": True},
         {"v": "exp_avg_sq", "phi": "exp_avg_noise_var"},
     ),
     "AdagradBC": (
@@ -125,8 +125,8 @@ def test_a_floor_that_decays_is_set_as_learning_rates_are():
 
 
 PUBLIC: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]] = {
-    "DP-R-Pub": (pg.optim.RMSpropPub, {"beta": 0.8}, plain.RMSpropPub, {"beta": 0.8}, {"v": "exp_avg_sq"}),
-    "DP-Adam-Pub": (pg.optim.AdamPub, {}, plain.AdamPub, {}, MOMENTS),
+    "DP-R-Pub": (pg.optim.RMSpropPub, {"alpha": 0.8}, plain.RMSpropPub, {"alpha": 0.8}, {"v": "exp_avg_sq"}),
+    "DP-Adam-Pub": (pg.optim.AdamPub, {"betas": (0.8, 0.95)}, plain.AdamPub, {"beta1": 0.8, "beta2": 0.95}, MOMENTS),
     "DP-Adam-Pub, uncorrected": (
         pg.optim.AdamPub,
         {"bias_correction": False},
@@ -180,8 +180,9 @@ def test_fifty_steps_with_public_gradients_agree_with_the_plain_version(name: st
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (pg.optim.RMSpropPub, {"beta": 1.0}),
-        (pg.optim.RMSpropPub, {"epsilon": 0.0}),
+        (pg.optim.RMSpropPub, {"alpha": 1.0}),
+        (pg.optim.RMSpropPub, {"eps": 0.0}),
+        (pg.optim.AdamPub, {"betas": (0.9, 1.0)}),
         (pg.optim.AdamPub, {"numerator": "both"}),
         (pg.optim.AdamPub, {"keep": 0.0}),
         (pg.optim.AdamPub, {"lr": -1.0}),

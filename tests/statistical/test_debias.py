@@ -76,7 +76,7 @@ def test_step_of_a_coordinate_without_signal():
     optimizer = pg.optim.AdamBC([("p", floored)], lr=0.5, debias_floor=4.0)
     for t, gradient in enumerate(gradients(torch.zeros(50, dtype=torch.float64), 0.1, 20), start=1):
         optimizer.step(grad=gradient)
-        m = 0.9 * m + 0.1 * gradient.values["p"]
+        m = 0.9 * m + 0.1 * gradient["p"]
         momentum = momentum - 0.5 / 2.0 * m / (1 - 0.9**t)
     torch.testing.assert_close(floored.detach(), momentum)
     assert optimizer.fraction_floored() == 1.0

@@ -26,7 +26,7 @@ def released_noise(sensitivity: float = 0.7, sigma: float = 1.3, batch: int = 5)
     stream = RandomSource(seed_of(11)).stream("noise")
     gradient = add_noise(clipped, noise_multiplier=sigma, divisor=batch, stream=stream, step=4)
     assert isinstance(gradient.noise_std, float)
-    return gradient.values["p"].double() - 2.0 / batch, gradient.noise_std
+    return gradient["p"].double() - 2.0 / batch, gradient.noise_std
 
 
 def has_std(sample: torch.Tensor, std: float) -> bool:
@@ -98,7 +98,7 @@ def test_the_draw_depends_neither_on_threads_nor_on_how_the_sum_is_cut(threads: 
         gradient = add_noise(clipped, noise_multiplier=1.0, divisor=1, stream=stream, step=9)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(torch.cat(list(gradient.values.values())), stream.normal(9, sum(sizes), np.float32))
+    assert torch.equal(torch.cat(list(gradient.values())), stream.normal(9, sum(sizes), np.float32))
 
 
 def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
@@ -110,7 +110,7 @@ def test_each_value_is_noised_in_its_own_precision_and_keeps_its_shape():
         "d": torch.ones((), dtype=torch.float64),
     }
     clipped = ClippedSum(values, 2.0)
-    found = add_noise(clipped, noise_multiplier=1.5, divisor=3, stream=stream, step=0).values
+    found = add_noise(clipped, noise_multiplier=1.5, divisor=3, stream=stream, step=0)
     assert {n: (v.shape, v.dtype) for n, v in found.items()} == {n: (v.shape, v.dtype) for n, v in values.items()}
     assert not torch.equal(found["b"].float().double(), found["b"])
     flat = torch.cat([(value.double().flatten() - 1 / 3) for value in found.values()])
@@ -221,7 +221,7 @@ def test_an_empty_batch_is_noised_charged_and_stepped_as_any_other():
         gradient = private_grad(batch)
         optimizer.step(grad=gradient)
         noise_std = gradient.noise_std
-        noise.append(torch.cat([value.flatten() for value in gradient.values.values()]))
+        noise.append(torch.cat([value.flatten() for value in gradient.values()]))
     assert noise_std == 2.0
     assert has_std(torch.cat(noise).double(), 2.0)
     assert private_grad.ledger.releases == 100
@@ -235,9 +235,7 @@ def test_noise_through_the_oracle_is_drawn_once(clip: pg.clip.Clipping, microbat
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=100, max_grad_norm=0.4, noise_multiplier=1.5)
     model, data = wide_model(), make_data()
     private_grad = pg.PrivateGradient(model, loss_fn, plan, clip=clip, microbatch_size=microbatch_size)
-    rows = [
-        torch.cat([value.flatten() for value in private_grad(batch).values.values()]) for batch in plan.batches(data)
-    ]
+    rows = [torch.cat([value.flatten() for value in private_grad(batch).values()]) for batch in plan.batches(data)]
     differences = (torch.stack(rows[::2]) - torch.stack(rows[1::2])).flatten().double() / 2**0.5
     assert has_std(differences, 1.5 * 0.4 / 32)
     assert not has_std(differences, 1.5 * 0.4 / 32 * 1.05)

@@ -48,7 +48,7 @@ def release(value: float, *, step: int = 0, count: int = 20_000, dtype: Any = to
     numbers = {"noise_multiplier": 1.0, "divisor": 1, "on_grid": True} | numbers
     clipped = ClippedSum({"p": torch.full((count,), value, dtype=dtype)}, 1.0)
     gradient = add_noise(clipped, stream=RandomSource(seed_of(31)).stream("noise"), step=step, **numbers)
-    return gradient.values["p"].double(), gradient.noise_std
+    return gradient["p"].double(), gradient.noise_std
 
 
 def grid_points(released: torch.Tensor, divisor: int, grid: float) -> torch.Tensor:
@@ -71,12 +71,12 @@ def test_every_release_of_the_oracle_is_on_the_grid(engine: Any, dtype: torch.dt
     for batch in plan.batches(data):
         gradient = private_grad(batch)
         assert gradient.noise_std == 0.8 * sensitivity / 8
-        for value in gradient.values.values():
+        for value in gradient.values():
             times = value.double() * 8 / grid
             assert torch.equal(times, times.round())
             assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     plain = pg.PrivateGradient(model, loss_fn, make_plan())(first_batch(make_plan(), data))
-    times = plain.values["0.weight"].double() * 8 / grid
+    times = plain["0.weight"].double() * 8 / grid
     assert not torch.equal(times, times.round())
 
 
@@ -87,7 +87,7 @@ def test_what_leaves_is_made_of_integers_whatever_the_divisor(dtype: torch.dtype
     grid, _ = grid_of(clipped, 2.0)
     stream = RandomSource(seed_of(32)).stream("noise")
     released = add_noise(clipped, noise_multiplier=2.0, divisor=divisor, stream=stream, step=0, on_grid=True)
-    assert len(grid_points(released.values["p"], divisor, grid).unique()) > 4500
+    assert len(grid_points(released["p"], divisor, grid).unique()) > 4500
 
 
 @pytest.mark.parametrize("sigma", [0.05, 1.0, 30.0])
@@ -207,4 +207,4 @@ def test_noise_on_the_grid_is_the_streams_in_order_however_the_sum_is_cut(thread
     draw, left = stream.normal_blocks(9, np.float64, dense=True), sum(sizes)
     normals = np.concatenate([draw(i, min(BLOCK, left - i * BLOCK)).copy() for i in range(-(-left // BLOCK))])
     expected = np.rint(normals * (sensitivity / grid)) * grid
-    assert np.array_equal(torch.cat(list(gradient.values.values())).numpy(), expected)
+    assert np.array_equal(torch.cat(list(gradient.values())).numpy(), expected)

@@ -241,7 +241,7 @@ def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
 
     def release(data: Any) -> Tensor:
         private_grad.load_state_dict(beginning)
-        return flat(private_grad(next(private_grad.plan.batches(data))).values)
+        return flat(private_grad(next(private_grad.plan.batches(data))))
 
     return release
 
@@ -316,7 +316,7 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
         optimizer, released = _optimizer(method.optimizer, model, claimed.count), list[Tensor]()
         for batch in islice(plan.batches(data), claimed.count):
             gradient = private_grad(batch)
-            released.append(flat(gradient.values))
+            released.append(flat(gradient))
             optimizer.step(grad=gradient)
         if method.optimizer == "SGD":
             return torch.stack(released).sum(0)

@@ -144,7 +144,7 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
     if len(private & public) > most:
         remedy = "choose a set without any of the private examples"
         condition = f"to share at most {most} inputs with the training examples"
-        raise expected("data", "elsewhere", condition, f"more than {most}", remedy)  # the number is private
+        raise expected("data", "elsewhere", condition, f"at least {most + 1}", remedy)  # the number is private
     return replace(data, other_public=other.train)
 
 

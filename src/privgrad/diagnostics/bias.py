@@ -89,7 +89,7 @@ def raw_clipping_bias(
         "raw_ascent": float(unit @ g / _norm(g, 0)),
     }
     if released is not None:
-        found["raw_released"] = _cosine(_flat({name: released.values[name].double() for name in parameters}), g)
+        found["raw_released"] = _cosine(_flat({name: released[name].double() for name in parameters}), g)
     return found
 
 

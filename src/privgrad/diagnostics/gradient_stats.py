@@ -38,7 +38,7 @@ class RawGradientStats:
         self._norms += float(norms_B.sum())
         self._kept += float(raw.clipping.raw_lengths.sum())
         for name, clean in raw.raw_mean.items():
-            released, variance = raw.released.values[name], raw.released.noise_std_of(name) ** 2
+            released, variance = raw.released[name], raw.released.noise_std_of(name) ** 2
             noise = variance.sum() if isinstance(variance, torch.Tensor) else variance * clean.numel()
             for sums, value in (
                 (self._signal, clean.double().square().sum()),

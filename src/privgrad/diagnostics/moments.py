@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected
+from privgrad.errors import expected, require_decays
 from privgrad.optim.debias import debias, default_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 
@@ -33,10 +33,7 @@ class RawMoments:
     def __init__(
         self, private_grad: PrivateGradient | None = None, *, betas: tuple[float, float] = (0.9, 0.999)
     ) -> None:
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise expected(
-                "RawMoments", "betas", "to be two numbers in [0, 1)", betas, "give (0.9, 0.999), for instance"
-            )
+        require_decays("RawMoments", "betas", betas, (0.9, 0.999))
         self.betas = betas
         self.steps: dict[str, int] = {}
         self.raw_exp_avg: dict[str, Tensor] = {}
@@ -50,7 +47,7 @@ class RawMoments:
         """Add one step to the averages."""
         beta1, beta2 = self.betas
         for name, clean in raw.raw_mean.items():
-            noisy = raw.released.values[name]
+            noisy = raw.released[name]
             for average, square, value in (
                 (self.raw_exp_avg, self.raw_exp_avg_sq, clean),
                 (self.exp_avg, self.exp_avg_sq, noisy),

@@ -17,7 +17,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
-from privgrad.types import NoisyGradient, PrivacyUnit, SamplingScheme
+from privgrad.types import PrivacyUnit, SamplingScheme
 
 
 class Candidate(NamedTuple):
@@ -199,7 +199,7 @@ class MethodTable(_Table):
         if (assumed := self.assumed_noise_std) is not None:
 
             def assume(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-                return args, kwargs | {"grad": NoisyGradient(kwargs["grad"].values, assumed)}
+                return args, kwargs | {"grad": replace(kwargs["grad"], noise_std=assumed)}
 
             optimizer.register_step_pre_hook(assume)
         return optimizer

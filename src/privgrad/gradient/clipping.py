@@ -127,7 +127,7 @@ class PerLayer:
                 "PerLayer",
                 "every prefix",
                 "to match a trainable parameter",
-                f"none for {sorted(unused)}",
+                ", ".join(map(repr, sorted(unused))),
                 "correct it: an unused share would waste budget",
             )
         whole = sum(share**2 for share in self.shares.values()) ** 0.5
@@ -147,7 +147,7 @@ class PerLayer:
                 "PerLayer",
                 "shares",
                 "to cover every parameter",
-                f"nothing for {name!r}",
+                f"the parameter {name!r} without a share",
                 "add a prefix, or ''",
             )
         return max(matching, key=len)

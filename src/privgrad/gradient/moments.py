@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_positive
+from privgrad.errors import expected, require_decays, require_positive
 from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.precondition import MeanGradient, Preconditioner, Transform
 from privgrad.gradient.public_gradient import PublicGradient
@@ -28,28 +28,28 @@ class Moments(Preconditioner):
         gradient: PublicGradient | None,
         rule: Rule,
         *,
-        beta: float = 0.9,
-        beta1: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.9),
         keep: float = 1.0,
-        epsilon: float,
-        epsilon_inside: bool,
+        eps: float,
+        eps_inside: bool,
         schedule: Schedule,
     ) -> None:
         name = f"precondition.{'public' if gradient else 'raw_ideal'}_{rule}"
         if gradient is not None and not isinstance(gradient, PublicGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "wrap the public examples: PublicGradient(model, loss_fn, examples, source=...)"
             raise expected(name, "gradient", "to be a PublicGradient", type(gradient).__name__, remedy)
-        require_positive(name, "epsilon", epsilon, "1e-5 is the paper's")
-        for option, value in (("beta", beta), ("beta1", beta1)):
-            if not 0 <= value < 1:
-                raise expected(name, option, "to be in [0, 1)", value, "0.9 is the paper's")
+        require_positive(name, "eps", eps, "1e-5 is the paper's")
+        if rule == "rmsprop":
+            require_decays(name, "alpha", betas[1], 0.9)
+        else:
+            require_decays(name, "betas", betas, (0.9, 0.9))
         if not 0 < keep <= 1:
             raise expected(name, "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
         if schedule not in get_args(Schedule):
             raise expected(name, "schedule", "to be 'step' or 'epoch'", repr(schedule), "choose one")
         self._gradient, self._rule, self._schedule = gradient, rule, schedule
-        self._beta, self._beta1, self._keep = beta, beta1, keep
-        self._epsilon, self._epsilon_inside = epsilon, epsilon_inside
+        (self._beta1, self._beta2), self._keep = betas, keep
+        self._eps, self._eps_inside = eps, eps_inside
         self.is_public = gradient is not None
         self.source = gradient.source if gradient else "the private batch: NOT private"
         self._begin()
@@ -63,11 +63,10 @@ class Moments(Preconditioner):
 
     def __repr__(self) -> str:
         options = {
-            "beta": self._beta,
-            "beta1": self._beta1,
+            "betas": (self._beta1, self._beta2),
             "keep": self._keep,
-            "epsilon": self._epsilon,
-            "epsilon_inside": self._epsilon_inside,
+            "eps": self._eps,
+            "eps_inside": self._eps_inside,
             "schedule": self._schedule,
         }
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
@@ -117,8 +116,8 @@ class Moments(Preconditioner):
     def _update(self, time: int, raw_mean: MeanGradient) -> None:
         """Update the moments by the mean gradient of one batch (schedule "step"), or of all (schedule "epoch")."""
         keep, add = {
-            ("rmsprop", "step"): (self._beta, 1 - self._beta),
-            ("adam", "step"): (self._beta, 1 - self._beta),
+            ("rmsprop", "step"): (self._beta2, 1 - self._beta2),
+            ("adam", "step"): (self._beta2, 1 - self._beta2),
             ("adagrad", "step"): (1.0, 1.0),
             ("adagrad", "epoch"): (1.0, 1.0),
         }.get((self._rule, self._schedule), (0.0, 1.0))
@@ -148,10 +147,10 @@ class Moments(Preconditioner):
         }
         for name, scales in self._inverse.items():
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
-                if self._epsilon_inside:
-                    torch.add(square, self._epsilon, out=part).sqrt_()
+                if self._eps_inside:
+                    torch.add(square, self._eps, out=part).sqrt_()
                 else:
-                    torch.sqrt(square, out=part).add_(self._epsilon)
+                    torch.sqrt(square, out=part).add_(self._eps)
                 part.reciprocal_()
         shift = {name: (1 - self._keep) * average for name, average in self._exp_avg.items()} if self._keep < 1 else {}
         return Transform(self._inverse, self._keep, shift)
@@ -160,23 +159,23 @@ class Moments(Preconditioner):
 def public_rmsprop(
     gradient: PublicGradient,
     *,
-    beta: float = 0.9,
-    epsilon: float = 1e-5,
-    epsilon_inside: bool = False,
+    alpha: float = 0.9,
+    eps: float = 1e-5,
+    eps_inside: bool = False,
     schedule: Schedule = "step",
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with RMSProp's scales, from public data.
 
-    Computes, with h the mean gradient on a public batch: v = beta v + (1 - beta) h**2, where v is 0 at first and is
-        updated before its use; A = sqrt(v) + epsilon, or sqrt(v + epsilon) with epsilon_inside; each example's g
-        becomes g / A. With the schedule "epoch", v is replaced at the start of each expected pass over the private
+    Computes, with h the mean gradient on a public batch: v = alpha v + (1 - alpha) h**2, where v is 0 at first and
+        is updated before its use; A = sqrt(v) + eps, or sqrt(v + eps) with eps_inside; each example's g becomes
+        g / A. With the schedule "epoch", v is replaced at the start of each expected pass over the private
         data by the mean of h**2 over all public batches.
 
     Args:
         gradient: the gradient on public data, of the model that is trained.
-        beta: the decay rate of v, in [0, 1).
-        epsilon: > 0; in gradient units outside of the root, in squared gradient units inside.
-        epsilon_inside: whether epsilon is added inside the root (the authors' code) or outside (the paper).
+        alpha: the decay rate of v, in [0, 1).
+        eps: > 0; in gradient units outside of the root, in squared gradient units inside.
+        eps_inside: whether eps is added inside the root (the authors' code) or outside (the paper).
         schedule: "step" (the paper) or "epoch" (the authors' code).
     Raises:
         PrivacyError: `gradient` is not a PublicGradient, or a number is out of range.
@@ -186,49 +185,46 @@ def public_rmsprop(
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
     """
-    return Moments(gradient, "rmsprop", beta=beta, epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
+    return Moments(gradient, "rmsprop", betas=(0.0, alpha), eps=eps, eps_inside=eps_inside, schedule=schedule)
 
 
 def public_adam(
     gradient: PublicGradient,
     *,
-    beta: float = 0.9,
-    beta1: float = 0.9,
+    betas: tuple[float, float] = (0.9, 0.9),
     keep: float = 0.9,
-    epsilon: float = 1e-5,
-    epsilon_inside: bool = False,
+    eps: float = 1e-5,
+    eps_inside: bool = False,
     schedule: Schedule = "step",
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with Adam's scales and a share of public momentum.
 
-    Computes: v and A as in `public_rmsprop`; M = beta1 M + (1 - beta1) h; each example's g becomes
+    Computes: v and A as in `public_rmsprop`, with alpha = beta2; M = beta1 M + (1 - beta1) h; each example's g becomes
         (keep g + (1 - keep) M) / A. Adam's bias correction is applied to neither v nor M.
 
     The sections Raises, Privacy and Reference of `public_rmsprop` hold here too.
 
     Args:
         gradient: as in `public_rmsprop`.
-        beta: as in `public_rmsprop`.
-        beta1: the decay rate of M, in [0, 1).
+        betas: decays (beta1, beta2) of M and of v, each in [0, 1).
         keep: the share of the private gradient, in (0, 1].
-        epsilon: as in `public_rmsprop`.
-        epsilon_inside: as in `public_rmsprop`.
+        eps: as in `public_rmsprop`.
+        eps_inside: as in `public_rmsprop`.
         schedule: as in `public_rmsprop`.
     """
     return Moments(
         gradient,
         "adam",
-        beta=beta,
-        beta1=beta1,
+        betas=betas,
         keep=keep,
-        epsilon=epsilon,
-        epsilon_inside=epsilon_inside,
+        eps=eps,
+        eps_inside=eps_inside,
         schedule=schedule,
     )
 
 
 def public_adagrad(
-    gradient: PublicGradient, *, epsilon: float = 1e-5, epsilon_inside: bool = False, schedule: Schedule = "step"
+    gradient: PublicGradient, *, eps: float = 1e-5, eps_inside: bool = False, schedule: Schedule = "step"
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with AdaGrad's scales: v = v + h**2, and A as in `public_rmsprop`.
 
@@ -236,28 +232,28 @@ def public_adagrad(
 
     Args:
         gradient: as in `public_rmsprop`.
-        epsilon: as in `public_rmsprop`.
-        epsilon_inside: as in `public_rmsprop`.
+        eps: as in `public_rmsprop`.
+        eps_inside: as in `public_rmsprop`.
         schedule: as in `public_rmsprop`; "epoch" adds the mean of h**2 over all public batches once per pass.
     """
-    return Moments(gradient, "adagrad", epsilon=epsilon, epsilon_inside=epsilon_inside, schedule=schedule)
+    return Moments(gradient, "adagrad", eps=eps, eps_inside=eps_inside, schedule=schedule)
 
 
-def raw_ideal_rmsprop(*, beta: float = 0.9, epsilon: float = 1e-5, epsilon_inside: bool = False) -> Preconditioner:
+def raw_ideal_rmsprop(*, alpha: float = 0.9, eps: float = 1e-5, eps_inside: bool = False) -> Preconditioner:
     """Return a preconditioner with RMSProp's scales from the private batch itself. NOT private, for research only.
 
     The scales are neither clipped nor noised. They show how much ideal scales could gain.
 
     Args:
-        beta: as in `public_rmsprop`.
-        epsilon: as in `public_rmsprop`.
-        epsilon_inside: as in `public_rmsprop`.
+        alpha: as in `public_rmsprop`.
+        eps: as in `public_rmsprop`.
+        eps_inside: as in `public_rmsprop`.
     Privacy:
         There is none: every release is charged as one without noise, so epsilon is infinite.
     Reference:
         Li et al. 2022 (AdaDPS), their "ideal" rows.
     """
-    return Moments(None, "rmsprop", beta=beta, epsilon=epsilon, epsilon_inside=epsilon_inside, schedule="step")
+    return Moments(None, "rmsprop", betas=(0.0, alpha), eps=eps, eps_inside=eps_inside, schedule="step")
 
 
 def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

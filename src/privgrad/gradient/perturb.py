@@ -132,7 +132,7 @@ class SAT(Perturbation):
 
     def released(self, gradient: NoisyGradient) -> None:
         # A copy, because the gradient may become a .grad and be overwritten.
-        for name, value in gradient.values.items():
+        for name, value in gradient.items():
             if name in self._direction:
                 self._direction[name].copy_(value)
             else:

@@ -82,7 +82,7 @@ class Distributed(Processes):
         return local
 
     def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
-        values = {name: value.contiguous() for name, value in gradient.values.items()}
+        values = {name: value.contiguous() for name, value in gradient.items()}
         std = torch.tensor([cast(float, gradient.noise_std)], dtype=torch.float64, device=self._device)
         self._spread([*values.values(), std])
         return NoisyGradient(values, noise_std=float(std))

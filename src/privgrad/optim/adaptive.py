@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_nonnegative, require_positive
+from privgrad.errors import require_decays, require_nonnegative, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.debias import FloorRule, debias, default_floor, require_rule
 from privgrad.threads import blocks
@@ -36,8 +36,8 @@ class Debiased(PrivateOptimizer):
         if "floor_rule" in group:
             require_rule(function, group["floor_rule"])
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
-            if option in group and not _are_decays(group[option], usual):
-                raise expected(function, option, "to be in [0, 1)", described(group[option]), f"give {usual}")
+            if option in group:
+                require_decays(function, option, group[option], usual)
         for option, usual in (("weight_decay", "1e-2"), ("momentum_decay", "4e-3")):
             require_nonnegative(function, option, group.get(option, 0.0), f"give {usual}")
 
@@ -90,7 +90,7 @@ class Debiased(PrivateOptimizer):
                 floor, (of_gradient, of_average) = self._floor(group, state), self._coefficients(group, state)
                 rule, moment_scale = group.get("floor_rule", "max"), self._moment_scale(group, state)
                 decay = group["lr"] * group.get("weight_decay", 0.0)
-                given = gradient.values[name].to(state[self._square].dtype)
+                given = gradient[name].to(state[self._square].dtype)
                 tensors = (parameter, given, state[self._square], state.get("exp_avg"))
                 for values, grad, square, average, std, lowest in blocks(*tensors, state[self._noise] ** 0.5, floor):
                     if keep != 1:
@@ -327,13 +327,6 @@ class AdagradBC(Debiased):
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         return group["lr"], 0.0
-
-
-def _are_decays(given: Any, usual: object) -> bool:
-    """Return whether the value is a number in [0, 1), or a pair of them if the usual value is a pair."""
-    if isinstance(usual, float):
-        return isinstance(given, float | int) and 0 <= given < 1
-    return isinstance(given, tuple | list) and [_are_decays(d, 0.9) for d in cast("list[Any]", given)] == [True, True]
 
 
 def _adam_options(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import PrivacyError, expected, require_nonnegative, require_positive
+from privgrad.errors import PrivacyError, expected, require_decays, require_nonnegative, require_positive
 from privgrad.types import NoisyGradient
 
 # Keys that torch's schedulers add to param groups.
@@ -70,10 +70,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         function = f"{type(self).__name__}.step"
         if (closure is None) == (grad is None):
-            got, remedy = "neither" if grad is None else "both", "call step(grad=private_grad(batch))"
+            got, remedy = 0 if grad is None else 2, "call step(grad=private_grad(batch))"
             if any(hasattr(parameter, "summed_grad") for group in self.param_groups for parameter in group["params"]):
                 remedy = "call privgrad.integrations.opacus.connect(optimizer) before the first step"
-            raise expected(function, "grad or closure", "to be given, not both", got, remedy)
+            raise expected(function, "exactly one of grad and closure", "to be given", got, remedy)
         if isinstance(closure, NoisyGradient):
             condition, got = "to be the keyword argument grad", "a positional argument"
             raise expected(function, "the gradient", condition, got, "call step(grad=...)")
@@ -127,7 +127,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Move the parameters by the gradient: torch's own step, unless a subclass overrides this."""
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                value = gradient.values[name].to(parameter.dtype)
+                value = gradient[name].to(parameter.dtype)
                 # torch's foreach implementation of Nesterov momentum adds to .grad in place.
                 parameter.grad = value.clone() if group.get("nesterov") else value
         step = super().step
@@ -180,7 +180,7 @@ def _number(value: Any) -> Any:
 
 def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
     """Raise PrivacyError unless the gradient has a value and a valid noise_std for each name."""
-    missing = [name for name in names if name not in gradient.values]
+    missing = [name for name in names if name not in gradient]
     if missing:
         remedy = "give the optimizer and PrivateGradient the same model"
         got = f"a gradient without {', '.join(missing)}"
@@ -229,8 +229,7 @@ class MomentumSGD(PrivateOptimizer):
         super().__init__(params, defaults={"lr": lr, "momentum": momentum})
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        if not 0 <= group["momentum"] < 1:
-            raise expected("MomentumSGD", "momentum", "to be in [0, 1)", group["momentum"], "give 0.9, the usual value")
+        require_decays("MomentumSGD", "momentum", group["momentum"], 0.9)
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
@@ -240,7 +239,7 @@ class MomentumSGD(PrivateOptimizer):
                 if not state:
                     state["step"], state["momentum_buffer"] = 0, widened(parameter)
                 state["step"] += 1
-                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient.values[name])
+                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
                 correction = 1 - group["momentum"] ** state["step"]
                 parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
 
@@ -270,8 +269,7 @@ class Yogi(PrivateOptimizer):
         super().__init__(params, defaults={"lr": lr, "betas": betas, "eps": eps})
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise expected("Yogi", "betas", "to be in [0, 1)", group["betas"], "give (0.9, 0.99), the usual values")
+        require_decays("Yogi", "betas", group["betas"], (0.9, 0.99))
         require_positive("Yogi", "eps", group["eps"], "give 1e-3, the usual value")
 
     @torch.no_grad()
@@ -283,7 +281,7 @@ class Yogi(PrivateOptimizer):
                 if not state:
                     state["exp_avg"], state["exp_avg_sq"] = widened(parameter), widened(parameter) + group["eps"] ** 2
                 moment, second = state["exp_avg"], state["exp_avg_sq"]
-                given = gradient.values[name].to(moment.dtype)
+                given = gradient[name].to(moment.dtype)
                 square = given.square()
                 moment.lerp_(given, 1 - beta1)
                 second.addcmul_(torch.sign(second - square), square, value=beta2 - 1)

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_integer, require_positive
+from privgrad.errors import expected, require_decays, require_integer, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.types import NoisyGradient
 
@@ -40,11 +40,11 @@ class _WithPublic(PrivateOptimizer):
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         function = type(self).__name__
-        for option in ("beta", "beta1"):
-            if not 0 <= group.get(option, 0.0) < 1:
-                raise expected(function, option, "to be in [0, 1)", group[option], "give 0.9, the usual value")
-        if "epsilon" in group:
-            require_positive(function, "epsilon", group["epsilon"], "give 1e-5, the usual value")
+        for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.9)):
+            if option in group:
+                require_decays(function, option, group[option], usual)
+        if "eps" in group:
+            require_positive(function, "eps", group["eps"], "give 1e-5, the usual value")
         if group.get("numerator", "private") not in get_args(Numerator):
             raise expected(function, "numerator", "to be 'private' or 'public'", repr(group["numerator"]), "choose one")
         if not 0 < group.get("keep", 1.0) <= 1:
@@ -55,7 +55,7 @@ class _WithPublic(PrivateOptimizer):
     def _update(self, gradient: NoisyGradient) -> None:
         public = self._public(self.param_groups[0]["steps"])
         for group in self.param_groups:
-            for parameter, grad, other in self._triples(group, gradient.values, public):
+            for parameter, grad, other in self._triples(group, gradient, public):
                 self._move(group, parameter, grad, other)
         for group in self.param_groups:
             group["steps"] += 1
@@ -99,15 +99,15 @@ class _WithPublic(PrivateOptimizer):
 class RMSpropPub(_WithPublic):
     """An RMSprop whose second moment is computed from public gradients: DP-R-Pub.
 
-    Computes, with g the released and h the public gradient: v = beta v + (1 - beta) h**2;
-        p = p - lr * g / (sqrt(v) + epsilon). The division comes after the noise is added, so small h amplify the noise.
+    Computes, with g the released and h the public gradient: v = alpha v + (1 - alpha) h**2;
+        p = p - lr * g / (sqrt(v) + eps). The division comes after the noise is added, so small h amplify the noise.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         public: `PublicGradient` of the same model.
         lr: learning rate, >= 0.
-        beta: decay of the second moment, in [0, 1).
-        epsilon: > 0, gradient units.
+        alpha: decay of the second moment, in [0, 1).
+        eps: > 0, gradient units.
     Raises:
         PrivacyError: parameters lack names, public is not callable, or a number is out of its range.
     Privacy:
@@ -117,26 +117,25 @@ class RMSpropPub(_WithPublic):
     """
 
     def __init__(
-        self, params: NamedParameters, lr: float, *, public: Public, beta: float = 0.9, epsilon: float = 1e-5
+        self, params: NamedParameters, lr: float, *, public: Public, alpha: float = 0.9, eps: float = 1e-5
     ) -> None:
-        super().__init__(params, public, {"lr": lr, "beta": beta, "epsilon": epsilon})
+        super().__init__(params, public, {"lr": lr, "alpha": alpha, "eps": eps})
 
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
-        square = self._average(parameter, "exp_avg_sq", public.square(), group["beta"])
-        parameter.addcdiv_(grad, square.sqrt().add_(group["epsilon"]), value=-group["lr"])
+        square = self._average(parameter, "exp_avg_sq", public.square(), group["alpha"])
+        parameter.addcdiv_(grad, square.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 class AdamPub(_WithPublic):
     """An Adam whose second moment is computed from public gradients: DP-Adam-Pub.
 
-    Computes, with g the released and h the public gradient: v = beta v + (1 - beta) h**2, and by numerator
-        "private": m = beta1 m + (1 - beta1) g; p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta**t)) + epsilon);
-        "public": M = beta1 M + (1 - beta1) h; p = p - lr (keep g + (1 - keep) M) / (sqrt(v) + epsilon).
+    Computes, with g the released and h the public gradient: v = beta2 v + (1 - beta2) h**2, and by numerator
+        "private": m = beta1 m + (1 - beta1) g; p = p - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps);
+        "public": M = beta1 M + (1 - beta1) h; p = p - lr (keep g + (1 - keep) M) / (sqrt(v) + eps).
 
     Args:
-        params, public, lr, epsilon, Raises, Privacy: as `RMSpropPub`.
-        beta: decay of the second moment, in [0, 1).
-        beta1: decay of the first moment, in [0, 1).
+        params, public, lr, eps, Raises, Privacy: as `RMSpropPub`.
+        betas: decays (beta1, beta2) of the first and the second moment, each in [0, 1).
         numerator: one of two readings of the paper, whose equation is not available.
         keep: share of the released gradient, with numerator "public", in (0, 1].
         bias_correction: divide each moment by 1 - decay**t, with numerator "private".
@@ -150,26 +149,26 @@ class AdamPub(_WithPublic):
         lr: float,
         *,
         public: Public,
-        beta: float = 0.999,
-        beta1: float = 0.9,
-        epsilon: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-5,
         numerator: Numerator = "private",
         keep: float = 0.9,
         bias_correction: bool = True,
     ) -> None:
         options = {"numerator": numerator, "keep": keep, "bias_correction": bias_correction}
-        super().__init__(params, public, {"lr": lr, "beta": beta, "beta1": beta1, "epsilon": epsilon} | options)
+        super().__init__(params, public, {"lr": lr, "betas": betas, "eps": eps} | options)
 
     def _move(self, group: Mapping[str, Any], parameter: nn.Parameter, grad: Tensor, public: Tensor) -> None:
-        square = self._average(parameter, "exp_avg_sq", public.square(), group["beta"])
+        beta1, beta2 = group["betas"]
+        square = self._average(parameter, "exp_avg_sq", public.square(), beta2)
         if group["numerator"] == "public":
-            average = self._average(parameter, "public_exp_avg", public, group["beta1"])
+            average = self._average(parameter, "public_exp_avg", public, beta1)
             numerator, first, second = group["keep"] * grad + (1 - group["keep"]) * average, 1.0, 1.0
         else:
-            numerator, first, second = self._average(parameter, "exp_avg", grad, group["beta1"]), 1.0, 1.0
+            numerator, first, second = self._average(parameter, "exp_avg", grad, beta1), 1.0, 1.0
             if group["bias_correction"]:
-                first, second = (1 - group[beta] ** (group["steps"] + 1) for beta in ("beta1", "beta"))
-        root = (square / second).sqrt_().add_(group["epsilon"])
+                first, second = (1 - beta ** (group["steps"] + 1) for beta in (beta1, beta2))
+        root = (square / second).sqrt_().add_(group["eps"])
         parameter.addcdiv_(numerator, root, value=-group["lr"] / first)
 
 
