@@ -10,9 +10,6 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 SOURCE = ROOT / "src/privgrad"
 # Path, or path:Class.function -> the reason why it is longer, in one sentence.
 EXCEPTIONS = {
-    "cli.py": "It holds all commands, and is to be split by command.",
-    "experiments/runs.py": "It holds the runner and its records, and is to be split between them.",
-    "experiments/spec.py": "It holds the specification and its checks, and is to be split between them.",
     "gradient/clipping.py": "It holds the clipping rules and the clipped sum, and is to be split between them.",
     "gradient/engines/capture.py": "It holds the capture of every kind of call, and is to be split by kind.",
     "gradient/engines/capture.py:Capture._by_vmap": "It is to be split together with its file.",

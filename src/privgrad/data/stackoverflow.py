@@ -53,7 +53,6 @@ def stackoverflow(
     Privacy:
         The frequent words and tags were counted over all users: NOT private.
     """
-    # Half of these lines are the signature and its description; the rest reads, checks and returns.
     numbers = {"words": words, "tags": tags, "length": length, "limit": limit, "minimum": minimum, "cap": cap}
     for name, value in numbers.items():
         require_integer("stackoverflow", name, value, 1)
