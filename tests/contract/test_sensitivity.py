@@ -127,6 +127,20 @@ def test_terms_of_a_batch_that_round_together_stay_within_the_bound(kind: str, c
     assert change <= LIMIT
 
 
+def test_one_example_does_not_decide_the_precision_of_the_others():
+    """Equal examples, whose terms add up to 1e4 C with the last one, and to less without it.
+
+    All their rounding errors have the same direction, so a sum in float32 is far from one in float64.
+    """
+    torch.manual_seed(7)
+    count, width = 4096, 8
+    share = 0.5 * (1e4 / (count - 0.5) - 1)
+    x = (torch.rand(width) + 0.5).repeat(count, 2, 1)
+    y = 3 * torch.cat([torch.full((count, 1, 1), 1 + share), torch.full((count, 1, 1), -share)], 1)
+    change = change_over_bound(nn.Linear(width, 1, bias=False), products, (x, y), count - 1)
+    assert change <= LIMIT
+
+
 class Computed(nn.Linear):
     """A linear map whose forward pass multiplies its weight by a large number."""
 

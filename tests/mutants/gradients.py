@@ -159,8 +159,19 @@ def examples_bounded_and_not_the_batch(patch: Patch) -> None:
     patch.setattr(clipping._Sums, "add", wrong)
 
 
+def precision_by_the_batch(patch: Patch) -> None:
+    """The batch's terms decide between float32 and float64, so one example decides it for all others."""
+    real = clipping._Sums.__init__
+
+    def wrong(self: Any, *given: Any) -> None:
+        real(self, *given)
+        self._light = 4.0
+
+    patch.setattr(clipping._Sums, "__init__", wrong)
+
+
 def all_places_in_one_sum(patch: Patch) -> None:
-    patch.setattr(clipping, "_ALIKE", math.inf)
+    patch.setattr(clipping, "_ALIKE", 1e30)
 
 
 def chunks_added_in_float32(patch: Patch) -> None:
@@ -429,6 +440,11 @@ CLIPPING = [
         examples_bounded_and_not_the_batch,
         "test_sensitivity.test_terms_of_a_batch_that_round_together_stay_within_the_bound",
         {"kind": "rnn", "count": 4096},
+    ),
+    Mutant(
+        "a batch's terms decide its precision",
+        precision_by_the_batch,
+        "test_sensitivity.test_one_example_does_not_decide_the_precision_of_the_others",
     ),
     Mutant(
         "places of an example that are rounded alike, all in one sum",

@@ -6,7 +6,6 @@ sensitivity of the sum. PrivateGradient then adds noise in proportion to that se
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from privgrad.types import ClippedSum
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
 _TERMS = 1e4
 _ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the positions of an example
+_LIGHT = 4.0  # times C: how large the terms of one example may be in a float32 sum; usual are at most 2
 _UNIT_ROUNDOFF = 2.0**-24
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
@@ -206,7 +206,7 @@ class ClippingAccumulator:
         self._like, self._clip, self._bound = like, clip, max_grad_norm
         self._scales = inverse_scales or {}
         self._grouped, self._expected_size = grouped, expected_size
-        self._sums = _Sums(max_grad_norm, self._scales)
+        self._sums = _Sums(max_grad_norm, self._scales, expected_size)
         self._seen: list[RawClipping] = []
         self._devices = {value.device.type for value in like.values()}
 
@@ -245,7 +245,7 @@ def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
 
     Args:
         parameter: a float64 parameter always has a float64 sum.
-        expected_size: the public number of contributions. Above 1e4, a float32 sum would be rounded by over 6e-4 C.
+        expected_size: the public number of contributions. Above 1e4, a float32 sum would be rounded by over 1e-3 C.
     """
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.float64 if expected_size > _TERMS else dtype
@@ -263,44 +263,66 @@ def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None
 class _Sums:
     """Weighted sums by parameter name, in float32 as long as rounding is negligible.
 
+    Args:
+        max_grad_norm: C.
+        inverse_scales: 1 / A by parameter name.
+        expected_size: the public expected number of contributions.
     Privacy:
-        In a float32 sum, one example more or less changes the rounding errors of all other terms. Three rules bound
-        this change. The term bound of a sum is the sum of the norms of all its terms.
-        - While the term bound of the whole batch is below 1e4 C, the sum is computed in float32: the unit roundoff
-          times 1e4 C is 6e-4 C. Above, it is computed in float64.
-        - An example has many positions, and all of them may be rounded in the same direction. Examples are therefore
-          added in parts. The number of positions times the term bound of a part is below 4e4 C, which gives 2.4e-3 C.
-        - Chunks are added to a total. The total becomes float64 as soon as the sum of its term bounds, over these
-          additions, exceeds 1e4 C.
+        A float32 sum differs from the exact sum by rounding errors. In a batch built for this, all of them may have the
+        same direction. One example more or less hardly changes them, as long as all others are added in the same way.
+        So no other example decides how an example is added. The term bound of an example is the sum of the norms of
+        all its terms, after clipping.
+        - An example is light if its term bound is at most 4 C, or less where many contributions are expected. Light
+          examples are summed in float32. Each other example is summed in float64.
+        - The term bounds of the light examples add up to at most 1e4 C, or to 2 C per expected contribution: the unit
+          roundoff times 1e4 C is 6e-4 C. Only a batch of twice the expected size can exceed this, and is summed in
+          float64.
+        - An example has many positions, and all of them may be rounded in the same direction. Light examples are
+          therefore added in parts of a public size. The number of positions times the term bound of a part is at most
+          4e4 C, which gives 2.4e-3 C.
+        - Chunks are added to a total in float64.
     """
 
-    def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor]) -> None:
+    def __init__(self, max_grad_norm: float, inverse_scales: Mapping[str, Tensor], expected_size: int) -> None:
         self.values: dict[str, Tensor] = {}
         self._terms: dict[str, float] = {}
-        self._added_to: dict[str, float] = {}
-        self._bound, self._scales = max_grad_norm, inverse_scales
+        self._bound, self._scales, self._expected_size = max_grad_norm, inverse_scales, expected_size
+        self._limit = max(_TERMS, 2.0 * expected_size)  # times C
+        self._light = min(_LIGHT, self._limit / (2 * expected_size))  # times C
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
-        added = torch.stack([(factors[name] * terms[name]).sum() for name in factors])
-        for (name, factor_B), more in zip(factors.items(), cast("list[float]", added.tolist()), strict=True):
+        heavy, light = dict[str, Tensor](), list[Tensor]()
+        for name, factor_B in factors.items():
+            term_B = factor_B * terms[name]
+            heavy[name] = ~(term_B <= self._light * self._bound)
+            light.append(torch.where(heavy[name], 0.0, term_B).sum())
+        sums = cast("list[float]", torch.stack(light).tolist())
+        counts = cast("list[int]", torch.stack([heavy_B.sum() for heavy_B in heavy.values()]).tolist())
+        for name, more, count in zip(factors, sums, counts, strict=True):
             self._terms[name] = self._terms.get(name, 0.0) + more
-            found, factor, known = None, chunk[name], self.values.get(name)
-            if self._fits(self._terms[name]):
-                parts = math.ceil(factor.positions * more / (_ALIKE * self._bound))
-                parts = max(1, min(parts, factor.examples))
-                found, rounded = factor.sum_and_rounding(factor_B, self._scales.get(name), parts)
-                self._terms[name] += rounded / _UNIT_ROUNDOFF
-            if found is None or not self._fits(self._terms[name]):
-                found = factor.exact_sum(factor_B)
-            if known is not None:
-                self._added_to[name] = self._added_to.get(name, 0.0) + self._terms[name]
-                found = found if self._fits(self._added_to[name]) else found.double()
-                found = found.add_(known) if found.dtype == torch.float64 else known.add_(found)
-            self.values[name] = found
+            added = self._sum(name, chunk[name], factors[name], heavy[name] if count else None)
+            known = self.values.get(name)
+            self.values[name] = added if known is None else known.double().add_(added)
 
-    def _fits(self, terms: float) -> bool:
-        return terms <= _TERMS * self._bound
+    def _sum(self, name: str, factor: Factor, factor_B: Tensor, heavy_B: Tensor | None) -> Tensor:
+        """Return the sum of one chunk: of light examples in float32, of heavy ones in float64."""
+        if not self._fits(name) or (heavy_B is not None and bool(heavy_B.all())):
+            return factor.exact_sum(factor_B)
+        most = max(1, int(_ALIKE / (factor.positions * self._light)))
+        light_B = factor_B if heavy_B is None else torch.where(heavy_B, 0.0, factor_B)
+        in_parts = None if 2 * self._expected_size <= most else most
+        total, rounded = factor.sum_and_rounding(light_B, self._scales.get(name), in_parts)
+        self._terms[name] += rounded / _UNIT_ROUNDOFF
+        if not self._fits(name):
+            return factor.exact_sum(factor_B)
+        if heavy_B is None:
+            return total
+        index = heavy_B.nonzero()[:, 0]
+        return total.double().add_(factor[index].exact_sum(factor_B[index]))
+
+    def _fits(self, name: str) -> bool:
+        return self._terms[name] <= self._limit * self._bound
 
 
 def _add_clipped(

@@ -8,7 +8,6 @@ parameter.
 Everything here is computed in float32 or wider, and is NOT private.
 """
 
-import math
 from abc import ABC, abstractmethod
 from itertools import accumulate
 
@@ -57,7 +56,7 @@ class Factor(ABC):
         Every example's gradient must be finite.
         """
 
-    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
+    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
         """Return the weighted sum, computed in parts of the examples that are then added up in float64.
 
         A kernel may add one term after the other. It then rounds each term to the float32 resolution of the total so
@@ -66,14 +65,13 @@ class Factor(ABC):
 
         Args:
             weight_B: shape (B,).
-            parts: number of parts, which clipping chooses.
+            most: the number of examples per part, which clipping chooses by public numbers; None: no parts.
         """
-        if parts == 1:
+        if most is None or self.examples <= most:
             return self.weighted_sum(weight_B)
         total = torch.zeros(self.shape, dtype=torch.float64, device=weight_B.device)
-        size = math.ceil(self.examples / parts)
-        for start in range(0, self.examples, size):
-            part = slice(start, start + size)
+        for start in range(0, self.examples, most):
+            part = slice(start, start + most)
             total += self[part].weighted_sum(weight_B[part])
         return total
 
@@ -91,7 +89,7 @@ class Factor(ABC):
         )
 
     def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
     ) -> tuple[Tensor, float]:
         """Return the sum in parts, and an estimate of its further rounding errors.
 
@@ -100,7 +98,7 @@ class Factor(ABC):
         where it is too large.
         """
         del inverse_scales
-        return self.sum_in_parts(weight_B, parts), 0.0
+        return self.sum_in_parts(weight_B, most), 0.0
 
     @abstractmethod
     def mask(self, kept_B: Tensor) -> "Factor":
@@ -268,16 +266,16 @@ class Scaled(Factor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.weighted_sum(self.share * weight_B)
 
-    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
-        return self.inner.sum_in_parts(self.share * weight_B, parts)
+    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
+        return self.inner.sum_in_parts(self.share * weight_B, most)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return self.inner.exact_sum(self.share * weight_B)
 
     def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
     ) -> tuple[Tensor, float]:
-        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales, parts)
+        return self.inner.sum_and_rounding(self.share * weight_B, inverse_scales, most)
 
     def mask(self, kept_B: Tensor) -> "Scaled":
         return Scaled(self.inner.mask(kept_B), self.share)
@@ -361,16 +359,16 @@ class Sum(LinearMapFactor):
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         return added_up([part.weighted_sum(weight_B) for part in self.parts])
 
-    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
-        return added_up([part.sum_in_parts(weight_B, parts) for part in self.parts])
+    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
+        return added_up([part.sum_in_parts(weight_B, most) for part in self.parts])
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         return added_up([part.exact_sum(weight_B) for part in self.parts])
 
     def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
     ) -> tuple[Tensor, float]:
-        found = (part.sum_and_rounding(weight_B, inverse_scales, parts) for part in self.parts)
+        found = (part.sum_and_rounding(weight_B, inverse_scales, most) for part in self.parts)
         sums, rounded = zip(*found, strict=True)
         return added_up(list(sums)), sum(rounded)
 

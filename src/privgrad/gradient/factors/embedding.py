@@ -45,16 +45,9 @@ class Rows(LinearMapFactor):
         r_BTD = self.r_BTD * weight_B.to(self.r_BTD.dtype)[:, None, None]
         return self.r_BTD.new_zeros(self.shape).index_add_(0, self.ids_BT.flatten(), r_BTD.flatten(0, 1))
 
-    def sum_in_parts(self, weight_B: Tensor, parts: int) -> Tensor:
-        """Return the weighted sum, in float64 where float32 totals would be too large.
-
-        Each row of the table has its own total, so the row with the largest total decides. Parts of the examples would
-        each need a whole table, and cost more than `exact_sum`.
-        """
-        terms_BT = position_norms(self.r_BTD) * weight_B[:, None]
-        total_V = terms_BT.new_zeros(self.shape[0]).index_add_(0, self.ids_BT.flatten(), terms_BT.flatten())
-        few = parts == 1 or bool(parts * total_V.amax() <= terms_BT.sum())
-        return self.weighted_sum(weight_B) if few else self.exact_sum(weight_B)
+    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
+        """Return the weighted sum, in float64 if it would need parts: each part would need a whole table."""
+        return self.weighted_sum(weight_B) if most is None else self.exact_sum(weight_B)
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
         total = self.r_BTD.new_zeros(self.shape, dtype=torch.float64)

@@ -160,7 +160,7 @@ class Pulled(Factor):
         return added_up([Dense(p.dense()).weighted_sum(weight_B[end - p.examples : end]) for p, end in pairs])
 
     def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
     ) -> tuple[Tensor, float]:
         """Return J^T times the sum, and an estimate of the rounding errors of this product.
 
@@ -171,7 +171,7 @@ class Pulled(Factor):
         """
         if self.apart or self.examples == 0:
             return self.weighted_sum(weight_B), 0.0
-        summed = self.inner.sum_in_parts(weight_B, parts)
+        summed = self.inner.sum_in_parts(weight_B, most)
         pulled, share = self.jacobian.pull(summed), 0.5 + 0.5 * _SHARES.random()
         moved = self.jacobian.pull(share * summed) / share - pulled
         if self._outgrows(summed, pulled):

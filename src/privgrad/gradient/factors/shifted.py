@@ -42,9 +42,9 @@ class Shifted(Factor):
         return self.sum_and_rounding(weight_B)[0]
 
     def sum_and_rounding(
-        self, weight_B: Tensor, inverse_scales: Tensor | None = None, parts: int = 1
+        self, weight_B: Tensor, inverse_scales: Tensor | None = None, most: int | None = None
     ) -> tuple[Tensor, float]:
-        total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales, parts)
+        total, rounded = self.inner.sum_and_rounding(weight_B, inverse_scales, most)
         return total.add_(self.shift, alpha=float((weight_B * self.kept_B).sum())), rounded
 
     def exact_sum(self, weight_B: Tensor) -> Tensor:
