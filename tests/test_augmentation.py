@@ -38,10 +38,10 @@ def test_the_gradient_is_that_of_the_mean_over_the_same_views(perturb: Any):
     losses = multiplicity(loss_fn, augment, views=3)
     chosen = pg.perturb.SampleGradient() if perturb is None else perturb
     hooks = Hooks(model, losses)
-    chosen.gradients(hooks, BATCH, 0)  # audits draw as well
-    chosen.gradients(hooks, BATCH, 0)
+    chosen.gradients(hooks, BATCH, 0, {})  # audits draw as well
+    chosen.gradients(hooks, BATCH, 0, {})
     with seeded(5):
-        found = chosen.gradients(hooks, BATCH, 0)
+        found = chosen.gradients(hooks, BATCH, 0, {})
     with seeded(5):
         views = augment(tuple(part.repeat_interleave(3, 0) for part in BATCH))[0].unflatten(0, (5, 3))
 
@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_the_mean_over_the_same_views(perturb: Any):
         size = len(batch[0])
         return loss_fn(model, (batch[0].flatten(0, 1), batch[1].repeat_interleave(3))).view(size, 3).mean(1)
 
-    wanted = chosen.gradients(Vmap(model, of_views), (views, BATCH[1]), 0)
+    wanted = chosen.gradients(Vmap(model, of_views), (views, BATCH[1]), 0, {})
     for name, factor in wanted.items():
         torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(found[name].norms(), factor.norms(), rtol=1e-9, atol=1e-11)

@@ -10,13 +10,9 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 SOURCE = ROOT / "src/privgrad"
 # Path, or path:Class.function -> the reason why it is longer, in one sentence.
 EXCEPTIONS = {
-    "gradient/clipping.py": "It holds the clipping rules and the clipped sum, and is to be split between them.",
-    "gradient/engines/capture.py": "It holds the capture of every kind of call, and is to be split by kind.",
-    "gradient/engines/capture.py:Capture._by_vmap": "It is to be split together with its file.",
-    "gradient/engines/hooks.py": "It holds engine, self-checks and memory plan, and is to be split into these.",
-    "gradient/factors/base.py": "It holds the interface of factors and two of them, and is to be split by factor.",
-    "private_gradient.py": "It holds the release and its research twins, and is to be split between them.",
-    "private_gradient.py:PrivateGradient.__init__": "It checks every argument, and is to be split by argument.",
+    "gradient/clipping.py": "The guarantee rests on it: a reviewer reads rules, factors and sum in one piece.",
+    "private_gradient.py": "The guarantee rests on it: a reviewer reads admission, sum, noise and charge in one piece.",
+    "private_gradient.py:PrivateGradient.__init__": "It checks every argument before anything is changed.",
 }
 
 

@@ -1,4 +1,7 @@
-"""PrivateGradient: the privacy boundary. Its inputs are sensitive; its outputs are safe to use in any way."""
+"""PrivateGradient: the privacy boundary. Its inputs are sensitive; its outputs are safe to use in any way.
+
+The file is long, so that a reviewer reads admission, sum, noise and charge in one piece.
+"""
 
 import hashlib
 import math

@@ -1,6 +1,5 @@
 """Faults of clipping, of per-example gradients and of what the model is checked for."""
 
-import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -585,7 +584,12 @@ GRADIENTS = [
         shared_draws,
         "test_engines.test_dropout_draws_one_mask_per_example",
     ),
-    Mutant("other masks in BAM's second pass", two_draws, "test_perturb.test_both_passes_draw_the_same_dropout"),
+    Mutant(
+        "other masks in BAM's second pass",
+        two_draws,
+        "test_perturb.test_both_passes_draw_the_same_dropout",
+        guard="the random draws before",
+    ),
     Mutant(
         "BatchNorm in training mode",
         mixing_modules_let_through,

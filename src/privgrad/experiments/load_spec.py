@@ -12,12 +12,11 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from torch import nn
 
-from privgrad import side_information
+from privgrad import precondition, side_information
 from privgrad.data import LOADERS
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.experiments.build import MODELS
 from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable, Spec
-from privgrad.gradient import precondition
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments

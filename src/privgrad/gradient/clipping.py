@@ -1,7 +1,8 @@
 """Clip each contribution to norm C and add the results. The privacy guarantee rests on this file.
 
 A clipping rule turns norms into factors. ClippingAccumulator checks the factors, multiplies and adds, and states the
-sensitivity of the sum. PrivateGradient then adds noise in proportion to that sensitivity.
+sensitivity of the sum. PrivateGradient then adds noise in proportion to that sensitivity. The file is long, so that a
+reviewer reads rules, factors and sum in one piece.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
