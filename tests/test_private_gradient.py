@@ -1,5 +1,6 @@
 """The privacy boundary: what it takes, what it charges, what it gives."""
 
+import inspect
 import math
 import pickle
 import sys
@@ -323,3 +324,19 @@ def test_numbers_of_numpy_become_plain(tmp_path: Path):
     private_grad(first_batch(plan, make_data()))
     with pytest.raises(pg.PrivacyError, match="PrivacyPlan"):
         pg.PrivateGradient(make_model(), loss_fn, {"steps": 3})  # pyright: ignore[reportArgumentType]
+
+
+def test_few_of_our_frames_lie_between_a_batch_and_the_first_layer():
+    """A traceback from the user's model stays short, also in a step without a self-check."""
+    model, plan, found = make_model(), make_plan(), list[int]()
+    ours = str(Path(pg.__file__).parent)
+
+    def count(*_: Any) -> None:
+        found.append(sum(frame.filename.startswith(ours) for frame in inspect.stack()))
+
+    private_grad, batches = pg.PrivateGradient(model, loss_fn, plan), plan.batches(make_data())
+    for _ in range(2):
+        private_grad(next(batches))
+    next(model.children()).register_forward_pre_hook(count)
+    private_grad(next(batches))
+    assert found == [8]
