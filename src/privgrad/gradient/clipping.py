@@ -277,7 +277,7 @@ class _Sums:
           examples are summed in float32. Each other example is summed in float64.
         - The term bounds of the light examples add up to at most 1e4 C, or to 2 C per expected contribution: the unit
           roundoff times 1e4 C is 6e-4 C. Only a batch of twice the expected size can exceed this, and is summed in
-          float64.
+          float64. If more than 1e4 contributions are expected, all are summed in float64.
         - An example has many positions, and all of them may be rounded in the same direction. Light examples are
           therefore added in parts of a public size. The number of positions times the term bound of a part is at most
           4e4 C, which gives 2.4e-3 C.
@@ -308,7 +308,8 @@ class _Sums:
 
     def _sum(self, name: str, factor: Factor, factor_B: Tensor, heavy_B: Tensor | None) -> Tensor:
         """Return the sum of one chunk: of light examples in float32, of heavy ones in float64."""
-        if not self._fits(name) or (heavy_B is not None and bool(heavy_B.all())):
+        in_double = self._expected_size > _TERMS or not self._fits(name)
+        if in_double or (heavy_B is not None and bool(heavy_B.all())):
             return factor.exact_sum(factor_B)
         most = max(1, int(_ALIKE / (factor.positions * self._light)))
         light_B = factor_B if heavy_B is None else torch.where(heavy_B, 0.0, factor_B)
