@@ -205,7 +205,10 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def not_open() -> PrivacyError:
-    """Return the error for a line that a closed or read-only ledger cannot take."""
+    """Return the error for a line that a closed or read-only ledger cannot take; the caller raises it.
+
+    `LedgerFile.append` raises it for a ledger with a file, and `Ledger` for a ledger in memory.
+    """
     remedy = "open its file again with Ledger(path)"
     return expected("Ledger.charge", "ledger", "to be open for writing", "a closed or read-only ledger", remedy)
 

@@ -90,7 +90,18 @@ class TrainingRun:
         return self.start
 
     def _go_on_after_lost_steps(self, spent: int) -> None:
-        """Skip the steps that were released and then lost: they stay charged, and their noise cannot be drawn again."""
+        """Skip the steps that the ledger has charged but the checkpoint does not hold.
+
+        `resume` calls this at every start without a research seed. The noise of lost steps cannot be drawn again. This
+        moves the step index and the schedule of the learning rate past them.
+
+        Args:
+            spent: the number of releases in the ledger.
+        Raises:
+            BudgetExceededError: all steps are charged, and no update was saved.
+        Privacy:
+            The guarantee does not rest on this: the ledger refuses a release beyond the plan's steps by itself.
+        """
         plan = self.private_grad.plan
         lost = spent - self.private_grad.state_dict()["step"]
         if spent >= plan.steps and self.result.updates == 0:

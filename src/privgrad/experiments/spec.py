@@ -169,7 +169,10 @@ class MethodTable(_Table):
 
     @property
     def fixed_lr(self) -> float | None:
-        """Return the learning rate, or None if it is tuned on a grid."""
+        """Return the method's single learning rate; None if `lr` is a list or not given.
+
+        `Spec.is_tuned` counts a method without one as tuned.
+        """
         return None if isinstance(self.lr, list) else self.lr
 
     @property

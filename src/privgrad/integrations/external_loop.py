@@ -174,10 +174,15 @@ class ExternalLoopStep:
             raise expected(self._function, "optimizer", "to hold every trainable parameter", got, remedy)
 
     def _look(self, *, last: bool = False) -> None:
-        """Check which parameters have moved since the first step.
+        """Check which parameters have moved since the first step of this process.
 
+        `release` calls this before each gradient, and `require_moved` at the end of training. It finds mistakes of the
+        loop only; the guarantee does not rest on it.
+
+        Args:
+            last: whether training has ended. A parameter that has not moved is then an error at once.
         Raises:
-            PrivacyError: a trainable parameter has not moved after _PATIENCE updates, or at the end (`last`).
+            PrivacyError: a trainable parameter has not moved after _PATIENCE updates, or at the end.
         """
         if self._unmoved == {} or (last and self._unmoved is None):
             return

@@ -117,7 +117,7 @@ class Debiased(PrivateOptimizer):
         raise NotImplementedError
 
     def _floor(self, group: Group, state: State) -> float | Tensor:
-        """Return the floor in the units of the stored second moment, before any startup correction."""
+        """Return the floor in the units of the stored second moment, startup correction included."""
         raise NotImplementedError
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:

@@ -192,7 +192,10 @@ def _headline(
 
 
 def _short(value: Any) -> str:
-    """Return a setting as text: floats with six digits, 1e-05 as 1e-5, and a missing value as "not recorded"."""
+    """Return a setting as text, as the filter `short` of the page's template.
+
+    Floats have six significant digits, 1e-05 becomes 1e-5, and a missing value "not recorded".
+    """
     if value is None or isinstance(value, jinja2.Undefined):
         return "not recorded"
     return f"{value:.6g}".replace("e-0", "e-") if isinstance(value, float) else str(value)

@@ -296,7 +296,7 @@ class StandardizedWeight:
         return _sums(h) / self.fan_in, _products(h, self.rows.flatten(1)) / self.fan_in
 
     def slope(self, g: Projected) -> Tensor:
-        """Return <y g>, shape (B, O)."""
+        """Return <y g>, the mean over each row of y times g, shape (B, O); norms of displaced weights rest on it."""
         scale_BO, mean_BO, along_BO, _ = g.parts[1]
         return scale_BO * (along_BO * self.lost_1O - mean_BO * self.level_1O)
 

@@ -3,7 +3,8 @@
 A `Rule` is for a layer with one weight: its forward pass, and the per-example gradients of its parameters. A forward
 with taps is for a layer that computes several linear maps, such as attention. It computes the same as the module, and
 passes the output of each map through a tap, with a function from the gradient of that output to factors.
-`engines.capture` finds both by the type of the layer and calls them in place of the layer's forward.
+`engines.capture` finds both by the type of the layer and puts them in place of the layer's forward.
+`engines.layer_call` calls the methods of a rule.
 
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
@@ -55,14 +56,20 @@ class Rule(ABC):
 
     @abstractmethod
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
-        """Return the per-example gradients of the named parameter.
+        """Return the per-example gradients of the named parameter, one row per example.
+
+        `engines.layer_call` calls this in the backward pass, once per trained parameter. In a Hessian product it calls
+        it again for "weight", with other tensors as x and grad, so `is_bilinear` must hold there.
 
         Args:
-            layer: the module.
+            layer: the module, or the options of a functional call.
             name: name of the parameter.
             parameters: all parameters of the layer, by name.
             x: input, shape (B, ...).
             grad: gradient of each example's loss with respect to the output, shape (B, ...).
+        Privacy:
+            The guarantee rests on this: each row is clipped by the norm of this factor. Row i must depend on example i
+            only.
         """
 
     def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
