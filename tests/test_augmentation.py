@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from privgrad.augmentation import multiplicity, shift_and_flip
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.module_state import seeded
 
@@ -37,11 +37,11 @@ def test_the_gradient_is_that_of_the_mean_over_the_same_views(perturb: Any):
     model = model_of()
     losses = multiplicity(loss_fn, augment, views=3)
     chosen = pg.perturb.SampleGradient() if perturb is None else perturb
-    hooks = Hooks(model, losses)
-    chosen.gradients(hooks, BATCH, 0, {})  # audits draw as well
-    chosen.gradients(hooks, BATCH, 0, {})
+    engine = Factored(model, losses)
+    chosen.gradients(engine, BATCH, 0, {})  # audits draw as well
+    chosen.gradients(engine, BATCH, 0, {})
     with seeded(5):
-        found = chosen.gradients(hooks, BATCH, 0, {})
+        found = chosen.gradients(engine, BATCH, 0, {})
     with seeded(5):
         views = augment(tuple(part.repeat_interleave(3, 0) for part in BATCH))[0].unflatten(0, (5, 3))
 

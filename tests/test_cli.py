@@ -46,7 +46,7 @@ lr = [0.01, 0.1]
 seeds = [9]
 [run]
 seeds = [0, 1]
-evaluations = 2
+num_evaluations = 2
 """
 # The same without a target, which takes seconds to calibrate to, in every process anew.
 SIGMA = SPEC.replace("target_epsilon = 1.0", "noise_multiplier = 4.0")

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import make_plan
 from privgrad import data, models
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import per_sample_gradients
 
 
@@ -91,7 +91,7 @@ def test_a_sparse_linear_layer_is_a_linear_one_on_sparse_rows(preconditioned: bo
     torch.testing.assert_close(sparse(rows), plain(dense), rtol=1e-6, atol=1e-7)  # the values passed through float32
     wanted = per_sample_gradients(plain, loss_fn, (unpacked(rows, dense.shape[1]), labels))
     wanted["weight"] = wanted["weight"].mT
-    for name, factor in Hooks(sparse, loss_fn)((rows, labels)).items():
+    for name, factor in Factored(sparse, loss_fn)((rows, labels)).items():
         scales = torch.rand(factor.shape).double() + 0.1 if preconditioned else None
         torch.testing.assert_close(factor.dense(), wanted[name], rtol=1e-6, atol=1e-7)
         scaled = wanted[name] if scales is None else wanted[name] * scales

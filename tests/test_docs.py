@@ -19,7 +19,7 @@ from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
 from privgrad import data, diagnostics
 from privgrad.experiments.load_spec import load_spec
 from privgrad.experiments.spec import Spec
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 
 WITH_CODE = [page for page in pages.pages() if blocks(page, "python")]
@@ -83,7 +83,7 @@ def test_the_guides_rule_is_right():
     exec(rule.text, names)
     for inputs in (torch.randn(5, 3), torch.randn(5, 2, 3)):
         scale, losses = names["Scale"](3), lambda model, x: model(x).square().flatten(1).sum(1)
-        factors, rows = Hooks(scale, losses)(inputs), Vmap(scale, losses)(inputs)
+        factors, rows = Factored(scale, losses)(inputs), Vmap(scale, losses)(inputs)
         torch.testing.assert_close(factors["scale"].dense(), rows["scale"].dense())
 
 

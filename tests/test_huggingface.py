@@ -42,7 +42,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
@@ -226,7 +226,7 @@ OF_PEFT: dict[str, PeftConfig] = {
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
 @pytest.mark.parametrize("kind", OF_PEFT)
 def test_every_kind_of_adapter_has_the_gradients_of_single_examples(kind: str):
-    """By vmap all of them; by hooks those that it does not refuse by name."""
+    """By vmap all of them; by factors those that it does not refuse by name."""
     model = get_peft_model(gpt2(), copy.deepcopy(OF_PEFT[kind])).double().eval()  # pyright: ignore[reportArgumentType]
     for name, parameter in model.named_parameters():
         if "lora" in name and "_B" in name:  # zero at first: the other factor would have no gradient
@@ -235,7 +235,7 @@ def test_every_kind_of_adapter_has_the_gradients_of_single_examples(kind: str):
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     found = {"vmap": Vmap(model, causal_lm_losses)(batch)}
     with contextlib.suppress(pg.UnsupportedModuleError):
-        found["factored"] = Hooks(model, causal_lm_losses)(batch)
+        found["factored"] = Factored(model, causal_lm_losses)(batch)
     assert ("factored" in found) == (kind in ("LoRA", "prefixes"))
     for index in range(3):
         single = gradients(model, causal_lm_losses, {name: value[index : index + 1] for name, value in batch.items()})

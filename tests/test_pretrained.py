@@ -22,7 +22,7 @@ from privgrad.data.sources import cache
 from privgrad.experiments.build import make_data
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.runner import train
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 from privgrad.papers.reproduce import _prepared
@@ -123,9 +123,9 @@ def batch_of(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def assert_each_gradient_is_that_of_a_batch_of_one(
     model: nn.Module, losses: Any, rows: list[dict[str, Tensor]], *, tolerance: float
 ) -> None:
-    """What the hooks engine finds for each of several examples together, against autograd on each alone."""
+    """What the factored engine finds for each of several examples together, against autograd on each alone."""
     model.eval()  # without dropout, which would draw otherwise
-    found = Hooks(model, losses)(batch_of(rows))
+    found = Factored(model, losses)(batch_of(rows))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert found.keys() == trained.keys()
     for index, row in enumerate(rows):
@@ -142,7 +142,7 @@ def assert_engines_agree(
     model: nn.Module, losses: Any, rows: list[dict[str, Tensor]], *, rtol: float, atol: float
 ) -> None:
     by_vmap = Vmap(model, losses)(batch_of(rows))
-    for name, factor in Hooks(model, losses)(batch_of(rows)).items():
+    for name, factor in Factored(model, losses)(batch_of(rows)).items():
         torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=rtol, atol=atol)
 
 
@@ -186,8 +186,8 @@ def test_a_small_llama_has_the_gradients_of_single_examples(small_llama: Any, sm
             if "lora_B" in name:  # zero at first: lora_A would have no gradient
                 nn.init.normal_(parameter, std=0.1)
         assert_each_gradient_is_that_of_a_batch_of_one(model, causal_lm_losses, rows, tolerance=1e-6)
-        by_vmap, by_hooks = (engine(model, causal_lm_losses)(batch_of(rows)) for engine in (Vmap, Hooks))
-        for name, factor in by_hooks.items():
+        by_vmap, by_factors = (engine(model, causal_lm_losses)(batch_of(rows)) for engine in (Vmap, Factored))
+        for name, factor in by_factors.items():
             torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-5, atol=1e-7)
 
 
@@ -206,7 +206,7 @@ def test_an_experiment_adapts_a_language_model(tmp_path: Path):
     raw["data"] |= {"path": str(tmp_path), "limit": 32, "length": 80}
     raw["model"]["encoder"] = str(tmp_path / "llama")
     raw["privacy"] |= {"num_examples": 32, "expected_batch_size": 8, "steps": 3}
-    raw["run"] = {"seeds": [0], "evaluations": 1}
+    raw["run"] = {"seeds": [0], "num_evaluations": 1}
     (method,) = (m for m in raw["methods"] if m["name"] == "DP-AdamBC")
     del raw["stands_in_for"], raw["tuning"]
     spec = check_spec(raw | {"methods": [method | {"lr": 0.01}]}, "test")
@@ -316,19 +316,19 @@ def assert_right(engine: Any, model: nn.Module) -> None:
 def test_models_with_caches_are_refused_with_remedies_that_work_or_taken(make: Callable[[], nn.Module]):
     model = moved_a_little(make)
     try:
-        Hooks(model, token_losses)(batch_of(small()))
+        Factored(model, token_losses)(batch_of(small()))
     except pg.UnsupportedModuleError as error:
         refusal = str(error)
         if make is gpt_oss:
             assert re.search("'model.layers.0.self_attn'.*DynamicCache.*use_cache = False", refusal)
     else:
-        assert_right(Hooks, model)
+        assert_right(Factored, model)
         refusal = "use engine='vmap'"
         assert make is not gpt_oss
     assert "use engine='vmap'" in refusal
     assert_right(Vmap, model)
     model.config.use_cache = False
-    assert_right(Hooks, model)
+    assert_right(Factored, model)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -340,7 +340,7 @@ def test_gradient_checkpointing_by_vmap(make: Callable[[], nn.Module]):
         model.gradient_checkpointing_enable()
     assert_right(Vmap, model)
     if make is not t5:
-        assert_right(Hooks, model)
+        assert_right(Factored, model)
 
 
 @pytest.mark.slow

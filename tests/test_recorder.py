@@ -42,7 +42,7 @@ SPEC: dict[str, Any] = {
         {"name": "DP-AdamBC", "optimizer": "AdamBC"},
     ],
     "tuning": {"lr": [0.01, 0.1], "seeds": [9]},
-    "run": {"seeds": [0, 1], "evaluations": 3},
+    "run": {"seeds": [0, 1], "num_evaluations": 3},
 }
 
 

@@ -158,7 +158,7 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
             | {"public": {"other": True, "examples": 20, "batch_size": 10}},
         ],
         "tuning": {"seeds": [0], "by": "loss"},
-        "run": {"evaluations": 1},
+        "run": {"num_evaluations": 1},
     }
     spec = check_spec(raw, "test.toml")
     records = compare(spec, tmp_path, progress=False)
@@ -188,7 +188,7 @@ def test_methods_with_side_information_run_side_by_side(tmp_path: Any):
         | {"expected_batch_size": 120, "steps": 3},
         "methods": METHODS,
         "tuning": {"seeds": [0]},
-        "run": {"seeds": [0, 1], "evaluations": 1},
+        "run": {"seeds": [0, 1], "num_evaluations": 1},
     }
     records = compare(check_spec(raw, "test"), tmp_path, progress=False)
     tuning = {(r["max_grad_norm"], r["lr"]): r["validation_accuracy"] for r in records if r["phase"] == "tuning"}
@@ -214,7 +214,7 @@ def digits_spec(method: dict[str, Any], **tables: Any) -> dict[str, Any]:
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "max_grad_norm": 1.0, "num_examples": 1200}
         | {"expected_batch_size": 120, "steps": 2},
         "methods": [plain, plain | {"name": "Q"} | method],
-        "run": {"evaluations": 1},
+        "run": {"num_evaluations": 1},
     }
 
 

@@ -72,7 +72,7 @@ def test_an_experiment_writes_its_runs(tmp_path: Path, by_rdp: None):
                 "steps": 4,
             },
             "methods": [{"name": "DP-SGD", "optimizer": "SGD", "lr": 0.5}],
-            "run": {"evaluations": 2, "tensorboard": True},
+            "run": {"num_evaluations": 2, "tensorboard": True},
         },
         "test",
     )

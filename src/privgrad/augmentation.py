@@ -1,4 +1,7 @@
-"""Augmentation multiplicity: the mean gradient over several views of each example is clipped as one gradient."""
+"""Augmentation multiplicity: the mean gradient over several views of each example is clipped as one gradient.
+
+Users and experiments wrap their loss function here. The privacy guarantee needs views that depend on one example only.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,8 @@
 """The library's errors, and the functions that check arguments and raise them.
 
 Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` See `expected`.
+
+The whole library calls this file.
 """
 
 import difflib

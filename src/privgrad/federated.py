@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.clipping import ClippingAccumulator, Flat
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.local_training import LocalUpdate, ReportedUpdate
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.precondition import Preconditioner, require_scales_only
@@ -60,7 +60,7 @@ def local_update(
         refused = partial(_refuse_raw_mean, precondition)
         transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=refused)
         inverse_scales = require_scales_only(transform)
-    engine = Hooks(model, local.losses(loss_fn))
+    engine = Factored(model, local.losses(loss_fn))
     accumulator = ClippingAccumulator(like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
     for _, update in local.chunks(engine, user, 1, step, inverse_scales):
         accumulator.add(update)

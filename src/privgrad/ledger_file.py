@@ -7,6 +7,8 @@ moved line is therefore refused when it is opened. The file alone cannot show tw
   a checkpoint is refused if its ledger lacks lines that the checkpoint has seen.
 - The checksum finds accidents and careless edits, but is not a signature. Anyone can edit a line and compute all
   checksums after it again.
+
+Only `ledger` uses it.
 """
 
 import fcntl

@@ -1,4 +1,7 @@
-"""The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release."""
+"""The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release.
+
+`PrivateGradient` calls it. The privacy guarantee rests on this file.
+"""
 
 import math
 from collections.abc import Callable, Iterable

@@ -1,4 +1,7 @@
-"""PrivacyPlan: the public numbers of a training run, fixed before it starts."""
+"""PrivacyPlan: the public numbers of a training run, fixed before it starts.
+
+Users make one plan per training. The privacy guarantee rests on this file: noise, draws and charges follow the plan.
+"""
 
 import math
 import warnings

@@ -30,7 +30,7 @@ from privgrad.errors import (
 )
 from privgrad.gradient.clipping import Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
 from privgrad.gradient.contribution import Contribution, SampleGradient
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.example_groups import group_means, group_of, split_by_group
 from privgrad.gradient.factors.base import Factor
@@ -47,7 +47,7 @@ from privgrad.rng import RandomSource
 from privgrad.threads import keep_freed_memory
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
-_ENGINES = {"factored": Hooks, "vmap": Vmap}
+_ENGINES = {"factored": Factored, "vmap": Vmap}
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 

@@ -1,4 +1,7 @@
-"""The interface to the processes that train one model together, and its version for a single process."""
+"""The interface to the processes that train one model together, and its version for a single process.
+
+PrivateGradient, samplers and `fit` call the interface; `integrations.distributed` implements it for several processes.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext

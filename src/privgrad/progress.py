@@ -1,4 +1,7 @@
-"""Progress bars on standard error: steps done, time left, and the epsilon spent."""
+"""Progress bars on standard error: steps done, time left, and the epsilon spent.
+
+`fit` and `experiments.runner` call it.
+"""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,7 @@
-"""Helpers for speed: work on blocks that stay in cache, on as many threads as torch uses or on one thread."""
+"""Helpers for speed: work on blocks that stay in cache, on as many threads as torch uses or on one thread.
+
+Clipping, noise and optimizers call them. The privacy guarantee does not rest on this file.
+"""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

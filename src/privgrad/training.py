@@ -1,4 +1,7 @@
-"""fit(): a training loop with evaluation, progress, checkpoints and resume. It adds nothing to the privacy cost."""
+"""fit(): a training loop with evaluation, progress, checkpoints and resume. It adds nothing to the privacy cost.
+
+Users and `experiments.runner` call it.
+"""
 
 import math
 import os

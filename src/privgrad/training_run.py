@@ -1,4 +1,7 @@
-"""One run of `fit`: its private steps, its checkpoint, and how it resumes."""
+"""One run of `fit`: its private steps, its checkpoint, and how it resumes.
+
+Only `training` and `experiments.runner` use it.
+"""
 
 import math
 import signal

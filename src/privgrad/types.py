@@ -2,6 +2,8 @@
 
 Each type carries the facts that its receiver needs, such as the sensitivity of a sum or the noise of a gradient. All
 are frozen dataclasses, except `Scales`, which is a dict.
+
+The whole library uses them.
 """
 
 from collections.abc import Callable, Iterator, Mapping

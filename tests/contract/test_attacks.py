@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 import privgrad as pg
 from conftest import clipped_sum, first_batch, make_data, make_plan
 from privgrad.gradient.clipping import Clipping
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.passes import Point
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.outer import Outer
@@ -37,7 +37,7 @@ class WritesToParameters(nn.Module):
 
 @pytest.mark.parametrize("way", ["data", "no_grad"])
 def test_a_forward_pass_that_writes_to_parameters_is_refused(way: str):
-    engine = Hooks(WritesToParameters(way), losses_of)
+    engine = Factored(WritesToParameters(way), losses_of)
     with pytest.raises(pg.UnsupportedModuleError, match="parameters"):
         engine(torch.randn(6, 4))
 
@@ -75,7 +75,7 @@ class SortedByLength(nn.Module):
 
 
 def test_rows_that_change_places_are_caught_when_examples_show_it():
-    engine, x = Hooks(SortedByLength().double(), losses_of), torch.randn(8, 3, dtype=torch.float64)
+    engine, x = Factored(SortedByLength().double(), losses_of), torch.randn(8, 3, dtype=torch.float64)
     alike = x.clone()
     alike[:, 0] = 1.0
     engine(alike)  # already in order: the first audit cannot see it
@@ -110,8 +110,8 @@ class NormsGradients(nn.Module):
 def test_what_mixes_in_training_mode_only_is_caught(make: Callable[[], nn.Module]):
     x = torch.randn(8, 3, dtype=torch.float64)
     with pytest.raises(pg.UnsupportedModuleError, match=r"(other|single) examples"):
-        Hooks(make().double(), losses_of)(x)
-    Hooks(make().double().eval(), losses_of)(x)
+        Factored(make().double(), losses_of)(x)
+    Factored(make().double().eval(), losses_of)(x)
 
 
 def test_an_operation_in_place_on_a_layers_output_keeps_its_gradient():
@@ -120,7 +120,7 @@ def test_an_operation_in_place_on_a_layers_output_keeps_its_gradient():
         torch.manual_seed(0)
         dropout, relu = nn.Dropout(0.3, inplace=inplace), nn.ReLU(inplace=inplace)
         model = nn.Sequential(nn.Linear(4, 4), dropout, relu, nn.Linear(4, 2))
-        engine, x = Hooks(model, losses_of), torch.randn(6, 5, 4)
+        engine, x = Factored(model, losses_of), torch.randn(6, 5, 4)
         engine.audit(x)
         torch.manual_seed(1)
         factors, _ = engine._passes.compute(x, Point())  # pyright: ignore[reportPrivateUsage]
@@ -173,7 +173,7 @@ def test_terms_that_cancel_within_an_example_do_not_pass_the_bound(kind: str, bi
     torch.manual_seed(0)
     model, x = canceling(kind, big)
     parameters = dict(model.named_parameters())
-    factors = Hooks(model, lambda m, x: m(x).flatten(1).mean(1))(x)
+    factors = Factored(model, lambda m, x: m(x).flatten(1).mean(1))(x)
     sums: list[Tensor] = []
     for kept in (torch.ones(8, dtype=torch.bool), torch.arange(8) != 3):
         chunk: dict[str, Factor] = {name: factor.mask(kept) for name, factor in factors.items()}

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.precondition import Preconditioner, Transform
 from privgrad.models import SparseLinear
 from privgrad.types import Scales
@@ -73,7 +73,7 @@ def test_what_is_not_kept_spoils_no_sum(name: str):
     torch.manual_seed(0)
     make, inputs = RULES[name]
     model, x, kept = make().double(), inputs(3), torch.tensor([True, False, True])
-    engine = Hooks(model, lambda model, batch: losses_of(model, batch[0]) * batch[1])
+    engine = Factored(model, lambda model, batch: losses_of(model, batch[0]) * batch[1])
     weights = torch.ones(3, dtype=torch.float64)
     whole = {n: f.mask(kept).weighted_sum(weights) for n, f in engine((x, weights)).items()}
     broken = x.clone()
@@ -127,7 +127,7 @@ def test_public_momentum_leaves_the_bound_where_a_weight_is_used_plainly_and_com
 def test_inner_products_of_all_factors_are_those_of_the_gradients(kind: Any):
     torch.manual_seed(0)
     model, x = kind().double(), torch.randn(5, 4, dtype=torch.float64)
-    for factor in Hooks(model, losses_of)(x).values():
+    for factor in Factored(model, losses_of)(x).values():
         direction = torch.randn(factor.shape, dtype=torch.float64)
         wanted = factor.dense().flatten(1) @ direction.flatten()
         torch.testing.assert_close(factor.inner_products(direction), wanted, rtol=1e-9, atol=1e-9)

@@ -1,7 +1,7 @@
 """torch's batching rules, as the library meets them: each operation under vmap against a loop over examples.
 
 What layers and losses use with an index, a mask or a reduction is here, with weights of each example's own; forward
-under vmap and gradient outside (units of the hooks engine), and gradient inside vmap (the vmap engine); first and
+under vmap and gradient outside (units of the factored engine), and gradient inside vmap (the vmap engine); first and
 second derivatives (BAM's mode "exact"); with each argument the same for all examples, and each alone another for each.
 """
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 import privgrad as pg
 from conftest import clipped_sum
 from privgrad.gradient.batching import batched
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 
 EXAMPLES = 4
@@ -783,7 +783,7 @@ TEXTS = torch.tensor([[1, 2, 3], [4, 1, 3], [2, 2, 4], [0, 1, 0], [0, 0, 0], [1,
 @pytest.mark.parametrize(
     "options", [{}, {"padding_idx": -1}, {"sparse": True}, {"looped": True, "sparse": True}, {"scripted": True}]
 )
-@pytest.mark.parametrize("engine", [Hooks, Vmap])
+@pytest.mark.parametrize("engine", [Factored, Vmap])
 def test_padding_rows_of_tables_in_units_by_vmap(engine: Any, options: dict[str, Any]):
     torch.manual_seed(0)
     model, texts = Titled(**options).double(), (TEXTS + options.get("padding_idx", 0)) % 5
@@ -799,7 +799,7 @@ def test_padding_rows_of_tables_in_units_by_vmap(engine: Any, options: dict[str,
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("engine", [Hooks, Vmap])
+@pytest.mark.parametrize("engine", [Factored, Vmap])
 def test_one_padded_text_moves_the_sum_by_at_most_c(engine: Any, size: int):
     """Neighbors shift all later texts: whose row comes first in its part must not matter."""
     torch.manual_seed(0)

@@ -106,7 +106,7 @@ def test_how_many_examples_are_taken_at_once_changes_nothing(perturb: Any, monke
     model, x = nn.Linear(5, 3).double(), torch.randn(7, 5, dtype=torch.float64)
     found: list[dict[str, float]] = []
     for size in (7, 3):
-        monkeypatch.setattr("privgrad.gradient.engines.hooks.Hooks.microbatch_size", lambda *_, size=size: size)
+        monkeypatch.setattr("privgrad.gradient.engines.factored.Factored.microbatch_size", lambda *_, size=size: size)
         examples = (x, torch.arange(7) % 3)
         found.append(raw_clipping_bias(model, loss_fn, examples, max_grad_norm=0.5, perturb=perturb))
     assert found[0] == pytest.approx(found[1], rel=1e-9)

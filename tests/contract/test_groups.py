@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import clipped_sum, first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.accounting import Release, epsilon
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import per_sample_gradients
 from privgrad.gradient.example_groups import group_means, group_of, split_by_group
 from privgrad.rng import RandomSource
@@ -36,7 +36,7 @@ def test_means_of_groups_of_any_layer(name: str):
     found: dict[str, Tensor] = {}
     norms: dict[str, Tensor] = {}
     for size, part in split_by_group((x, y), group_B, at_once=3):
-        chunk = group_means(Hooks(model, loss_fn)(part), size)
+        chunk = group_means(Factored(model, loss_fn)(part), size)
         for parameter, factor in chunk.items():
             found[parameter] = torch.cat([found.get(parameter, factor.dense()[:0]), factor.dense()])
             norms[parameter] = torch.cat([norms.get(parameter, factor.norms()[:0]), factor.norms()])
@@ -94,7 +94,7 @@ def test_one_example_can_move_the_sum_by_2c_and_the_noise_knows():
 
     def total(count: int) -> ClippedSum:
         parts = split_by_group((x[:count],), torch.zeros(count, dtype=torch.int64), at_once=8)
-        chunks = [group_means(Hooks(model, linear_loss)(part), size) for size, part in parts]
+        chunks = [group_means(Factored(model, linear_loss)(part), size) for size, part in parts]
         like = dict(model.named_parameters())
         return clipped_sum(chunks, like=like, clip=pg.clip.Flat(), max_grad_norm=1.0, grouped=True)[0]
 

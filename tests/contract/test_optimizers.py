@@ -133,7 +133,7 @@ def test_an_ordinary_backward_pass_moves_nothing(row: Any):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_hooks_run_once(row: Any):
+def test_factored_run_once(row: Any):
     """Also when torch's own class has been used, which hangs hooks on its step."""
     kind, own, options, _ = row
     if own is not None:

@@ -17,7 +17,7 @@ from conftest import clipped_sum
 from privgrad.gradient.clipping import Flat
 from privgrad.gradient.engines import passes
 from privgrad.gradient.engines.capture import Capture
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.weight_standardization import Projected, WeightStandardization
@@ -39,7 +39,7 @@ def test_places_whose_squares_underflow_are_not_hidden_by_standardization(mode: 
     x[..., 0], y[..., 0] = x[..., 0] * 1e-25, y[..., 0] * 1e25
     share = torch.linspace(0.05, 0.2, 16).sqrt()[:, None, None]  # at some, the other place outweighs what is lost
     x[..., 1], y[..., 1] = x[..., 1] * share, y[..., 1] * share
-    engine = Hooks(layer, products)
+    engine = Factored(layer, products)
     found = engine((x, y)) if mode == "plain" else engine.moved((x, y), 0.02, exact=mode == "exact")
     factor = found[ORIGINAL]
     torch.testing.assert_close(factor.norms(), factor.dense().double().flatten(1).norm(dim=1), rtol=1e-4, atol=0)
@@ -51,7 +51,7 @@ def test_norms_are_of_what_is_summed_however_far_rows_are_from_zero(offset: floa
     torch.manual_seed(0)
     layer = ws_conv2d(64, 64, 3, padding=1)
     layer.get_parameter(ORIGINAL).data += offset
-    engine, examples = Hooks(layer, products), (torch.randn(3, 64, 2, 2), torch.randn(3, 64, 2, 2))
+    engine, examples = Factored(layer, products), (torch.randn(3, 64, 2, 2), torch.randn(3, 64, 2, 2))
     for found in (
         engine(examples),
         engine.moved(examples, 0.02, exact=False),
@@ -77,7 +77,7 @@ class Again(nn.Module):
 def test_exact_bam_learns_when_a_standardized_layer_is_called_more_often(sizes: tuple[int, ...]):
     torch.manual_seed(0)
     model = Again().double()
-    engine, plain = Hooks(model, products), Vmap(model, products)
+    engine, plain = Factored(model, products), Vmap(model, products)
     for size in sizes:
         examples = tuple(torch.randn(3, n, size, size, dtype=torch.float64) for n in (3, 64))
         found, wanted = (e.moved(examples, 0.05, exact=True) for e in (engine, plain))
@@ -89,7 +89,7 @@ def test_exact_bam_bends_standardized_weights_though_the_loss_is_linear():
     torch.manual_seed(0)
     layer = ws_conv2d(64, 64, 3, bias=False).double()
     examples = torch.randn(3, 64, 4, 4).double(), torch.randn(3, 64, 2, 2).double()
-    found, wanted = (engine(layer, products).moved(examples, 0.02, exact=True) for engine in (Hooks, Vmap))
+    found, wanted = (engine(layer, products).moved(examples, 0.02, exact=True) for engine in (Factored, Vmap))
     for name, factor in wanted.items():
         torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-8, atol=1e-10)
 
@@ -109,7 +109,7 @@ def test_a_changed_standardization_is_not_taken_for_the_known_one(change: Any):
     layer = ws_conv2d(64, 64, 3, bias=False, gain=False).double()
     change(layer)
     examples = torch.randn(3, 64, 4, 4).double(), torch.randn(3, 64, 2, 2).double()
-    found, wanted = (engine(layer, products)(examples)[ORIGINAL] for engine in (Hooks, Vmap))
+    found, wanted = (engine(layer, products)(examples)[ORIGINAL] for engine in (Factored, Vmap))
     assert not isinstance(found, Projected)
     torch.testing.assert_close(found.dense(), wanted.dense(), rtol=1e-8, atol=1e-10)
 
@@ -136,7 +136,7 @@ def test_one_example_more_moves_the_sum_by_at_most_c_under_autocast():
 
     def summed(x: Tensor) -> dict[str, Tensor]:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        total, _ = clipped_sum([Hooks(model, losses)(x)], like=parameters, clip=Flat(), max_grad_norm=bound)
+        total, _ = clipped_sum([Factored(model, losses)(x)], like=parameters, clip=Flat(), max_grad_norm=bound)
         return dict(total.values)
 
     all_of_them, but_one = summed(x), summed(x[:-1])
@@ -155,7 +155,7 @@ def test_a_pass_is_freed_without_the_collector_of_cycles(monkeypatch: pytest.Mon
             alive.append(weakref.ref(self))
 
     model = nn.Sequential(ws_conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.Tanh(), nn.Conv2d(64, 64, 1))
-    engine, examples = Hooks(model, products), (torch.randn(3, 64, 2, 2), torch.randn(3, 64, 2, 2))
+    engine, examples = Factored(model, products), (torch.randn(3, 64, 2, 2), torch.randn(3, 64, 2, 2))
 
     def take() -> None:
         if mode == "plain":
@@ -177,7 +177,7 @@ def test_a_pass_is_freed_without_the_collector_of_cycles(monkeypatch: pytest.Mon
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
-@pytest.mark.parametrize("engine", [Hooks, Vmap])
+@pytest.mark.parametrize("engine", [Factored, Vmap])
 @pytest.mark.parametrize(
     "make", [lambda: nn.Linear(5, 4), lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3))]
 )
@@ -201,6 +201,6 @@ def test_gradients_of_a_computed_weight_that_are_written_out_for_their_norms_are
     layer = nn.Conv2d(3, 8, 3, padding=1).double()
     parametrize.register_parametrization(layer, "weight", nn.Tanh())
     examples = torch.randn(4, 3, 16, 16).double(), torch.randn(4, 8, 16, 16).double()
-    found, wanted = Hooks(layer, products)(examples)[ORIGINAL], Vmap(layer, products)(examples)[ORIGINAL]
+    found, wanted = Factored(layer, products)(examples)[ORIGINAL], Vmap(layer, products)(examples)[ORIGINAL]
     assert isinstance(found, Dense)
     torch.testing.assert_close(found.dense(), wanted.dense(), rtol=1e-8, atol=1e-10)

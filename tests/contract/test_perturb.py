@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.errors import UnsupportedModuleError
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap, per_sample_gradients
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.layers.base import register_rule
@@ -69,10 +69,10 @@ def test_rule_equals_a_loop_over_single_examples(name: str, dtype: torch.dtype, 
     x = x.to(dtype) if x.is_floating_point() else x
     if exact and name.startswith("EmbeddingBag"):
         with pytest.raises(UnsupportedModuleError, match=r"second derivative.*mode='sam'"):
-            Hooks(model, losses_of).moved(x, RADIUS, exact=True)
+            Factored(model, losses_of).moved(x, RADIUS, exact=True)
         return
     factors, rows = (
-        Hooks(model, losses_of).moved(x, RADIUS, exact=exact),
+        Factored(model, losses_of).moved(x, RADIUS, exact=exact),
         moved_one_by_one(model, x, RADIUS, exact=exact),
     )
     assert factors.keys() == rows.keys()
@@ -114,7 +114,7 @@ def test_a_factor_that_is_no_linear_map_moves_written_out(exact: bool):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Own(4, 3), nn.Tanh()).double(), torch.randn(5, 5).double()
     factors, rows = (
-        Hooks(model, losses_of).moved(x, RADIUS, exact=exact),
+        Factored(model, losses_of).moved(x, RADIUS, exact=exact),
         moved_one_by_one(model, x, RADIUS, exact=exact),
     )
     for name, factor in factors.items():
@@ -128,7 +128,7 @@ def test_engines_agree_on_whole_models(name: str, exact: bool):
     torch.manual_seed(0)
     make, inputs = MODELS[name]
     model, examples = make().double(), (inputs, torch.arange(6) % 3)
-    found = Hooks(model, loss_fn).moved(examples, RADIUS, exact=exact)
+    found = Factored(model, loss_fn).moved(examples, RADIUS, exact=exact)
     wanted = Vmap(model, loss_fn).moved(examples, RADIUS, exact=exact)
     assert found.keys() == wanted.keys()
     for parameter, factor in wanted.items():
@@ -200,7 +200,7 @@ def test_on_a_quadratic_loss_sam_is_exact(engine: str):
 
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
-    kind = {"factored": Hooks, "vmap": Vmap}[engine](model, losses)
+    kind = {"factored": Factored, "vmap": Vmap}[engine](model, losses)
     sam, exact = (kind.moved(EXAMPLES, 0.7, exact=exact) for exact in (False, True))
     for name, factor in sam.items():
         torch.testing.assert_close(factor.dense(), exact[name].dense(), rtol=1e-12, atol=1e-12)
@@ -258,7 +258,7 @@ def test_both_passes_draw_the_same_dropout():
     """With the same draws, moving by nothing to speak of changes nothing to speak of."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 3)).double()
-    for engine in (Hooks(model, loss_fn), Vmap(model, loss_fn)):
+    for engine in (Factored(model, loss_fn), Vmap(model, loss_fn)):
         engine(EXAMPLES)  # what is learned on the first batch is not to draw here
         engine.moved(EXAMPLES, 1e-9, exact=False)
         engine(EXAMPLES)
@@ -470,9 +470,9 @@ def test_other_masks_in_the_second_pass_are_refused(kind: Any):
     model = LastState(kind(5, 4, num_layers=2, dropout=0.5, batch_first=True)).double()
     x = torch.randn(6, 3, 5).double()
     with pytest.raises(UnsupportedModuleError, match=r"random draws.*the same in both passes.*nn.Dropout between"):
-        Hooks(model, losses_of).moved(x, RADIUS, exact=False)
-    Hooks(model, losses_of).moved(x, RADIUS, exact=True)  # which has one forward pass
-    Hooks(model.eval(), losses_of).moved(x, RADIUS, exact=False)
+        Factored(model, losses_of).moved(x, RADIUS, exact=False)
+    Factored(model, losses_of).moved(x, RADIUS, exact=True)  # which has one forward pass
+    Factored(model.eval(), losses_of).moved(x, RADIUS, exact=False)
 
 
 class LastState(nn.Module):
@@ -491,7 +491,7 @@ def test_checkpointed_parts(exact: bool):
         Checkpointed(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Tanh(), nn.Linear(4, 3)
     ).double()
     x = torch.randn(6, 5).double()
-    found = Hooks(model, losses_of).moved(x, RADIUS, exact=exact)
+    found = Factored(model, losses_of).moved(x, RADIUS, exact=exact)
     cast(Checkpointed, model[0]).checkpoint = False
     wanted = moved_one_by_one(model, x, RADIUS, exact=exact)
     for name, rows in wanted.items():
@@ -520,7 +520,7 @@ def test_another_path_in_the_second_pass_is_refused_by_name():
             return self.a(x) + self.b(x) if next(entered) % 2 else self.b(x) + self.a(x)
 
     with pytest.raises(UnsupportedModuleError, match=r"the calls of layers not to depend.*engine='vmap'"):
-        Hooks(Turns(), losses_of).moved(torch.randn(6, 5), RADIUS, exact=False)
+        Factored(Turns(), losses_of).moved(torch.randn(6, 5), RADIUS, exact=False)
 
 
 def test_sam_is_not_private():

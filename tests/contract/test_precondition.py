@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import clipped_sum, first_batch, loss_fn, make_data, make_model, make_plan
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.norms import norms_of
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.shifted import Shifted, shifted
@@ -120,7 +120,7 @@ def test_a_shifted_gradient_is_the_sum_written_out(name: str, preconditioned: bo
     torch.manual_seed(0)
     make, inputs = MODELS[name]
     model = make().double()
-    factors = Hooks(model, loss_fn)((inputs, torch.arange(len(inputs)) % 3))
+    factors = Factored(model, loss_fn)((inputs, torch.arange(len(inputs)) % 3))
     weight_B, kept_B = torch.rand(len(inputs)).double(), torch.arange(len(inputs)) != 1
     for factor in factors.values():
         shift = torch.randn(factor.shape).double()
@@ -149,7 +149,7 @@ def test_a_shifted_contribution_stays_within_c(seed: int, size: float, eps: floa
     parameters = dict(model.named_parameters())
 
     def total(count: int) -> dict[str, Tensor]:
-        chunk = shifted(Hooks(model, loss_fn)((x[:count], y[:count])), 0.9, shift, parameters)
+        chunk = shifted(Factored(model, loss_fn)((x[:count], y[:count])), 0.9, shift, parameters)
         clip = pg.clip.Flat()
         found, _ = clipped_sum([chunk], like=parameters, clip=clip, max_grad_norm=1.0, inverse_scales=inverse)
         return dict(found.values)
@@ -163,7 +163,7 @@ def test_a_public_share_that_cancels_the_gradient_is_clipped_all_the_same():
     """keep g + shift = 0 up to rounding, then divided by tiny scales."""
     model = nn.Linear(4, 2, bias=False)
     x, y = torch.randn(3, 4), torch.tensor([0, 1, 0])
-    factors = Hooks(model, loss_fn)((x, y))
+    factors = Factored(model, loss_fn)((x, y))
     shift = -0.9 * factors["weight"].dense()[0]
     chunk = shifted(factors, 0.9, {"weight": shift}, dict(model.named_parameters()))
     inverse = {"weight": torch.full((2, 4), 1e7)}

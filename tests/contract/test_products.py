@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import privgrad as pg
 from privgrad.gradient.batching import batched
 from privgrad.gradient.engines import vmapped_unit
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Dense
 
 
@@ -139,7 +139,7 @@ def test_equal_to_single_examples(name: str, dtype: torch.dtype, tolerance: floa
     torch.manual_seed(0)
     make, inputs = (BY_PRODUCTS | WHOLE)[name]
     model, x = nn.Sequential(nn.Identity(), make()).to(dtype), inputs(7).to(dtype)
-    factors, rows = Hooks(model, losses_of)(x), one_by_one(model, x)
+    factors, rows = Factored(model, losses_of)(x), one_by_one(model, x)
     assert factors.keys() == rows.keys()
     for parameter, factor in factors.items():
         assert_equal_to_loop(factor, rows[parameter], tolerance)
@@ -156,7 +156,7 @@ def test_taken_whole_only_where_it_must_be(name: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(vmapped_unit, "batched", counted)
     make, inputs = (BY_PRODUCTS | WHOLE)[name]
-    Hooks(make().double(), losses_of)(inputs(7))
+    Factored(make().double(), losses_of)(inputs(7))
     assert bool(calls) == (name in WHOLE)
 
 
@@ -170,7 +170,7 @@ def test_a_weight_made_of_the_whole_batch_is_refused():
             return F.linear(x, self.weight * x.detach().square().mean(0).rsqrt())
 
     with pytest.raises(pg.UnsupportedModuleError, match="weight"):
-        Hooks(Whitened().double(), losses_of)(floats(5)(7))
+        Factored(Whitened().double(), losses_of)(floats(5)(7))
 
 
 def test_a_module_that_takes_another_path_is_refused_or_checked_again():
@@ -186,7 +186,7 @@ def test_a_module_that_takes_another_path_is_refused_or_checked_again():
             return y * self.weight.sum() if self.scaled else y
 
     model, x = Sometimes().double(), floats(5)(7)
-    engine = Hooks(model, losses_of)
+    engine = Factored(model, losses_of)
     for _ in range(4):
         assert type(engine(x)["weight"]) is not Dense
     model.scaled = True

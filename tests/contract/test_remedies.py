@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_attacks import ShufflesInTraining, SortedByLength
 from test_engines import Tied
-from test_hooks import FunctionalTying, Prompted, TimeFirst
+from test_factored import FunctionalTying, Prompted, TimeFirst
 from test_one_by_one import Checkpointed
 from test_rules import losses_of
 from test_state import Decoder, Overwrites, Recurs
@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 
@@ -451,7 +451,7 @@ class SometimesDeep(nn.Module):
 
 def test_a_parameter_cut_off_after_the_first_batch():
     torch.manual_seed(0)
-    model, engine = SometimesDeep().double(), Hooks(SometimesDeep().double(), losses_of)
+    model, engine = SometimesDeep().double(), Factored(SometimesDeep().double(), losses_of)
     for _ in range(2):  # the second call is audited
         engine(vectors(5, 4))
     with pytest.raises(pg.UnsupportedModuleError, match=r"second.*on the first batch.*use engine='vmap'"):

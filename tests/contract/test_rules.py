@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.weight_standardization import Combined
 from privgrad.models import ws_conv2d
@@ -232,7 +232,7 @@ RULES: dict[str, tuple[Make, Callable[[int], Tensor]]] = {
 @pytest.mark.parametrize("name", [name for name in RULES if "few places, standardized" in name])
 def test_gradients_of_standardized_weights_are_not_written_out(name: str):
     make, inputs = RULES[name]
-    engine, x = Hooks(make().double(), losses_of), inputs(3)
+    engine, x = Factored(make().double(), losses_of), inputs(3)
     known = name.split(", ")[-1] not in ("frames", "twice", "frozen weight")
     for factors in (engine(x), engine.moved(x, 0.1, exact=False), engine.moved(x, 0.1, exact=True)):
         found = next((factor for parameter, factor in factors.items() if parameter.endswith("original")), None)
@@ -299,7 +299,7 @@ def test_rule_equals_a_loop_over_single_examples(name: str, dtype: torch.dtype, 
     model = make().to(dtype)
     x = inputs(size)
     x = x.to(dtype) if x.is_floating_point() else x
-    factors, rows = Hooks(model, losses_of)(x), one_by_one(model, x)
+    factors, rows = Factored(model, losses_of)(x), one_by_one(model, x)
     assert factors.keys() == rows.keys()
     for parameter, factor in factors.items():
         assert_equal_to_loop(factor, rows[parameter], tolerance)

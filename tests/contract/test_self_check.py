@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import make_plan
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.randomness import find_randomness, without_randomness
 from privgrad.gradient.validation import check_loss
@@ -42,7 +42,7 @@ def test_losses_that_depend_on_earlier_rows_are_refused(share: float):
 def test_gradients_that_depend_on_earlier_rows_are_refused():
     torch.manual_seed(0)
     with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
-        Hooks(EarlierRows(0.1), squares)(torch.randn(16, 3))
+        Factored(EarlierRows(0.1), squares)(torch.randn(16, 3))
 
 
 def largest_eight(model: nn.Module, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def test_losses_of_the_largest_of_a_batch_are_refused():
     with pytest.raises(pg.PrivacyError, match="second half of the batch"):
         check_loss(model, largest_eight, x)
     with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
-        Hooks(model, largest_eight)(x)
+        Factored(model, largest_eight)(x)
 
 
 class MaskOfTheBatch(nn.Module):
@@ -193,7 +193,7 @@ class OneRowWrong(nn.Module):
 
 def refused_at(row: int, calls: int, size: int = 8) -> int | None:
     torch.manual_seed(0)
-    engine, x = Hooks(OneRowWrong(row), squares), torch.randn(size, 3)
+    engine, x = Factored(OneRowWrong(row), squares), torch.randn(size, 3)
     for call in range(1, calls + 1):
         try:
             engine(x)
@@ -225,7 +225,7 @@ def test_the_row_that_is_clipped_least_is_audited():
     for seed in range(5):
         torch.manual_seed(seed)
         with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
-            Hooks(Lost(3, 2), squares)(torch.randn(16, 3))
+            Factored(Lost(3, 2), squares)(torch.randn(16, 3))
 
 
 class CachesInEvaluation(nn.Module):
@@ -247,7 +247,7 @@ def test_the_self_check_runs_in_training_mode():
     torch.manual_seed(0)
     model, x = CachesInEvaluation(), torch.randn(8, 3)
     check_loss(model, squares, x)
-    rows = Hooks(model, squares)(x)["layer.weight"].dense()
+    rows = Factored(model, squares)(x)["layer.weight"].dense()
     assert rows.shape == (8, 3, 3)
     assert model.training
     assert model.drop.p == 0.3
@@ -320,7 +320,7 @@ def test_random_layers_are_named_and_switched_off(name: str):
         assert model.training == (kind != "other")
         assert torch.equal(squares(model, x), squares(model, x))
     assert [dict(vars(module)) for module in model.modules()] == before
-    factors = Hooks(model, squares)(x)
+    factors = Factored(model, squares)(x)
     assert {factor.examples for factor in factors.values()} == {6}
 
 
@@ -429,7 +429,7 @@ def test_parameters_without_dimensions_train_alike_in_both_engines(perturb: str,
 
 def test_gram_and_inner_products_of_a_parameter_without_dimensions():
     x = torch.randn(5, 3, dtype=torch.float64)
-    for engine in (Hooks, Vmap):
+    for engine in (Factored, Vmap):
         torch.manual_seed(0)
         factor = engine(Temperature().double(), squares)(x)["scale"]
         rows = factor.dense()

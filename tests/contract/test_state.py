@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from privgrad.gradient.engines.arguments import Watched
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 
 pytestmark = [
@@ -71,12 +71,12 @@ def assert_right(engine: Any, model: nn.Module, x: Tensor) -> None:
 
 
 def refusal_of(model: nn.Module, x: Tensor) -> str | None:
-    """What the hooks engine says; None if it takes the model, and is right."""
+    """What the factored engine says; None if it takes the model, and is right."""
     try:
-        Hooks(model, losses_of)(x)
+        Factored(model, losses_of)(x)
     except pg.UnsupportedModuleError as error:
         return str(error)
-    assert_right(Hooks, model, x)
+    assert_right(Factored, model, x)
     return None
 
 
@@ -90,7 +90,7 @@ def test_a_layer_that_fills_an_argument_is_refused_with_remedies_that_work(loope
         assert re.search(r"arguments of 'attention'.*Cache.*use_cache = False.*vmap", str(refusal))
     assert_right(Vmap, model, x)
     model.config.use_cache = False
-    assert_right(Hooks, model, x)
+    assert_right(Factored, model, x)
 
 
 class CachedWhenEvaluated(nn.Module):
@@ -128,7 +128,7 @@ def test_other_tensors_in_evaluation_mode_end_in_no_bare_error(state: bool):
     assert refusal is None or re.search(r"shift'?.*use engine='vmap'", refusal)
     assert_right(Vmap, model, x)
     model.config.use_cache = False
-    assert_right(Hooks, model, x)
+    assert_right(Factored, model, x)
 
 
 class Keeps(nn.Module):
@@ -162,12 +162,12 @@ class Recurs(nn.Module):
 def test_a_state_in_an_attribute_passes_between_no_examples(looped: bool):
     torch.manual_seed(0)
     model, x = Recurs(looped=looped).double(), texts()
-    for engine in (Hooks, Vmap):
+    for engine in (Factored, Vmap):
         assert_right(engine, model, x)
         assert model.keeps.state is None
     changed = x.clone()
     changed[:3] = 100.0
-    one, other = (Hooks(model, losses_of)(z)["keeps.gain"].dense()[3:] for z in (x, changed))
+    one, other = (Factored(model, losses_of)(z)["keeps.gain"].dense()[3:] for z in (x, changed))
     torch.testing.assert_close(one, other)
 
 
@@ -177,7 +177,7 @@ def test_a_state_that_is_needed_again_is_refused_with_a_remedy_that_works(looped
     torch.manual_seed(0)
     model, x = Recurs(looped=looped, prepared=prepared, twice=not prepared).double(), texts()
     with pytest.raises(pg.UnsupportedModuleError, match="use engine='vmap'"):
-        Hooks(model, losses_of)(x)
+        Factored(model, losses_of)(x)
     assert_right(Vmap, model, x)
     assert model.keeps.state is None
 
@@ -200,10 +200,10 @@ def test_an_input_written_before_vmap_fails_is_refused():
     for copied in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Overwrites(copied=copied), nn.Linear(4, 2)).double()
         if copied:
-            assert_right(Hooks, model, texts()[:, 0])
+            assert_right(Factored, model, texts()[:, 0])
         else:
             with pytest.raises(pg.UnsupportedModuleError, match=r"input of '2'.*in place.*copy"):
-                Hooks(model, losses_of)(texts()[:, 0])
+                Factored(model, losses_of)(texts()[:, 0])
 
 
 class Slotted:

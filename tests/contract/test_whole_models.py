@@ -1,4 +1,4 @@
-"""Whole models through the hooks engine against a loop over single examples, in float64."""
+"""Whole models through the factored engine against a loop over single examples, in float64."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from test_rules import assert_equal_to_loop
 from torch import Tensor, nn
 
 from benchmarks.workloads import WORKLOADS
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.types import LossFunction
 
 IDS = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(2))
 
 
 def assert_engine_equals_loop(model: nn.Module, loss_fn: LossFunction, examples: tuple[Tensor, ...]) -> None:
-    factors = Hooks(model, loss_fn)(examples)
+    factors = Factored(model, loss_fn)(examples)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert factors.keys() == parameters.keys()
     losses = [loss_fn(model, tuple(x[i : i + 1] for x in examples)).sum() for i in range(len(examples[0]))]

@@ -110,9 +110,9 @@ by = "accuracy"
 extend = true
 [run]
 seeds = [0, 1, 2]
-evaluations = 5
-views = 2
-average = 0.99
+num_evaluations = 5
+augmentation_multiplicity = 2
+ema_decay = 0.99
 engine = "factored"
 memory_mb = 100.0
 """

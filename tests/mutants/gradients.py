@@ -16,7 +16,7 @@ from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
 from privgrad.gradient.engines import passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors import base as factors
 from privgrad.gradient.factors import embedding as tables
 from privgrad.gradient.factors import jacobian, norms, outer
@@ -218,7 +218,7 @@ def factors_checked_as_they_are_not_used(patch: Patch) -> None:
 
 
 def the_head_of_the_batch(patch: Patch) -> None:
-    patch.setattr(Hooks, "_rows_to_check", lambda self, found, size: list(range(min(size, 3))))
+    patch.setattr(Factored, "_rows_to_check", lambda self, found, size: list(range(min(size, 3))))
 
 
 def checked_in_evaluation_mode(patch: Patch) -> None:
@@ -539,7 +539,7 @@ GRADIENTS = [
     Mutant(
         "a tied table's cross term forgotten",
         tied_cross_term_forgotten,
-        "test_hooks.test_engines_agree_on_whole_models",
+        "test_factored.test_engines_agree_on_whole_models",
         {"name": "tied"},
     ),
     Mutant(
@@ -622,15 +622,15 @@ GRADIENTS = [
     Mutant(
         "a parameter's use outside of its module dropped",
         unchecked(passes._require_inside_units, audit.require_single),
-        "test_hooks.test_a_parameter_used_outside_its_module_is_refused_by_name",
+        "test_factored.test_a_parameter_used_outside_its_module_is_refused_by_name",
     ),
     Mutant(
         "a layer that mixes examples",
         unchecked(audit.require_single, checks.require_same_losses_in_half, in_training=False),
-        "test_hooks.test_subtracting_the_batch_mean_is_caught",
+        "test_factored.test_subtracting_the_batch_mean_is_caught",
     ),
     Mutant(
-        "a wrong rule", unchecked(audit.require_single), "test_hooks.test_a_wrong_rule_is_caught_by_the_first_batch"
+        "a wrong rule", unchecked(audit.require_single), "test_factored.test_a_wrong_rule_is_caught_by_the_first_batch"
     ),
     Mutant(
         "mixing in training mode only",

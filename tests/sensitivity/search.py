@@ -21,7 +21,7 @@ import privgrad as pg
 from privgrad import precondition
 from privgrad.gradient.clipping import Automatic, Clipping, Flat, PerLayer
 from privgrad.gradient.contribution import Contribution
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.module_state import evaluating, seeded, trainable
 from privgrad.gradient.perturb import BAM, SAT
 from privgrad.gradient.public_gradient import PublicGradient
@@ -302,7 +302,7 @@ class Oracle:
     def _audit(self) -> None:
         """Audit on ordinary examples, as a first step may, and leave the steps between two audits to the case."""
         engine = self.private_grad._engine
-        if isinstance(engine, Hooks):
+        if isinstance(engine, Factored):
             perturb, first = self.private_grad._contribution, self.case.public_examples
             # In evaluation mode, which is the same without dropout, audits have less to do.
             with evaluating(self.model), perturb.at(0, trainable(self.model), dict):

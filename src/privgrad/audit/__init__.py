@@ -1,4 +1,7 @@
-"""Empirical lower bounds on epsilon: attack a mechanism with all that an auditor may know, and count the errors."""
+"""Empirical lower bounds on epsilon: attack a mechanism with all that an auditor may know, and count the errors.
+
+No privacy guarantee rests on an audit: it tests one. `privgrad audit` and the tests call this package.
+"""
 
 from privgrad.audit.bounds import (
     clopper_pearson,

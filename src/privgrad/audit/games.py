@@ -1,4 +1,7 @@
-"""Games between a mechanism and an attack: from each release the attack guesses which canaries were in the data."""
+"""Games between a mechanism and an attack: from each release the attack guesses which canaries were in the data.
+
+No privacy guarantee rests on games: they test one. `audit.methods`, `privgrad audit` and the tests play them.
+"""
 
 import math
 import time

@@ -1,4 +1,7 @@
-"""Every method of the library as a game, with a tiny model and worst-case canaries and other examples."""
+"""Every method of the library as a game, with a tiny model and worst-case canaries and other examples.
+
+No privacy guarantee rests on these games: they test one. `privgrad audit` and the tests play them.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""The command line: it parses the arguments, calls the library and prints the results."""
+"""The command line: it parses the arguments, calls the library and prints the results.
+
+The shell runs it as `privgrad`. The privacy guarantee does not rest on this package.
+"""
 
 import sys
 import warnings

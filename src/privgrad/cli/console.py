@@ -1,4 +1,7 @@
-"""The parts that all commands share: their output, the notes on stderr, and the end of a training by a signal."""
+"""The parts that all commands share: their output, the notes on stderr, and the end of a training by a signal.
+
+The other files of this package call it.
+"""
 
 import json
 import math

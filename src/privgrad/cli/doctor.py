@@ -1,4 +1,7 @@
-"""The command that lists the modules of a model that block private training."""
+"""The command that lists the modules of a model that block private training.
+
+It calls `gradient.validation`.
+"""
 
 import importlib
 import os

@@ -1,4 +1,7 @@
-"""Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget."""
+"""Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget.
+
+It prints what `accounting`, the plan and the ledger compute.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The command that reproduces tables and figures of papers."""
+"""The command that reproduces tables and figures of papers.
+
+It calls `privgrad.papers`.
+"""
 
 from pathlib import Path
 from typing import Annotated

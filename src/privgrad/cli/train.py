@@ -1,4 +1,7 @@
-"""Commands that run the trainings of an experiment."""
+"""Commands that run the trainings of an experiment.
+
+It calls `experiments.runner` and `experiments.report`.
+"""
 
 from pathlib import Path
 from typing import Annotated

@@ -4,6 +4,8 @@ A loader looks for its files in a given path, then in a package or the cache, th
 everyone can get has a stand-in, and results on a stand-in are reported under the stand-in's name. Fashion-MNIST
 replaces MNIST and CIFAR-10, the Debian package index replaces tagged or paired sentences, and the Brown corpus
 replaces the Penn Treebank.
+
+Users, experiments and the items of papers call the loaders. The privacy guarantee does not rest on this package.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""The DataSet that every loader returns, and the ways to split it."""
+"""The DataSet that every loader returns, and the ways to split it.
+
+All loaders return it; `experiments.build` splits it.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal

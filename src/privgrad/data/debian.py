@@ -1,4 +1,7 @@
-"""The Debian package index as text: a stand-in for several data sets, available on every machine with apt."""
+"""The Debian package index as text: a stand-in for several data sets, available on every machine with apt.
+
+Called by name through `data.LOADERS`.
+"""
 
 import random
 import re

@@ -1,4 +1,7 @@
-"""Read the Debian package index from apt's lists."""
+"""Read the Debian package index from apt's lists.
+
+Only `debian` calls it.
+"""
 
 import hashlib
 import re

@@ -1,4 +1,7 @@
-"""Images: scikit-learn's digits, the MNIST family, CIFAR-10, barcodes."""
+"""Images: scikit-learn's digits, the MNIST family, CIFAR-10, barcodes.
+
+Called by name through `data.LOADERS`.
+"""
 
 import gzip
 import hashlib

@@ -1,4 +1,7 @@
-"""Pretrained models of transformers as folders: the user's own, an installed package's, or the Hugging Face hub's."""
+"""Pretrained models of transformers as folders: the user's own, an installed package's, or the Hugging Face hub's.
+
+`experiments.build` and `text` call it.
+"""
 
 import importlib.util
 import tempfile

@@ -1,4 +1,7 @@
-"""Sentiment of texts: film reviews (IMDB, with Amazon's as public data of another source), and tweets."""
+"""Sentiment of texts: film reviews (IMDB, with Amazon's as public data of another source), and tweets.
+
+Called by name through `data.LOADERS`.
+"""
 
 import csv
 import gzip

@@ -1,4 +1,7 @@
-"""Sources of data files: a folder of the user, a folder that a package or the user filled, or a public address."""
+"""Sources of data files: a folder of the user, a folder that a package or the user filled, or a public address.
+
+All loaders of this package call it.
+"""
 
 import gzip
 import os

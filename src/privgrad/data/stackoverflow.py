@@ -1,4 +1,7 @@
-"""StackOverflow as TensorFlow Federated distributes it: questions and answers by user, with their tags."""
+"""StackOverflow as TensorFlow Federated distributes it: questions and answers by user, with their tags.
+
+Called by name through `data.LOADERS`.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Synthetic data by a published recipe."""
+"""Synthetic data by a published recipe.
+
+Called by name through `data.LOADERS`.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""Tables of persons: incomes of the American census."""
+"""Tables of persons: incomes of the American census.
+
+Called by name through `data.LOADERS`.
+"""
 
 import csv
 import math

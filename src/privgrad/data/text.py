@@ -1,4 +1,7 @@
-"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them."""
+"""Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them.
+
+The loaders are called by name through `data.LOADERS`, and the encoders by `debian` and by users.
+"""
 
 import json
 import re

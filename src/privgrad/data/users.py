@@ -1,4 +1,7 @@
-"""Conversion of examples to users: one row per user, the data set that federated training takes."""
+"""Conversion of examples to users: one row per user, the data set that federated training takes.
+
+Users call it, and so do the loaders of `debian` and `stackoverflow`.
+"""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import cast

@@ -2,6 +2,8 @@
 
 Most of them are NOT private: names that begin with `raw_` or `Raw` are computed before the noise. None of them is part
 of an update.
+
+Users, experiments and the items of papers call this package. The privacy guarantee does not rest on it.
 """
 
 from privgrad.diagnostics.alignment import raw_pairwise_cosines

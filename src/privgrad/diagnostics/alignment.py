@@ -1,4 +1,7 @@
-"""How much the gradients of single examples point in the same direction, within a class and across classes."""
+"""How much the gradients of single examples point in the same direction, within a class and across classes.
+
+Users and the probes of experiments call it.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.types import LossFunction
 
 
@@ -30,7 +33,7 @@ def raw_pairwise_cosines(
     Reference:
         Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance in private learning), figure 1.
     """
-    factors = Hooks(model, loss_fn)(examples)
+    factors = Factored(model, loss_fn)(examples)
     unknown = sorted(set(parameters or ()) - set(factors))
     if unknown:
         condition = f"to be among {sorted(factors)}"

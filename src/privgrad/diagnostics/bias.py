@@ -1,4 +1,7 @@
-"""The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it."""
+"""The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it.
+
+Users, the probes of experiments and `papers.clipping_bias` call it.
+"""
 
 from functools import partial
 from operator import itemgetter
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected, require_positive
 from privgrad.gradient.contribution import Contribution, SampleGradient
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.perturb import SAT
 from privgrad.gradient.validation import require_supported
@@ -57,7 +60,7 @@ def raw_clipping_bias(
     require_supported(model)
     if isinstance(perturb, SAT) and released is None:
         raise expected("raw_clipping_bias", "released", "to be given for SAT", None, "give the last released gradient")
-    engine, parameters = Hooks(model, loss_fn), trainable(model)
+    engine, parameters = Factored(model, loss_fn), trainable(model)
     chosen = SampleGradient() if perturb is None else perturb.begun()
     if released is not None:
         chosen.released(released)

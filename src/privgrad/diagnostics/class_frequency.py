@@ -1,4 +1,7 @@
-"""Loss and accuracy by class frequency, to show the rare classes that an overall mean hides."""
+"""Loss and accuracy by class frequency, to show the rare classes that an overall mean hides.
+
+Users and the evaluations of experiments call it.
+"""
 
 from collections.abc import Sequence
 from typing import cast

@@ -1,4 +1,7 @@
-"""Statistics over a training that show whether noise or clipping hurts it more."""
+"""Statistics over a training that show whether noise or clipping hurts it more.
+
+Users register it on a PrivateGradient; `recorder` does so for experiments.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""Adam's moments of the released gradient, together with the same moments of the gradient before its noise."""
+"""Adam's moments of the released gradient, together with the same moments of the gradient before its noise.
+
+Users, `recorder` and `papers.moments` call it.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import cast

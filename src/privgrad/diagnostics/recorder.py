@@ -1,4 +1,7 @@
-"""Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations."""
+"""Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations.
+
+`experiments.runner` makes one recorder per training.
+"""
 
 import math
 from typing import Any, cast

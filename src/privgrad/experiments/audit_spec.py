@@ -1,4 +1,7 @@
-"""Audit games of an experiment: each guesses from one step whether a canary was among the examples."""
+"""Audit games of an experiment: each guesses from one step whether a canary was among the examples.
+
+`privgrad audit SPEC.toml` calls it.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -93,7 +96,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
         )
         private_grad = PrivateGradient(
             model,
-            losses_for(data, views=spec.run.views),
+            losses_for(data, views=spec.run.augmentation_multiplicity),
             plan,
             perturb=method.perturbation(candidate),
             precondition=preconditioner(method.precondition, public, model, data),

@@ -1,4 +1,7 @@
-"""The parts of one training of a spec: data, model, loss, measurements and side information."""
+"""The parts of one training of a spec: data, model, loss, measurements and side information.
+
+`runner`, `audit_spec` and the items of papers call it; `load_spec` checks names against its tables.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,7 @@
-"""Read a TOML file into a Spec, and check that its tables suit each other."""
+"""Read a TOML file into a Spec, and check that its tables suit each other.
+
+The command line and `papers.reproduce` call it.
+"""
 
 import difflib
 import inspect

@@ -1,4 +1,7 @@
-"""Compute the numbers of tables and plots from the records of trainings."""
+"""Compute the numbers of tables and plots from the records of trainings.
+
+The report, `tuner`, the command line and `papers` call it.
+"""
 
 import math
 import statistics

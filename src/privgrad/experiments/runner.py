@@ -1,4 +1,7 @@
-"""Run the trainings of a Spec and record each as one JSON line; an interrupted comparison resumes where it stopped."""
+"""Run the trainings of a Spec and record each as one JSON line; an interrupted comparison resumes where it stopped.
+
+The command line and `papers` call it.
+"""
 
 import json
 import shutil
@@ -165,7 +168,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if run.seed is not None:
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
-    method, loss_fn, folder = run.method, losses_for(data, views=spec.run.views), out / "runs" / run.name
+    method, folder = run.method, out / "runs" / run.name
+    loss_fn = losses_for(data, views=spec.run.augmentation_multiplicity)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
@@ -198,9 +202,9 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         optimizer,
         data.train,
         evaluate=evaluate,
-        num_evaluations=spec.run.evaluations,
+        num_evaluations=spec.run.num_evaluations,
         on_evaluate=board,
-        ema_decay=spec.run.average,
+        ema_decay=spec.run.ema_decay,
         output_dir=folder,
         progress=progress,
     )

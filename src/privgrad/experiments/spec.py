@@ -1,4 +1,7 @@
-"""The tables of a TOML file that describes one experiment; together they are a Spec."""
+"""The tables of a TOML file that describes one experiment; together they are a Spec.
+
+`load_spec` makes it; `build`, `runner` and the report read it.
+"""
 
 import itertools
 import math
@@ -225,16 +228,16 @@ class TuningTable(_Table):
 class RunTable(_Table):
     """The table [run]: seeds, augmentation, evaluation, device and speed.
 
-    `seeds` are the research seeds of a comparison. `views` is the number of randomly moved views of each image.
-    `average` is the decay of an average of the weights, which is then evaluated in place of the weights. `device` is
-    the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and noise on
-    gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
+    `seeds` are the research seeds of a comparison. `augmentation_multiplicity` is the number of randomly moved views of
+    each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
+    `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
+    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
-    evaluations: int = Field(default=10, ge=1)
-    views: int = Field(default=1, ge=1)
-    average: float | None = Field(default=None, ge=0, lt=1)
+    num_evaluations: int = Field(default=10, ge=1)
+    augmentation_multiplicity: int = Field(default=1, ge=1)
+    ema_decay: float | None = Field(default=None, ge=0, lt=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     engine: Literal["factored", "vmap"] = "factored"
     microbatch_size: int | None = Field(default=None, ge=1)

@@ -1,4 +1,7 @@
-"""Choose the best candidate of a tuned method, and the next one to try beyond the edge of its grid."""
+"""Choose the best candidate of a tuned method, and the next one to try beyond the edge of its grid.
+
+Only `runner` and the metadata of reports call it.
+"""
 
 import math
 from collections.abc import Sequence

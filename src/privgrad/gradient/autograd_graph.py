@@ -1,4 +1,7 @@
-"""Functions that read the graph that autograd records."""
+"""Functions that read the graph that autograd records.
+
+The engines, `layers.functional` and `validation` call them.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

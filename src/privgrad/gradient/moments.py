@@ -1,4 +1,7 @@
-"""AdaDPS with scales from the moments of a mean gradient: of public data, or, for research, of the private batch."""
+"""AdaDPS with scales from the moments of a mean gradient: of public data, or, for research, of the private batch.
+
+Users call it through `privgrad.precondition`. The guarantee rests on the range that `precondition` checks.
+"""
 
 import copy
 from collections.abc import Mapping

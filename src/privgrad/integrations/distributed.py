@@ -2,6 +2,8 @@
 
 Import this module before init_process_group. It imports torch.distributed.fsdp. Imported after that call, fsdp would
 keep a reference to the group, and destroy_process_group could not end the group's threads.
+
+Users import it in every process. The privacy guarantee rests on it: the noise is added once, by one process.
 """
 
 import atexit

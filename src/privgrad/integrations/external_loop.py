@@ -1,4 +1,7 @@
-"""The private step in a training loop that another framework runs; shared by the bridges to such frameworks."""
+"""The private step in a training loop that another framework runs; shared by the bridges to such frameworks.
+
+The privacy guarantee rests on `PrivateGradient`, which this calls.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update."""
+"""A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update.
+
+The privacy guarantee rests on `PrivateGradient`, which the strategy calls.
+"""
 
 import os
 import secrets

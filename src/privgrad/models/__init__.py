@@ -1,4 +1,7 @@
-"""The model architectures of the experiments."""
+"""The model architectures of the experiments.
+
+Users and experiments make them by name. The privacy guarantee does not rest on this package.
+"""
 
 from privgrad.models.activations import Activation
 from privgrad.models.convolutional import (

@@ -1,4 +1,7 @@
-"""The activations that the models offer, by name."""
+"""The activations that the models offer, by name.
+
+The other files of this package call it.
+"""
 
 from collections.abc import Callable
 from typing import Literal

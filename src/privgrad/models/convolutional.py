@@ -1,4 +1,7 @@
-"""Convolutional models of images."""
+"""Convolutional models of images.
+
+Made by name through `build.MODELS`.
+"""
 
 from typing import Any, cast
 

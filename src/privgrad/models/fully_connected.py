@@ -1,4 +1,7 @@
-"""Models of fully connected layers, also on bags of words and sparse rows."""
+"""Models of fully connected layers, also on bags of words and sparse rows.
+
+Made by name through `build.MODELS`.
+"""
 
 from itertools import pairwise
 

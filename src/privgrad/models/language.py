@@ -1,4 +1,7 @@
-"""Models of text: recurrent networks and transformers, with random or with pretrained weights."""
+"""Models of text: recurrent networks and transformers, with random or with pretrained weights.
+
+Made by name through `build.MODELS`.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Optimizers for released gradients: real torch optimizers, pure post-processing."""
+"""Optimizers for released gradients: real torch optimizers, pure post-processing.
+
+The privacy guarantee does not rest on this package.
+"""
 
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
 from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop, Yogi

@@ -1,4 +1,7 @@
-"""The mixin that makes a torch optimizer accept only released gradients, and the optimizers without debiasing."""
+"""The mixin that makes a torch optimizer accept only released gradients, and the optimizers without debiasing.
+
+`adaptive` and `public_data` build on it.
+"""
 
 import inspect
 import math

@@ -1,4 +1,7 @@
-"""Items on BAM: the bias of clipping along trainings, and the time of a step by the depth of the model."""
+"""Items on BAM: the bias of clipping along trainings, and the time of a step by the depth of the model.
+
+`reproduce` calls it.
+"""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping

@@ -1,4 +1,7 @@
-"""Plots of the measurements along single trainings: histograms, cosines and curves over trials."""
+"""Plots of the measurements along single trainings: histograms, cosines and curves over trials.
+
+The other files of this package call it.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Items that measure gradients during training: their moments with and without noise, and cosines of examples."""
+"""Items that measure gradients during training: their moments with and without noise, and cosines of examples.
+
+`reproduce` calls it.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers."""
+"""Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers.
+
+The command `privgrad reproduce` calls it.
+"""
 
 import inspect
 import json

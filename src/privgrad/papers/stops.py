@@ -1,4 +1,7 @@
-"""Trainings that stop after given steps, so that an item can measure them."""
+"""Trainings that stop after given steps, so that an item can measure them.
+
+`clipping_bias` and `moments` call it.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

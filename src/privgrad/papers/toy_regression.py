@@ -1,4 +1,7 @@
-"""Items of kind "toy": linear regression with rare features, with and without privacy, with and without scales."""
+"""Items of kind "toy": linear regression with rare features, with and without privacy, with and without scales.
+
+`reproduce` calls it.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,15 +1,15 @@
 """The two engines, which compute the gradient of each example's own loss for PrivateGradient.
 
 `vmap.Vmap` is the reference: it computes each example by itself, as a batch of one, and stores its whole gradient.
-`hooks.Hooks` is the fast engine: it runs one forward and one backward pass for all examples. The rules of
+`factored.Factored` is the fast engine: it runs one forward and one backward pass for all examples. The rules of
 `privgrad.gradient.layers` then describe each gradient by factors, such as a layer's inputs and output gradients.
-All other files are parts of Hooks. `capture` replaces the forwards of the layers and records `taps`. A layer with a
+All other files are parts of Factored. `capture` replaces the forwards of the layers and records `taps`. A layer with a
 rule is a `layer_call`, and one without is a `vmapped_unit`. `layouts` finds the dimension of the examples, `arguments`
 finds changed arguments, `hvp` computes Hessian products, `self_check` compares, and `refusals` are the errors.
 
 The privacy guarantee rests on one property of an engine: row i of its result depends on example i, the model and
 public numbers only. `privgrad.gradient.clipping` then bounds each row. Vmap has the property if torch's batching rules
-are correct (see `privgrad.gradient.batching`), and if the model and loss keep no state outside of the modules. Hooks
+are correct (see `privgrad.gradient.batching`), and if the model and loss keep no state outside of the modules. Factored
 compares a few examples of the 1st, 2nd, 4th, 8th ... batch with autograd (`self_check`), and raises an error if they
 differ. This is a check, not a proof.
 """

@@ -2,7 +2,7 @@
 
 A unit is the smallest module that owns trainable parameters. `Capture` replaces the forward of every unit. The new
 forward computes the same output from copies of the parameters without their graph, and records the inputs and the
-graph's edge at the output. `hooks.Hooks` then computes per-example gradients from these records.
+graph's edge at the output. `factored.Factored` then computes per-example gradients from these records.
 
 The privacy guarantee of the fast engine rests on this file: it must attribute each row of a tensor to its example. It
 refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd.

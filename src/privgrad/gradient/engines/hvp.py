@@ -1,7 +1,7 @@
 """Compute each example's Hessian-vector product, by a backward pass through the backward pass.
 
-`hooks.Hooks.moved` uses this with `exact=True`, for BAM(mode="exact"). The vector is a displacement of the parameters,
-different for each example.
+`factored.Factored.moved` uses this with `exact=True`, for BAM(mode="exact"). The vector is a displacement of the
+parameters, different for each example.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""One call of a layer by its rule: the output, and the factors that follow from the gradient at the output."""
+"""One call of a layer by its rule: the output, and the factors that follow from the gradient at the output.
+
+`capture` makes one per call. The privacy guarantee rests on the rule that it calls; `self_check` compares.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,4 +1,7 @@
-"""The layouts that the fast engine has learned, by the shapes of the examples from which it learned them."""
+"""The layouts that the fast engine has learned, by the shapes of the examples from which it learned them.
+
+`passes` reads and fills it.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, cast

@@ -1,4 +1,7 @@
-"""How many examples the fast engine computes at once. Speed and memory only."""
+"""How many examples the fast engine computes at once. Speed and memory only.
+
+`factored` and `passes` call it.
+"""
 
 from torch import nn
 

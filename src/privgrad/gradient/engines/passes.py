@@ -1,6 +1,6 @@
 """The forward and backward passes of the fast engine: from examples to factors, with layouts that an audit has learned.
 
-A pass trusts its layouts. `hooks.Hooks` learns and checks them.
+A pass trusts its layouts. `factored.Factored` learns and checks them.
 """
 
 from collections.abc import Generator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""The errors of the fast engine, for models from which it cannot take per-example gradients."""
+"""The errors of the fast engine, for models from which it cannot take per-example gradients.
+
+All files of this package call it.
+"""
 
 from typing import cast
 
@@ -8,7 +11,7 @@ REMEDY = "use engine='vmap'"
 
 
 class CallSequenceChangedError(Exception):
-    """The units were called in a different sequence than when the layouts were learned; Hooks catches it."""
+    """The units were called in a different sequence than when the layouts were learned; Factored catches it."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

@@ -1,6 +1,6 @@
 """Compare the fast engine's gradients of a few examples with the gradients of each example alone.
 
-`hooks.Hooks` calls this when it learns a model, and on some rows of the 1st, 2nd, 4th, 8th ... batch. The privacy
+`factored.Factored` calls this when it learns a model, and on some rows of the 1st, 2nd, 4th, 8th ... batch. The privacy
 guarantee of the fast engine rests on these comparisons: they would detect a model or a rule that mixes examples in
 the compared rows. They do not prove that it never happens.
 """

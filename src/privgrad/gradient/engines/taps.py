@@ -1,6 +1,7 @@
 """The places in the graph of the losses where the fast engine computes gradients.
 
-`capture` records them, `hooks` makes factors from the gradients there, and `hvp` computes Hessian products from them.
+`capture` records them, `factored` makes factors from the gradients there, and `hvp` computes Hessian products from
+them.
 """
 
 from collections.abc import Callable, Mapping

@@ -63,7 +63,7 @@ class Vmap:
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
-        """Return the gradient of each example's own loss at its own point, as Hooks.moved does."""
+        """Return the gradient of each example's own loss at its own point, as Factored.moved does."""
         with torch.random.fork_rng():  # so that both passes have the same random draws
             first = self(examples)
         share_B, moving_B = shares([factor.norms() for factor in first.values()], radius)
@@ -73,7 +73,7 @@ class Vmap:
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> dict[str, Factor]:
-        """Return the gradient of each example's own loss at its own point, as Hooks.at does."""
+        """Return the gradient of each example's own loss at its own point, as Factored.at does."""
         along = {name: share * factor.dense() for name, factor in moved.items()}
         rows = per_sample_gradients(self._model, self._loss_fn, examples, along=along)
         return {name: Dense(grads_BP) for name, grads_BP in rows.items()}

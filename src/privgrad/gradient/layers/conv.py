@@ -1,4 +1,7 @@
-"""The rules of convolutions, plain and transposed."""
+"""The rules of convolutions, plain and transposed.
+
+The engine finds them by the type of the layer.
+"""
 
 from collections.abc import Mapping
 from typing import Any, cast

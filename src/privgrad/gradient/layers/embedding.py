@@ -1,6 +1,8 @@
 """The rules of embedding tables and embedding bags.
 
 Shape suffixes: B examples, T positions of an example, D width.
+
+The engine finds them by the type of the layer.
 """
 
 from collections.abc import Mapping

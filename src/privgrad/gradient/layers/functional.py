@@ -1,4 +1,7 @@
-"""Rules for calls of F.linear and of F.conv1d to 3d, in modules that have no rule of their own."""
+"""Rules for calls of F.linear and of F.conv1d to 3d, in modules that have no rule of their own.
+
+`engines.capture` calls it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

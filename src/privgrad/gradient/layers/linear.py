@@ -1,4 +1,7 @@
-"""The rules of linear maps: dense, with a transposed weight, and for sparse inputs."""
+"""The rules of linear maps: dense, with a transposed weight, and for sparse inputs.
+
+The engine finds them by the type of the layer.
+"""
 
 from collections.abc import Mapping
 from typing import Any, cast

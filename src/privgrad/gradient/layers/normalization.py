@@ -1,4 +1,7 @@
-"""The rules of layer, RMS, group and instance normalization, and of batch normalization with frozen statistics."""
+"""The rules of layer, RMS, group and instance normalization, and of batch normalization with frozen statistics.
+
+The engine finds them by the type of the layer.
+"""
 
 from collections.abc import Mapping
 from typing import Any, cast

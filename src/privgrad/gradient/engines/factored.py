@@ -44,7 +44,7 @@ _WEIGHTS = Point()
 Found = tuple[dict[str, Factor], Displacements | None]
 
 
-class Hooks:
+class Factored:
     """An engine that computes the per-example gradients of a model as factors.
 
     Args:
@@ -280,10 +280,10 @@ class Hooks:
             twin._require_single(examples, point, twin._passes.compute(examples, point), rows)
 
     @contextmanager
-    def _double(self, refusal: UnsupportedModuleError) -> Generator["Hooks"]:
+    def _double(self, refusal: UnsupportedModuleError) -> Generator["Factored"]:
         """Yield this engine in double precision, to repeat a failed check; raise `refusal` if anything fails there."""
         try:
-            yield Hooks(copy.deepcopy(self._model).double(), self._loss_fn)
+            yield Factored(copy.deepcopy(self._model).double(), self._loss_fn)
         except Exception:  # the check failed again, or, for instance, the loss accepts single precision only
             raise refusal from None
 

@@ -1,4 +1,4 @@
-"""The hooks engine on whole models: equal to single examples, bounded, and safe where it cannot be exact."""
+"""The factored engine on whole models: equal to single examples, bounded, and safe where it cannot be exact."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import clipped_sum, first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import Clipping
-from privgrad.gradient.engines.hooks import Hooks
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.outer import Outer
@@ -36,7 +36,7 @@ def test_engines_agree_on_whole_models(name: str):
     torch.manual_seed(0)
     make, inputs = MODELS[name]
     model = make().double()
-    factors, rows = Hooks(model, loss_fn)(labeled(inputs)), Vmap(model, loss_fn)(labeled(inputs))
+    factors, rows = Factored(model, loss_fn)(labeled(inputs)), Vmap(model, loss_fn)(labeled(inputs))
     assert factors.keys() == rows.keys()
     for parameter, factor in factors.items():
         assert_equal_to_loop(factor, rows[parameter].dense(), 1e-10)
@@ -58,9 +58,9 @@ def checkpointed(inner: nn.Module, x: Tensor) -> Tensor:
 def test_checkpointing_changes_nothing():
     x = torch.randn(6, 5, dtype=torch.float64)
     model = Block(lambda inner, x: inner(x)).double()
-    plain = {name: factor.dense() for name, factor in Hooks(model, losses_of)(x).items()}
+    plain = {name: factor.dense() for name, factor in Factored(model, losses_of)(x).items()}
     model.wrap = checkpointed
-    for name, factor in Hooks(model, losses_of)(x).items():
+    for name, factor in Factored(model, losses_of)(x).items():
         torch.testing.assert_close(factor.dense(), plain[name])
 
 
@@ -75,7 +75,7 @@ def test_a_compiled_model_is_run_as_it_was_written():
     model = make_model()
     compiled = torch.compile(model, backend="eager")
     examples = make_data().tensors
-    plain, other = Hooks(model, loss_fn)(examples), Hooks(cast(nn.Module, compiled), loss_fn)(examples)
+    plain, other = Factored(model, loss_fn)(examples), Factored(cast(nn.Module, compiled), loss_fn)(examples)
     for name, factor in plain.items():
         torch.testing.assert_close(other[f"_orig_mod.{name}"].dense(), factor.dense())
 
@@ -99,7 +99,7 @@ def test_microbatches_and_engines_give_the_same_release(clip: Clipping):
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_less_memory_means_smaller_parts_and_the_same_release(engine: Any, monkeypatch: pytest.MonkeyPatch):
     sizes: list[int] = []
-    whole = {"factored": Hooks, "vmap": Vmap}[engine]
+    whole = {"factored": Factored, "vmap": Vmap}[engine]
     call = whole.__call__
 
     def counted(self: Any, examples: Any) -> Any:
@@ -128,7 +128,7 @@ def test_bfloat16_autocast_keeps_norms_and_sums_in_float32():
             return loss_fn(model, batch)
 
     examples = make_data().tensors
-    factors, exact = Hooks(model, half)(examples), Hooks(model, loss_fn)(examples)
+    factors, exact = Factored(model, half)(examples), Factored(model, loss_fn)(examples)
     for name, factor in factors.items():
         assert factor.dense().dtype == torch.float32
         torch.testing.assert_close(factor.dense(), exact[name].dense(), rtol=0.1, atol=0.02)
@@ -137,14 +137,14 @@ def test_bfloat16_autocast_keeps_norms_and_sums_in_float32():
 
 def test_dropout_draws_for_every_example_and_differs():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
-    rows = Hooks(model, lambda m, x: m(x)[:, 0])(torch.ones(8, 64))["1.weight"].dense()
+    rows = Factored(model, lambda m, x: m(x)[:, 0])(torch.ones(8, 64))["1.weight"].dense()
     assert len({tuple(row.flatten().tolist()) for row in rows}) == 8
 
 
 def test_nothing_is_left_on_the_model():
     model = make_model()
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
-    Hooks(model, loss_fn)(make_data().tensors)
+    Factored(model, loss_fn)(make_data().tensors)
     assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -179,7 +179,7 @@ class SubtractsTheMean(nn.Module):
 def test_a_parameter_used_outside_its_module_is_refused_by_name():
     tokens = torch.randint(0, 7, (6, 3))
     with pytest.raises(pg.UnsupportedModuleError, match=r"'embedding.weight'.*vmap"):
-        Hooks(FunctionalTying(), loss_fn)(labeled(tokens))
+        Factored(FunctionalTying(), loss_fn)(labeled(tokens))
     rows = Vmap(FunctionalTying(), loss_fn)(labeled(tokens))
     assert rows["embedding.weight"].dense().shape == (6, 7, 4)
 
@@ -204,8 +204,8 @@ def test_what_is_repeated_for_each_example_is_refused_by_name_and_taken_by_vmap(
     )
     broadcast.load_state_dict(repeated.state_dict())
     with pytest.raises(pg.UnsupportedModuleError, match=r"shared output of 'prompt'.*use engine='vmap'"):
-        Hooks(repeated, loss_fn)(examples)
-    rows, factors = Vmap(repeated, loss_fn)(examples), Hooks(broadcast, loss_fn)(examples)
+        Factored(repeated, loss_fn)(examples)
+    rows, factors = Vmap(repeated, loss_fn)(examples), Factored(broadcast, loss_fn)(examples)
     for parameter, factor in factors.items():
         assert_equal_to_loop(factor, rows[parameter].dense(), 1e-10)
 
@@ -222,19 +222,19 @@ def test_an_error_of_the_backward_pass_is_not_taken_for_that():
 
     model = Prompted(lambda x, size: cast(Tensor, Broken.apply(x)).expand(size, -1, -1))
     with pytest.raises(RuntimeError, match="no derivative here"):
-        Hooks(model, loss_fn)(labeled(torch.randn(6, 3, 4)))
+        Factored(model, loss_fn)(labeled(torch.randn(6, 3, 4)))
 
 
 @pytest.mark.parametrize("time", [2, 3, 6])
 def test_time_first_data_is_caught_even_where_time_equals_batch(time: int):
     with pytest.raises(pg.UnsupportedModuleError, match="examples"):
-        Hooks(TimeFirst(), loss_fn)(labeled(torch.randn(6, time, 4)))
+        Factored(TimeFirst(), loss_fn)(labeled(torch.randn(6, time, 4)))
 
 
 def test_subtracting_the_batch_mean_is_caught():
     examples = labeled(torch.randn(6, 5))
     with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
-        Hooks(SubtractsTheMean(), loss_fn)(examples)
+        Factored(SubtractsTheMean(), loss_fn)(examples)
     private_grad = pg.PrivateGradient(SubtractsTheMean(), loss_fn, make_plan(sample_rate=1.0, expected_batch_size=32))
     with pytest.raises(pg.PrivacyError, match="other examples"):
         private_grad(first_batch(private_grad.plan, make_data()))
@@ -251,7 +251,7 @@ def test_a_wrong_rule_is_caught_by_the_first_batch():
             return super().factor(layer, name, parameters, x, 1.2 * grad)
 
     with pytest.raises(pg.UnsupportedModuleError, match="single examples"):
-        Hooks(nn.Sequential(Doubling(5, 3)), loss_fn)(make_data().tensors)
+        Factored(nn.Sequential(Doubling(5, 3)), loss_fn)(make_data().tensors)
 
 
 def test_a_registered_rule_is_used():
@@ -274,7 +274,7 @@ def test_a_registered_rule_is_used():
             return Outer(x[:, None], grad[:, None] / 2)
 
     model, x = Halved(), torch.randn(6, 5)
-    factor = Hooks(model, losses_of)(x)["weight"]
+    factor = Factored(model, losses_of)(x)["weight"]
     assert isinstance(factor, Outer)
     torch.testing.assert_close(factor.dense(), one_by_one(model, x)["weight"])
 
@@ -292,7 +292,7 @@ def test_an_input_changed_in_place_afterwards_is_refused():
             return y
 
     with pytest.raises(pg.UnsupportedModuleError, match="in place"):
-        Hooks(Overwrites(), losses_of)(torch.randn(6, 5))
+        Factored(Overwrites(), losses_of)(torch.randn(6, 5))
 
 
 def test_a_sequence_of_calls_that_depends_on_length_is_recorded_again():
@@ -314,7 +314,7 @@ def test_a_sequence_of_calls_that_depends_on_length_is_recorded_again():
         return losses_of(model, x)
 
     model = Loop().double()
-    engine = Hooks(model, losses)
+    engine = Factored(model, losses)
     for length in (3, 5, 2) + 5 * (5, 3):
         x = torch.randn(6, length, 4, dtype=torch.float64)
         rows = one_by_one(model, x)
@@ -340,7 +340,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("preconditioned", [False, True])
-@pytest.mark.parametrize("engine", [Hooks, Vmap])
+@pytest.mark.parametrize("engine", [Factored, Vmap])
 @pytest.mark.parametrize("clip", [pg.clip.Flat(), pg.clip.Automatic(), pg.clip.PerLayer({"": 1.0, "table": 2.0})])
 @settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10**6), spread=st.sampled_from([1.0, 30.0]))
@@ -396,7 +396,7 @@ class Seen(nn.Module):
 def test_a_parameter_beside_attention_is_exact(training: bool):
     model, x = Seen().double().train(training), torch.randn(7, 5, 3, dtype=torch.float64)
     fast = torch.backends.mha.get_fastpath_enabled()
-    factors, rows = Hooks(model, losses_of)(x), one_by_one(model.train(), x)
+    factors, rows = Factored(model, losses_of)(x), one_by_one(model.train(), x)
     for name, factor in factors.items():
         assert_equal_to_loop(factor, rows[name], 1e-9)
     assert torch.backends.mha.get_fastpath_enabled() == fast
@@ -413,7 +413,7 @@ def test_a_rule_that_is_a_little_wrong_is_caught_too(scale: float):
             return Outer(x[:, None], scale * grad[:, None]) if name == "weight" else Dense(grad)
 
     with pytest.raises(pg.UnsupportedModuleError, match="rule"):
-        Hooks(nn.Sequential(Weighted(4, 3), nn.Tanh()), losses_of)(torch.randn(6, 4))
+        Factored(nn.Sequential(Weighted(4, 3), nn.Tanh()), losses_of)(torch.randn(6, 4))
 
 
 def test_what_is_not_a_rule_is_refused():
@@ -431,7 +431,7 @@ def test_what_is_not_a_rule_is_refused():
             return grad
 
     with pytest.raises(pg.UnsupportedModuleError, match="to return a Factor"):
-        Hooks(Bare(4, 3), losses_of)(torch.randn(6, 4))
+        Factored(Bare(4, 3), losses_of)(torch.randn(6, 4))
 
 
 def test_scales_are_taken_as_numbers_and_refused_with_a_reason():
@@ -465,6 +465,6 @@ def test_a_maximum_that_rounding_moves_is_no_reason_to_refuse():
     model = NearTie()
     with torch.no_grad():
         model.layer.weight.copy_(torch.tensor([[1.0, 2.0], [2.0, 1.0 + 5e-7]]))
-    engine = Hooks(model, lambda model, x: model(x))
+    engine = Factored(model, lambda model, x: model(x))
     found = engine(torch.ones(4, 2))["layer.weight"]
     assert found.dense().shape == (4, 2, 2)
