@@ -75,7 +75,7 @@ def seconds_in_turn(steps: Mapping[str, Step], setup: Setup, *, repetitions: int
     return seconds
 
 
-def peak_memory(setup: Setup, method: str, *, threads: int) -> dict[str, float]:
+def peak_memory(setup: Setup, method: str, *, threads: int, limit: float) -> dict[str, float]:
     """Measure one step in a new process.
 
     On CPU: resident memory, which the kernel counts. The process builds model, optimizer and data, takes a step,
@@ -87,7 +87,7 @@ def peak_memory(setup: Setup, method: str, *, threads: int) -> dict[str, float]:
         MiB: `peak` of the second step above the state between steps; `kept`, what the first step added to that state:
         the optimizer's moments, buffers kept for the next step, and libraries loaded on the way.
     Raises:
-        SkipError: the process failed.
+        SkipError: the method cannot take this workload, or its process failed or took more than `limit` seconds.
     """
     environment = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": str(2**17),
@@ -95,10 +95,13 @@ def peak_memory(setup: Setup, method: str, *, threads: int) -> dict[str, float]:
         "OMP_NUM_THREADS": str(threads),
     }
     command = [sys.executable, "-m", "benchmarks.measure", method, str(threads), json.dumps(asdict(setup))]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise SkipError(f"two steps took more than {limit:g} s") from error
     if child.returncode != 0:
         last_line = (child.stderr.strip() or "no message").splitlines()[-1]
-        raise SkipError(f"memory: exit status {child.returncode}, {last_line[:200]}")
+        raise SkipError(last_line.removeprefix("benchmarks.methods.SkipError: ")[:200])
     return json.loads(child.stdout.splitlines()[-1])
 
 

@@ -41,12 +41,24 @@ def machine(setup: Setup) -> Row:
 
 
 def measure(
-    setup: Setup, methods: Sequence[str], *, repetitions: int, memory: bool, tell: Callable[[str], None]
+    setup: Setup, methods: Sequence[str], *, repetitions: int, memory: bool, limit: float, tell: Callable[[str], None]
 ) -> Iterator[Row]:
-    """One row for each method, the ordinary step first; a row of a method that cannot run says why."""
+    """One row for each method, the ordinary step first; a row of a method that cannot run says why.
+
+    Memory comes first, in processes that can be stopped: a method that passes the limit there is not timed.
+    """
     steps: dict[str, Step] = {}
     skipped: dict[str, str] = {}
+    peaks: dict[str, Row] = {}
+    for method in methods if memory else []:
+        tell(f"{setup.name}: memory of {method}")
+        try:
+            peaks[method] = peak_memory(setup, method, threads=torch.get_num_threads(), limit=limit)
+        except SkipError as reason:
+            skipped[method] = str(reason)
     for method in methods:
+        if method in skipped:
+            continue
         tell(f"{setup.name}: building {method}")
         try:
             steps[method] = build(setup, method)
@@ -56,13 +68,6 @@ def measure(
     seconds = seconds_in_turn(steps, setup, repetitions=repetitions)
     steps.clear()
     gc.collect()
-    peaks: dict[str, Row] = {}
-    for method in seconds if memory else []:
-        tell(f"{setup.name}: memory of {method}")
-        try:
-            peaks[method] = peak_memory(setup, method, threads=torch.get_num_threads())
-        except SkipError as reason:
-            skipped[method] = str(reason)
     for method in methods:
         row: Row = {
             "workload": setup.name,
@@ -149,6 +154,9 @@ def main(
     threads: Annotated[int, typer.Option(help="Of torch on CPU; 0: all cores.")] = 0,
     repetitions: Annotated[int, typer.Option(help="Rounds at least; 3 for a step above 5 s.")] = 10,
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds for two steps in a process that measures memory; a slower method is skipped.")
+    ] = 300.0,
     memory_limit: Annotated[float, typer.Option(help="GiB of per-sample gradients above which to skip.")] = 4.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write rows to this JSONL file, tables beside it as .md.")] = None,
@@ -172,6 +180,7 @@ def main(
                 list(dict.fromkeys(["ordinary", *wanted])),
                 repetitions=repetitions,
                 memory=memory,
+                limit=time_limit,
                 tell=lambda text: progress.update(task, description=text),
             ):
                 rows.append(row)
