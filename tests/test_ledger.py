@@ -398,7 +398,7 @@ def test_a_release_of_other_numbers_is_refused_whatever_its_checksum(tmp_path: P
 def test_a_ledger_of_version_1_is_refused_with_the_remedy(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"ledger_version": 1, "plan": {}}\n')
-    with pytest.raises(pg.PrivacyError, match=r"version 2, got version 1; .*the two epsilons up\."):
+    with pytest.raises(pg.PrivacyError, match=r"version 2, got version 1; .*both epsilons and both deltas\."):
         pg.Ledger(path)
     assert path.read_text() == '{"ledger_version": 1, "plan": {}}\n'
 

@@ -1,8 +1,11 @@
 """The privacy cost of releases. Only this file imports dp_accounting.
 
 Every epsilon is an upper bound for neighboring data sets that differ by adding or removing one unit, by RDP (Mironov
-et al. 2019) or PLD (discretized pessimistically). Nothing here reads data. Every epsilon that privgrad reports rests
-on this file.
+et al. 2019) or PLD (discretized pessimistically). Nothing here reads data.
+
+`Ledger` and `PrivacyPlan` call `epsilon`; so do users, audits, the reports of experiments and `cli.privacy`. The
+privacy guarantee rests on this file, because it computes every epsilon that privgrad reports. It does not rest on
+`steps_for_budget` and its helper `_last_within`.
 """
 
 import functools
@@ -45,6 +48,8 @@ _SMALLEST_NOISE_MULTIPLIER = 1e-2
 @dataclass(frozen=True)
 class Release:
     """A kind of release, and the number of times that it happened.
+
+    `Ledger`, `PrivacyPlan`, audits, `cli.privacy` and users make it.
 
     Attributes:
         noise_multiplier: sigma, noise standard deviation over sensitivity. >= 0.
@@ -111,6 +116,7 @@ def epsilon(
 
 @functools.lru_cache(maxsize=4096)
 def _epsilon(mechanisms: tuple[tuple[float, float, int], ...], delta: float, accountant: Accountant) -> float:
+    """Compute the epsilon of releases, each given as (noise multiplier, sample rate, count); cached."""
     if not mechanisms:
         return 0.0
     if any(noise_multiplier < 1e-100 for noise_multiplier, _, _ in mechanisms):
@@ -129,6 +135,7 @@ def _compose(
     mechanisms: tuple[tuple[float, float, int], ...],
     delta: float,
 ) -> float:
+    """Return the epsilon of all mechanisms by one accountant; infinity if its arithmetic gives no bound."""
     logger = logging.getLogger("absl")
     logger.addFilter(_is_worth_telling)
     try:
@@ -160,12 +167,17 @@ def _rounding(mechanisms: Iterable[tuple[float, float, int]]) -> np.ndarray:
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """Return False for dp_accounting's log message that it excluded an RDP order, which only loosens the bound."""
+    """Return False for dp_accounting's log message that it excluded an RDP order, which only loosens the bound.
+
+    `logging` calls it for each message. No epsilon depends on it.
+    """
     return "Excluding this order" not in record.getMessage()
 
 
 def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
     """Find a noise multiplier, close to the smallest one, whose releases cost at most the target.
+
+    `PrivacyPlan.for_budget`, `cli.privacy` and audits call it; users can.
 
     Computes: a sigma that meets the target by RDP, then the root by PLD below it, rounded up to meet the target.
 
@@ -243,6 +255,9 @@ def _first_safe(cost: Callable[[float], float], target: float) -> float | None:
 
 def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
     """Find the largest number of steps whose cost, by PLD, is at most the target.
+
+    `cli.privacy` calls it for `privgrad calibrate`; users can. The guarantee of a training does not rest on it: plan
+    and ledger compute epsilon from the number of steps.
 
     Args:
         target_epsilon: > 0.

@@ -1,6 +1,7 @@
 """Augmentation multiplicity: the mean gradient over several views of each example is clipped as one gradient.
 
-Users and experiments wrap their loss function here. The privacy guarantee needs views that depend on one example only.
+Users and `experiments.build` wrap their loss function here. The privacy guarantee rests on this file, and on the
+`augment` of a user: each view must depend on one example only.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def multiplicity(loss_fn: LossFunction, augment: Callable[[Any], Any], *, views:
 def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal", probability: float = 0.5) -> Tensor:
     """Shift images by a few pixels and flip them, at random and independently for each image.
 
-    Pixels from outside the image are mirrored at its edge, the edge included.
+    Pixels from outside the image are mirrored at its edge, the edge included. It serves as `augment` of `multiplicity`.
 
     Args:
         images: shape (B, C, H, W).

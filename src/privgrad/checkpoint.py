@@ -1,7 +1,8 @@
 """Checkpoint files: written completely or not at all, and refused if any byte has changed or the run is different.
 
-The callers are `fit` and the integrations. The privacy guarantee rests on `require_resumable`: without it, steps that
-the ledger has not charged could be used.
+The callers are `training_run` (for `fit`), `integrations.external_loop` and `integrations.huggingface`. The privacy
+guarantee rests on `require_resumable`: without it, steps that the ledger has not charged could be used. The other
+functions protect a checkpoint against damage and explain a refusal; the guarantee does not rest on them.
 """
 
 import hashlib
@@ -115,7 +116,7 @@ def damage_refused(function: str, what: object) -> Generator[None]:
     try:
         yield
     except OtherRunError as error:
-        remedy = "resume with the same settings, or train in a new folder and add the two epsilons up"
+        remedy = "resume with the same settings, or train in a new folder and add up both epsilons and both deltas"
         raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
     except LedgerTooShortError as error:
         remedy = (
@@ -129,5 +130,6 @@ def damage_refused(function: str, what: object) -> Generator[None]:
             f"{what}",
             "to be a complete checkpoint of this run",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            "restore this file from a copy, never the ledger, or train in a new folder and add the two epsilons up",
+            "restore this file from a copy, never the ledger, or train in a new folder and add up both epsilons and "
+            "both deltas",
         ) from error

@@ -2,7 +2,9 @@
 
 Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` See `expected`.
 
-The whole library calls this file.
+The whole library calls this file. The privacy guarantee rests on the functions that check the numbers of a plan:
+`require_positive`, `require_nonnegative`, `require_rate`, `require_delta`, `require_integer` and `require_choice`, with
+their helper `_is_finite`. The other functions find mistakes and word messages; the guarantee does not rest on them.
 """
 
 import difflib
@@ -75,7 +77,10 @@ def described(value: object) -> str:
 
 
 def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
-    """Return the remedy, preceded by "did you mean 'x'?" if a choice is spelled like the name."""
+    """Return the remedy, preceded by "did you mean 'x'?" if a choice is spelled like the name.
+
+    Besides `require_choice`, the readers of names in `experiments`, `audit.methods` and `papers.reproduce` call it.
+    """
     by_lower = {choice.lower(): choice for choice in choices}
     typed = f"{name}".lower()
     near = [_ALIASES[typed]] if _ALIASES.get(typed) in by_lower else difflib.get_close_matches(typed, by_lower, n=1)
@@ -83,7 +88,10 @@ def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
 
 
 def file_problem(path: str | os.PathLike[str]) -> str | None:
-    """Return why no content can be read from a path, for example "does not exist"; None if it can be read."""
+    """Return why no content can be read from a path, for example "does not exist"; None if it can be read.
+
+    `ledger_file`, `checkpoint` and `experiments.load_spec` call it.
+    """
     place = Path(path)
     if not os.fspath(path):
         return "is an empty path"
@@ -95,6 +103,7 @@ def file_problem(path: str | os.PathLike[str]) -> str | None:
 
 
 def _text(value: object) -> str:
+    """Return a value as text; Python refuses to write out an integer of thousands of digits."""
     try:
         return f"{value}"
     except ValueError:
@@ -122,7 +131,7 @@ def _is_finite(value: object) -> bool:
 
 
 def require_rate(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is a probability in (0, 1]."""
+    """Raise PrivacyError unless value is a probability in (0, 1]. `plan`, `ledger` and `accounting` call it."""
     if not (isinstance(value, Real) and 0 < value <= 1):
         raise expected(
             function,
@@ -134,13 +143,16 @@ def require_rate(function: str, value: float) -> None:
 
 
 def require_delta(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is in (0, 1)."""
+    """Raise PrivacyError unless value is in (0, 1). `plan`, `accounting` and `audit.bounds` call it."""
     if not (isinstance(value, Real) and 0 < value < 1):
         raise expected(function, "delta", "in (0, 1)", described(value), "give at most 1 / num_examples, such as 1e-5")
 
 
 def require_decays(function: str, name: str, value: object, usual: float | tuple[float, float]) -> None:
-    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair."""
+    """Raise PrivacyError unless value is a decay in [0, 1), or a pair of decays if the usual value is a pair.
+
+    The optimizers of `optim`, `gradient.moments` and `diagnostics.moments` call it.
+    """
     shown: object = value
     is_pair = isinstance(usual, tuple)
     decays = cast("Sequence[float]", value) if is_pair and isinstance(shown, tuple | list) else [cast(float, value)]
@@ -162,7 +174,10 @@ def require_integer(function: str, name: str, value: object, minimum: float) -> 
 
 
 def require_choice(function: str, name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise PrivacyError unless value is one of the choices; the message suggests the nearest one."""
+    """Raise PrivacyError unless value is one of the choices; the message suggests the nearest one.
+
+    `plan`, `accounting` and PrivateGradient call it.
+    """
     if not (isinstance(value, str) and value in choices):
         quoted = [repr(choice) for choice in choices]
         condition = f"to be {', '.join(quoted[:-1])} or {quoted[-1]}" if quoted[1:] else f"to be {quoted[0]}"
@@ -171,13 +186,16 @@ def require_choice(function: str, name: str, value: object, choices: Sequence[st
 
 
 def require_callable(function: str, name: str, value: object, remedy: str) -> None:
-    """Raise PrivacyError unless value is callable."""
+    """Raise PrivacyError unless value is callable. PrivateGradient, `sampling.batches` and `fit` call it."""
     if not callable(value):
         raise expected(function, name, "to be a function", described(value), remedy)
 
 
 def require_path(function: str, name: str, value: object, remedy: str) -> None:
-    """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike."""
+    """Raise PrivacyError unless value is a path: a string that is not empty, or an os.PathLike.
+
+    `Ledger` and `fit` call it.
+    """
     candidate: object = value
     path = os.fspath(cast("str | os.PathLike[str]", candidate)) if isinstance(candidate, str | os.PathLike) else ""
     if not path or "\0" in path:

@@ -4,6 +4,8 @@ A round is one step of PrivateGradient. `plan.batches(users)` draws a cohort, an
 user. Each update is clipped as a whole. The clipped updates are summed, noised once, and divided by the public expected
 cohort size. The released mean of w - w_user is a gradient for any optimizer of privgrad.optim: SGD with lr 1 averages
 the users' weights (DP-FedAvg).
+
+The privacy guarantee rests on PrivateGradient, which runs on the server. It does not rest on `local_update`.
 """
 
 from collections.abc import Mapping
@@ -48,7 +50,8 @@ def local_update(
     Returns:
         w - w_last by parameter name, of norm at most C; zero if it is not finite.
     Raises:
-        PrivacyError: max_update_norm is not positive, or precondition needs the raw mean gradient.
+        PrivacyError: max_update_norm is not positive, or precondition needs the raw mean gradient or does more than
+            divide.
     Privacy:
         NOT private: only the server's noise makes it private. The update is clipped here so that an honest device sends
         no more than it must. The guarantee rests on the server, which clips again.
@@ -69,5 +72,9 @@ def local_update(
 
 
 def _refuse_raw_mean(precondition: Preconditioner) -> dict[str, Tensor]:
-    """Raise PrivacyError: a device has no mean gradient of the cohort, which would be private."""
+    """Raise PrivacyError: a device has no mean gradient of the cohort, which would be private.
+
+    `local_update` gives it to `Preconditioner.transform` as `raw_mean`. A preconditioner that is not public calls it.
+    The guarantee rests on the server, not on this.
+    """
     raise expected("local_update", "precondition", "to use public data only", repr(precondition), "use fixed scales")

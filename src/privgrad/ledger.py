@@ -2,7 +2,8 @@
 
 The file holds one JSON object per line: first the plan's public numbers, then one line per release. PrivateGradient
 writes a line to disk before it returns the gradient that the line pays for. A process killed at any moment has
-therefore charged at least as much as it released. `ledger_file` describes how changed lines are found.
+therefore charged at least as much as it released. `ledger_file` describes how changed lines are found. The privacy
+guarantee rests on this file.
 """
 
 import os
@@ -30,8 +31,9 @@ from privgrad.types import SamplingScheme
 class Ledger:
     """A record of releases and their epsilon, in memory or in a file that survives the process.
 
-    PrivateGradient charges each release to it. Threads may share a ledger. It has one holder: it cannot be copied or
-    pickled, and a forked process can read its counts but cannot charge.
+    PrivateGradient charges each release to it. `fit`, `training_run`, `checkpoint` and the bridges read it to resume.
+    `cli.privacy` and `experiments` read it to report. Users can open one. Threads may share a ledger. It has one
+    holder: it cannot be copied or pickled, and a forked process can read its counts but cannot charge.
 
     Args:
         path: file to append to, created if absent; None keeps the record in memory.
@@ -41,7 +43,7 @@ class Ledger:
             a running training.
     Privacy:
         The guarantee rests on it: the epsilon of a run is computed from its lines. It holds public numbers and, under
-        a research seed, hashes of released gradients: safe to publish.
+        a research seed, hashes of released gradients: safe to publish. `was_cut_off` and `seeded_releases` only inform.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, read_only: bool = False) -> None:
@@ -65,12 +67,18 @@ class Ledger:
 
     @property
     def was_cut_off(self) -> bool:
-        """Whether the file ended in an unfinished line. Nothing was released for that line."""
+        """Whether the file ended in an unfinished line. Nothing was released for that line.
+
+        `cli.privacy` warns of it.
+        """
         return self._file is not None and self._file.was_cut_off
 
     @property
     def charged(self) -> list[Release]:
-        """The releases charged so far, in the form that accounting.epsilon takes."""
+        """The releases charged so far, in the form that accounting.epsilon takes.
+
+        `cli.privacy` and `experiments.report.metadata` add up those of several ledgers.
+        """
         return [Release(r.noise_multiplier, r.sample_rate, r.scheme, count) for r, count in self._counts.items()]
 
     @property
@@ -80,12 +88,18 @@ class Ledger:
 
     @property
     def seeded_releases(self) -> int:
-        """The number of releases drawn under a research seed. Anyone who knows the seed can remove their noise."""
+        """The number of releases drawn under a research seed. Anyone who knows the seed can remove their noise.
+
+        `cli.privacy` warns of them.
+        """
         return sum(digest is not None for digest in self._draws.values())
 
     @property
     def head(self) -> str:
-        """The checksum of the last line, which depends on all lines before it; "" without a file."""
+        """The checksum of the last line, which depends on all lines before it; "" without a file.
+
+        `training_run` and `integrations.external_loop` store it in checkpoints.
+        """
         return "" if self._file is None else self._file.head
 
     def went_through(self, head: str) -> bool:
@@ -121,7 +135,7 @@ class Ledger:
                 return
         differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
         if differing:
-            remedy = "keep the plan, or start a new ledger and add the two epsilons up"
+            remedy = "keep the plan, or start a new ledger and add up both epsilons and both deltas"
             if "noise_multiplier" in differing:
                 sigma = self.plan_facts.get("noise_multiplier")
                 remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
@@ -135,6 +149,8 @@ class Ledger:
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
         """Raise the error that `charge` would raise, before the gradient of the step is computed.
+
+        PrivateGradient calls this for each batch.
 
         Args:
             draw: as in charge.
@@ -198,16 +214,20 @@ class Ledger:
 
     @property
     def is_open(self) -> bool:
-        """Whether this ledger holds its file, to write to it."""
+        """Whether this ledger holds its file, to write to it. `fit` reads it to decide whether to open a file."""
         return self._file is not None and self._file.is_open
 
     def close(self) -> None:
-        """Close the file and release its lock. The ledger can still be read, but refuses further charges."""
+        """Close the file and release its lock. The ledger can still be read, but refuses further charges.
+
+        `fit`, `PrivateGradient.record_in`, `integrations.lightning` and users call it.
+        """
         if self._file is not None:
             self._file.close()
         self._refuses = True
 
     def __reduce__(self) -> str:
+        """Refuse copies and pickles: a copy would not know of the releases charged to the original."""
         remedy = "pass the ledger itself, or open its file with read_only=True"
         raise expected("Ledger", "a ledger", "to have one holder", "a copy or a pickle", remedy)
 
@@ -239,17 +259,22 @@ class Ledger:
         return release
 
     def _count(self, release: Release, line: Mapping[str, Any]) -> None:
+        """Add one release and its draw to the counts in memory."""
         self._counts[release] = self._counts.get(release, 0) + 1
         self._draws[line["draw"]] = line.get("digest")
 
     def _accept(self, number: int, line: Mapping[str, Any]) -> None:
-        """Read the plan's numbers from the first line of the file, and a release from each later line."""
+        """Read the plan's numbers from the first line of the file, and a release from each later line.
+
+        `LedgerFile` calls this for each line when it opens the file.
+        """
         if number == 1:
             self.plan_facts = _checked_plan(line["plan"])
         else:
             self._count(self._checked(line), line)
 
     def _append(self, line: Mapping[str, Any]) -> None:
+        """Write a line to the file, if there is one, or raise PrivacyError if this ledger takes no more lines."""
         if self._file is not None:
             self._file.append(line)
         elif self._refuses:

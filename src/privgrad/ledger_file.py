@@ -8,7 +8,8 @@ moved line is therefore refused when it is opened. The file alone cannot show tw
 - The checksum finds accidents and careless edits, but is not a signature. Anyone can edit a line and compute all
   checksums after it again.
 
-Only `ledger` uses it.
+Only `ledger` uses LedgerFile. The privacy guarantee rests on it: a release whose line was lost would not be counted.
+`experiments.runner` calls `is_in_use`, on which the guarantee does not rest.
 """
 
 import fcntl
@@ -31,7 +32,10 @@ Accept = Callable[[int, Mapping[str, Any]], None]
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether a writer has locked the ledger at this path now."""
+    """Return whether a writer has locked the ledger at this path now.
+
+    `experiments.runner` calls it before it moves a folder aside.
+    """
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -42,6 +46,8 @@ def is_in_use(path: Path) -> bool:
 
 class LedgerFile:
     """The lines of a ledger on disk, and the lock of their one writer.
+
+    `Ledger` makes one for its path, and calls its methods.
 
     Args:
         path: an absolute path; the file is created if absent.
@@ -128,10 +134,12 @@ class LedgerFile:
             raise expected("Ledger.charge", f"{self.path}", "to be left to its one writer", got, remedy)
 
     def _end_at(self, size: int, head: str) -> None:
+        """Note the size and the checksum of the file after one more line."""
         self._size, self.head = size, head
         self._heads.add(head)
 
     def _open(self, accept: Accept, *, read_only: bool) -> None:
+        """Open and lock the file, and read its lines; close it again if any of this fails."""
         path = self.path
         condition = "to be a readable file" if read_only else "to be a writable file"
         try:
@@ -165,6 +173,7 @@ class LedgerFile:
             self._size += os.write(descriptor, b"\n")
 
     def _read(self, accept: Accept, *, read_only: bool) -> None:
+        """Check each line of the file and pass it to `accept`; an unfinished last line is left out."""
         with self.path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
                 if _is_cut_off(raw, _FIRST if number == 1 else _LATER):
@@ -173,7 +182,8 @@ class LedgerFile:
                 line, body = _parsed(raw), raw.removesuffix(b"\n")
                 if number == 1 and "ledger_version" in line and line["ledger_version"] != VERSION:
                     name, got = f"line 1 of {self.path}", f"version {str(line['ledger_version'])[:20]}"
-                    remedy = "resume with the privgrad that wrote it, or start a new ledger and add the two epsilons up"
+                    remedy = "resume with the privgrad that wrote it, or start a new ledger and add up both epsilons"
+                    remedy += " and both deltas"
                     raise expected("Ledger", name, f"to have ledger version {VERSION}", got, remedy)
                 sealed, head = _sealed(self.head, body.rpartition(_SEAL)[0] + b"}")
                 if sealed != body:
@@ -216,6 +226,7 @@ def not_open() -> PrivacyError:
 
 
 def _damaged(path: Path, number: int, raw: bytes, condition: str) -> PrivacyError:
+    """Return the error for a line that is not valid; the caller raises it."""
     got = repr(raw[:60].decode(errors="replace"))
     remedy = "restore the file from a copy"
     if number > 1:

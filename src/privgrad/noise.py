@@ -1,6 +1,7 @@
 """The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release.
 
-`PrivateGradient` calls it. The privacy guarantee rests on this file.
+`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. The privacy guarantee rests on
+this file.
 """
 
 import math
@@ -24,7 +25,8 @@ _FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integ
 def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
     """Return the name of the generator that draws the noise for these values, as ledgers and reports record it.
 
-    `Ledger.bind` compares this text when a run resumes: with other words here, older ledgers could not be resumed.
+    PrivateGradient gives the text to `Ledger.bind`, which compares it when a run resumes: with other words here, older
+    ledgers could not be resumed. The guarantee does not rest on the text.
 
     Args:
         values: parameters, or sums of their gradients; only their devices and dtypes are used.
@@ -161,6 +163,7 @@ def _release_on_cpu(
 
 
 def _add(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int) -> None:
+    """Overwrite a part of the sum with its release: add the noise, then divide."""
     normals *= std
     piece += normals
     piece /= divisor
@@ -199,6 +202,7 @@ def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
 
 
 def _release_on_device(values: list[Tensor], std_of_sum: float, divisor: int, stream: Stream, step: int) -> None:
+    """Draw and add the noise on a device other than the CPU, by torch's generator there; then divide."""
     generator = stream.generator(step, values[0].device)
     for value in values:
         noise = torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)

@@ -1,6 +1,8 @@
 """PrivacyPlan: the public numbers of a training run, fixed before it starts.
 
-Users make one plan per training. The privacy guarantee rests on this file: noise, draws and charges follow the plan.
+Users, `experiments`, audits, `papers.toy_regression` and `integrations.opacus` make one plan per training.
+PrivateGradient, `fit` and the bridges read it. The privacy guarantee rests on this file: noise, draws and charges
+follow the plan.
 """
 
 import math
@@ -85,6 +87,7 @@ class PrivacyPlan:
     neighboring_relation = "add or remove one"
 
     def __post_init__(self) -> None:
+        """Check all numbers, alone and together, before any of them is used."""
         function = "PrivacyPlan"
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
@@ -158,6 +161,8 @@ class PrivacyPlan:
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
+        Users and `experiments.spec` call it.
+
         Args:
             target_epsilon: > 0, the epsilon that all steps together may cost.
             delta: in (0, 1); at most 1 / num_examples.
@@ -218,6 +223,8 @@ class PrivacyPlan:
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
+        Users call it; its plans are for perturb=LocalUpdate(...) and for `integrations.flower`.
+
         Args:
             num_users: n >= 1, public.
             expected_cohort_size: K >= 1, the public divisor. Each user is in a round's cohort with probability
@@ -266,22 +273,31 @@ class PrivacyPlan:
 
     @property
     def divisor(self) -> int:
-        """The public divisor of a clipped sum: the expected number of contributions, B / k."""
+        """The public divisor of a clipped sum: the expected number of contributions, B / k.
+
+        PrivateGradient gives it to `noise.add_noise`.
+        """
         return self.expected_batch_size // self.group_size
 
     @property
     def is_covered(self) -> bool:
-        """Whether the accountant covers the way batches are drawn."""
+        """Whether the accountant covers the way batches are drawn.
+
+        `experiments.runner` reads it to label the epsilon of a run. The guarantee does not rest on it.
+        """
         return self.sampling == "poisson"
 
     @property
     def release(self) -> Release:
-        """The release that one step charges to the ledger."""
+        """The release that one step charges to the ledger. PrivateGradient reads it."""
         return Release(self.noise_multiplier, self.sample_rate, self.sampling)
 
     @property
     def public_facts(self) -> dict[str, Any]:
-        """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later."""
+        """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later.
+
+        PrivateGradient adds its own facts and gives all to the ledger.
+        """
         return {
             "sampling": self.sampling,
             "sample_rate": self.sample_rate,
@@ -297,6 +313,8 @@ class PrivacyPlan:
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
         """Compute the epsilon that a number of the plan's steps costs.
+
+        Users and `PrivateGradient.epsilon` call it.
 
         Args:
             delta: in (0, 1). None: the plan's.
@@ -326,6 +344,8 @@ class PrivacyPlan:
         processes: Processes = ALONE,
     ) -> Iterator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
+
+        Users, `fit`, the bridges, `audit.methods` and papers call it.
 
         Args:
             dataset: as in sampling.batches.

@@ -1,6 +1,10 @@
 """PrivateGradient: the privacy boundary. Its inputs are sensitive; its outputs are safe to use in any way.
 
 The file is long, so that a reviewer reads admission, sum, noise and charge in one piece.
+
+Users, `experiments`, audits, papers and the bridges make a PrivateGradient. `training_run` and
+`integrations.external_loop` call it at each step, and so do users in loops of their own. `fit` and the bridges read its
+properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `_described` and `_other_plan`.
 """
 
 import hashlib
@@ -55,6 +59,8 @@ _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class RawStep:
     """One step before the noise, for diagnostics. NOT PRIVATE: no epsilon covers it.
+
+    PrivateGradient passes one to each observer; see `register_raw_observer`.
 
     Attributes:
         step: the index of the release, from 0.
@@ -214,12 +220,17 @@ class PrivateGradient:
 
     @property
     def settings(self) -> dict[str, str]:
-        """All that decides the released gradient besides the plan, in words. A resumed run must have the same."""
+        """All that decides the released gradient besides the plan, in words. A resumed run must have the same.
+
+        `fit` and `integrations.external_loop` store it in their checkpoints.
+        """
         perturb, precondition = self._parts().get("perturb"), self._precondition
         return {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
 
     def register_raw_observer(self, observer: Callable[[RawStep], None]) -> RemovableHandle:
         """Call `observer` with each step as it was before the noise, once it is charged.
+
+        Users, `experiments.runner` and `diagnostics.moments.watch_from` call this.
 
         Args:
             observer: see RawStep and privgrad.diagnostics.
@@ -235,6 +246,8 @@ class PrivateGradient:
 
     def record_in(self, path: str | os.PathLike[str]) -> None:
         """Record all releases in the ledger file at `path`, in place of the memory.
+
+        `fit` calls this if it has an output_dir.
 
         Args:
             path: of a new ledger, or of one that this run's earlier attempts have written.
@@ -259,6 +272,8 @@ class PrivateGradient:
 
     def epsilon(self, *, steps: int) -> float:
         """Return the epsilon of `steps` steps; infinite if perturb or precondition declare that they are not public.
+
+        `fit`, `integrations.huggingface`, `experiments.audit_spec` and users call it.
 
         Raises:
             PrivacyError: the plan has no delta.
@@ -400,6 +415,7 @@ class PrivateGradient:
         return gradient
 
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
+        """Charge a step to the ledger, and move on to the next step."""
         seeded = self._plan.seed is not None
         # Only a research seed can draw the same noise again, so only then can a release be recognized.
         digest = _digest(gradient) if seeded else None
@@ -438,6 +454,7 @@ class PrivateGradient:
         return {name: value / batch.size for name, value in sums.items()}
 
     def _transform(self, batch: Batch, step: int, seed: int, parameters: Mapping[str, Tensor]) -> Transform:
+        """Return the preconditioner's transform of this step, after it was checked."""
         if self._precondition is None:
             return Transform()
         raw_mean = partial(self._raw_mean, batch, "precondition")
@@ -455,6 +472,7 @@ class PrivateGradient:
         """Return the state for a checkpoint: the next step's index, and the state of perturb and precondition.
 
         It holds no key, and no value from before the noise (except for a preconditioner that is NOT private).
+        `training_run`, the bridges and `audit.methods` call it.
         """
         state: dict[str, Any] = {"step": self._step}
         for name, part in self._parts().items():
@@ -462,7 +480,10 @@ class PrivateGradient:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats."""
+        """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats.
+
+        `training_run`, `integrations.external_loop` and `audit.methods` call this.
+        """
         function, parts = "PrivateGradient.load_state_dict", self._parts()
         if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give what state_dict() of a PrivateGradient returned"
@@ -485,6 +506,7 @@ class PrivateGradient:
         return perturb | ({} if self._precondition is None else {"precondition": self._precondition})
 
     def _described(self, part: Contribution | Preconditioner | None) -> str:
+        """Return perturb or precondition in words; None gives "None"."""
         return part.described(self._plan.steps) if isinstance(part, Contribution) else repr(part)
 
     def __reduce__(self) -> str:
@@ -492,12 +514,15 @@ class PrivateGradient:
         return self._noise_stream.__reduce__()
 
     def _make_streams(self) -> None:
+        """Make the random streams: from the research seed, or each time from new entropy."""
         source = RandomSource(self._plan.seed)
         self._noise_stream = source.stream("noise")
         self._dropout_stream = source.stream("dropout")
         self._group_stream = source.stream("groups")
 
     def _require_drawn_as_planned(self, batch: object) -> None:
+        """Raise SamplingError unless this plan drew the batch for this process, with one row per example."""
+
         def refusal(condition: str, got: object, remedy: str) -> Exception:
             return expected("PrivateGradient", "batch", condition, got, remedy, SamplingError)
 

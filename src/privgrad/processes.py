@@ -1,6 +1,8 @@
 """The interface to the processes that train one model together, and its version for a single process.
 
-PrivateGradient, samplers and `fit` call the interface; `integrations.distributed` implements it for several processes.
+PrivateGradient, PublicGradient, `sampling` and `fit` call the interface. `integrations.distributed` implements it for
+several processes. The privacy guarantee rests on it, except on `shard_like` and `gather_state`. These two move only
+public or released values.
 """
 
 from collections.abc import Mapping
@@ -19,10 +21,10 @@ T = TypeVar("T")
 class Processes:
     """A single process. The subclass `integrations.distributed.Distributed` implements several processes.
 
-    PrivateGradient, `plan.batches` and `fit` call these methods. Each example belongs to one process, and only this
-    process computes and clips its gradient. The first process sums the results of all, draws the noise, keeps the
-    ledger and broadcasts the released gradient. The guarantee rests on this: there is one sum, one noise and one
-    ledger.
+    PrivateGradient, `plan.batches` and `fit` (with TrainingRun) call these methods. PublicGradient calls `unsharded`
+    and `shard_like`. Each example belongs to one process, and only this process computes and clips its gradient. The
+    first process sums the results of all, draws the noise, keeps the ledger and broadcasts the released gradient. The
+    guarantee rests on this: there is one sum, one noise and one ledger.
 
     Attributes:
         rank: index of this process; 0 is the first process.
@@ -88,8 +90,8 @@ ALONE = Processes()
 def require_all_processes(function: str, processes: Processes) -> None:
     """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one.
 
-    Otherwise each process would draw its own noise for its own sum. A mean of their gradients would then cost more
-    privacy than any of their ledgers records.
+    PrivateGradient and `sampling.batches` call it. Otherwise each process would draw its own noise for its own sum. A
+    mean of their gradients would then cost more privacy than any of their ledgers records.
     """
     if not isinstance(processes, Processes):  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = "leave it out, or give privgrad.integrations.distributed.Distributed()"

@@ -1,6 +1,6 @@
 """Progress bars on standard error: steps done, time left, and the epsilon spent.
 
-`fit` and `experiments.runner` call it.
+`fit` and `experiments.runner` call it. The privacy guarantee does not rest on this file.
 """
 
 from rich.console import Console

@@ -1,11 +1,14 @@
-"""Random streams: (secret root, stream name, step) -> draws, from a cryptographic generator.
+"""Random streams: (secret root, stream name, step) -> draws, from a cryptographic generator on the CPU.
 
 Each stream has its own AES-256 key, derived from the root and the stream's name by BLAKE2b. Each step starts at its own
 counter. Therefore no two streams and no two steps share output. Any step can be drawn again without the steps before
 it, so there is no state to save. A root from the operating system's entropy (seed None) is never written anywhere.
-Draws are made on the CPU. Other devices draw their noise from `Stream.generator`.
 
-The privacy guarantee rests on this file: the root must stay secret, and no draw may be used for two releases.
+One kind of draw is not cryptographic: devices other than the CPU draw their noise from `Stream.generator`. This is
+torch's own generator for the device, with a 64-bit seed from the stream's key.
+
+PrivateGradient, `noise.add_noise` and `sampling.batches` draw from streams. The privacy guarantee rests on this file:
+the root must stay secret, and no draw may be used for two releases.
 """
 
 import hashlib
@@ -32,13 +35,16 @@ os.register_at_fork(after_in_child=lambda: _forks.append(None))
 def this_process() -> tuple[int, int]:
     """Return an identity that a fork changes: the process id, and the number of forks that led to this process.
 
-    The process id alone is not enough: in a new namespace a child may have the same id as its parent.
+    The process id alone is not enough: in a new namespace a child may have the same id as its parent. `Ledger` also
+    calls this, to refuse a charge in a fork.
     """
     return os.getpid(), len(_forks)
 
 
 class RandomSource:
     """A secret root from which named, independent streams derive. It cannot be copied or pickled.
+
+    PrivateGradient makes one, and `PrivacyPlan.batches` makes one for each call.
 
     Args:
         seed: None for the operating system's entropy. An integer is for research only: anyone who knows it can
@@ -61,7 +67,10 @@ class RandomSource:
             )
 
     def stream(self, name: str) -> "Stream":
-        """Return the stream with this name. Equal (root, name) give equal streams; all others are independent."""
+        """Return the stream with this name. Equal (root, name) give equal streams; all others are independent.
+
+        PrivateGradient takes "noise", "dropout" and "groups". `sampling.batches` takes "sampling".
+        """
         return Stream(hashlib.blake2b(name.encode(), key=self._root, digest_size=32).digest())
 
     def __reduce__(self) -> str:
@@ -88,15 +97,29 @@ class Stream:
 
     @property
     def public_id(self) -> str:
-        """A name for the stream that reveals nothing about its key (a one-way hash)."""
+        """A name for the stream that reveals nothing about its key (a one-way hash).
+
+        `sampling.batches` puts it into the record of each draw, by which the ledger finds a draw that is used twice.
+        """
         return hashlib.blake2b(self._key, person=b"privgrad-id", digest_size=8).hexdigest()
 
     def uint64(self, step: int, count: int) -> np.ndarray:
-        """Return `count` independent uniform 64-bit integers of one step, shape (count,)."""
+        """Return `count` independent uniform 64-bit integers of one step, shape (count,), in a read-only array.
+
+        `sampling` draws batches with them. PrivateGradient draws the seed of the model's randomness, such as dropout,
+        and the groups of examples. In one step, draw either integers or normals from a stream: both start at the
+        step's first counter. No caller draws both.
+
+        Privacy:
+            The guarantee rests on these draws: nobody may know them, and they must not depend on the data.
+        """
         return np.frombuffer(self._key_stream(step, 0).update(bytes(8 * count)), dtype=np.uint64)
 
     def normal(self, step: int, count: int, dtype: type[np.floating[Any]] = np.float64) -> Tensor:
-        """Return `count` independent standard normals of one step, shape (count,): its `normal_blocks` in order."""
+        """Return `count` independent standard normals of one step, shape (count,): its `normal_blocks` in order.
+
+        It is there to examine the normals. No release uses it, so the guarantee does not rest on it.
+        """
         out = np.empty(count, dtype)
         draw = self.normal_blocks(step, dtype)
         for start in range(0, count, BLOCK):
@@ -106,6 +129,8 @@ class Stream:
 
     def normal_blocks(self, step: int, dtype: Any, *, dense: bool = False) -> Callable[[int, int], np.ndarray]:
         """Return a function (block, count) -> the first `count` <= BLOCK standard normals of a block of the step.
+
+        `noise.add_noise` draws the noise with it on the CPU.
 
         The function reuses its buffers: each call overwrites the result of the call before it. Each thread must
         therefore make its own function.
@@ -161,6 +186,7 @@ class Stream:
         return Cipher(algorithms.AES(self._key), modes.CTR(nonce)).encryptor()
 
     def _require_own_process(self) -> None:
+        """Raise PrivacyError in a fork of the process that made the stream."""
         if this_process() != self._process:
             remedy = "construct PrivateGradient in the process that uses it: both would draw the same noise"
             condition = f"to be used only in process {self._process[0]}, which made it"
@@ -168,6 +194,7 @@ class Stream:
 
 
 def _room(size: int) -> np.ndarray:
+    """Return memory that a cipher can write `size` bytes to."""
     return np.empty(size + 15, np.uint8)  # older versions of `cryptography` require 15 bytes more than they write
 
 

@@ -1,6 +1,7 @@
 """Poisson and fixed-size sampling: draws a Batch with a public record of how it was drawn.
 
-The privacy guarantee rests on this file. The sample rate that draws a batch is the one that the ledger charges.
+`PrivacyPlan.batches` calls `batches`. The privacy guarantee rests on this file: the sample rate that draws a batch is
+the one that the ledger charges. It does not rest on `_other_container` and `_is_column`, which find mistakes of usage.
 """
 
 import hashlib
@@ -109,6 +110,7 @@ def batches(
 def _require_samplable(
     dataset: Dataset[Any] | Sequence[Any], num_examples: int, scheme: SamplingScheme, processes: Processes
 ) -> None:
+    """Raise SamplingError unless the scheme can sample the data set, and it holds num_examples examples."""
     function = "plan.batches"
 
     def refusal(condition: str, got: str, remedy: str) -> Exception:
@@ -216,6 +218,7 @@ def _digest(examples: Any) -> str:
 
 
 def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
+    """Return the indices of the examples drawn, each independently with probability sample_rate."""
     if sample_rate == 1:
         return torch.arange(count)
     threshold = np.uint64(int(sample_rate * 2.0**64))
@@ -223,6 +226,7 @@ def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tenso
 
 
 def _fixed(stream: Stream, step: int, size: int, count: int) -> Tensor:
+    """Return the next `size` indices of a shuffled pass; no accountant covers this scheme."""
     if size > count:
         condition = f"to be at most {count}, the size of the data set"
         raise expected("plan.batches", "expected_batch_size", condition, size, "lower it", SamplingError)
@@ -253,6 +257,7 @@ def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Ca
 
 
 def _item(data: Sequence[Any], index: int) -> Any:
+    """Return one example; raise SamplingError if the data set refuses the index."""
     try:
         return data[index]
     except (KeyError, IndexError, NotImplementedError) as error:

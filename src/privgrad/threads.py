@@ -1,6 +1,7 @@
 """Helpers for speed: work on blocks that stay in cache, on as many threads as torch uses or on one thread.
 
-Clipping, noise and optimizers call them. The privacy guarantee does not rest on this file.
+The privacy guarantee rests on two of them: noise uses `in_threads` and clipping uses `blocks`, and neither may leave
+out a number. It does not rest on `keep_freed_memory` and `one_thread`.
 """
 
 from collections import deque
@@ -45,6 +46,7 @@ def in_threads(work: Callable[[Iterable[T]], None], blocks: Sequence[T], *, numb
 
 
 def _taken(queue: deque[T]) -> Iterator[T]:
+    """Yield blocks from the left end of a queue that the threads share, until it is empty."""
     with suppress(IndexError):
         while True:
             yield queue.popleft()
@@ -55,14 +57,18 @@ def keep_freed_memory() -> None:
 
     By default glibc returns freed memory to the system as soon as the end of the heap holds twice the largest block
     that was freed so far. Each step of a model of a few million parameters then spends 2 to 5 % of its time on page
-    faults. To free one block just below 32 MiB, the most that glibc learns from, raises this limit.
+    faults. To free one block just below 32 MiB, the most that glibc learns from, raises this limit. Every
+    `PrivateGradient` calls this when it is made.
     """
     torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
 
 
 @contextmanager
 def one_thread() -> Generator[None]:
-    """Let torch use only one thread, which is faster for small matrix products."""
+    """Let torch use only one thread, which is faster for small matrix products.
+
+    `audit.games`, `papers.clipping_bias` and `papers.toy_regression` call it.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -76,6 +82,7 @@ def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
 
     Numbers and None are repeated in each tuple. With blocks, several operators in a row find their data in cache. The
     tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
+    `gradient.factors.outer`, `gradient.moments` and `optim.adaptive` call it.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]

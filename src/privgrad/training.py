@@ -1,6 +1,7 @@
 """fit(): a training loop with evaluation, progress, checkpoints and resume. It adds nothing to the privacy cost.
 
-Users and `experiments.runner` call it.
+Users and `experiments.runner` call it. The privacy guarantee rests on PrivateGradient, which `fit` calls through
+TrainingRun. In this file it rests only on `_record_beside`, which keeps the releases of all attempts in one ledger.
 """
 
 import math
@@ -216,18 +217,20 @@ def _record_beside(private_grad: PrivateGradient, checkpoint: Path) -> bool:
     if not is_first or private_grad.ledger.path not in (None, path) or private_grad.ledger.is_open:
         return False
     if checkpoint.exists() and not path.exists():
-        remedy = "put it back, or train in a new folder and add the two epsilons"
+        remedy = "put it back, or train in a new folder and add up both epsilons and both deltas"
         raise expected("fit", f"{path}", "to exist next to its checkpoint", "a missing file", remedy)
     private_grad.record_in(path)
     return True
 
 
 def _averaged(decay: float, averaged: Tensor, weight: Tensor, updates: Tensor | int) -> Tensor:
+    """Return the average after one more update. torch's AveragedModel calls it for each parameter."""
     made = int(updates)
     return averaged.lerp(weight, 1 - min(decay, (1 + made) / (10 + made)))
 
 
 def _evaluate(model: nn.Module, evaluate: Evaluate, private_grad: PrivateGradient, step: int) -> dict[str, Any]:
+    """Return one row of the curve: the step, the epsilon spent, and the numbers that `evaluate` returns."""
     with evaluating(model), torch.no_grad():
         measured = evaluate(model)
     if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,6 +1,8 @@
 """One run of `fit`: its private steps, its checkpoint, and how it resumes.
 
-Only `training` and `experiments.runner` use it.
+`fit` makes one TrainingRun, calls its methods and returns its FitResult. `experiments.runner` and users read the
+FitResult. The privacy guarantee rests on PrivateGradient and, in this file, on `_stored` only. `_stored` refuses a
+checkpoint with steps that its ledger has not charged.
 """
 
 import math
@@ -72,10 +74,12 @@ class TrainingRun:
 
     @property
     def model(self) -> nn.Module:
+        """The model that is trained."""
         return self.private_grad.model
 
     @property
     def processes(self) -> Processes:
+        """The processes that train together."""
         return self.private_grad.processes
 
     def resume(self) -> int:
@@ -109,7 +113,7 @@ class TrainingRun:
         lost = spent - self.private_grad.state_dict()["step"]
         if spent >= plan.steps and self.result.updates == 0:
             got = f"{spent} charged and none of their results saved"
-            remedy = "train in a new folder and add the two epsilons"
+            remedy = "train in a new folder and add up both epsilons and both deltas"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
         if lost > 0:
             warnings.warn(
@@ -140,6 +144,7 @@ class TrainingRun:
         self._measure_speed()
 
     def _measure_speed(self) -> None:
+        """Compute the speed from the updates and the seconds so far."""
         if self.result.seconds > 0:
             examples = self.result.updates * self.private_grad.plan.expected_batch_size
             self.result.examples_per_second = examples / self.result.seconds
@@ -182,7 +187,7 @@ class TrainingRun:
         if not self.checkpoint.exists():
             if ledger.releases:
                 condition = f"to exist next to its ledger of {ledger.releases} releases"
-                remedy = "restore it, or train in a new folder and add the two epsilons"
+                remedy = "restore it, or train in a new folder and add up both epsilons and both deltas"
                 raise expected("fit", f"{self.checkpoint}", condition, "a missing file", remedy)
             return None
         with damage_refused("fit", self.checkpoint):
@@ -193,6 +198,7 @@ class TrainingRun:
         return None
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        """Restore the run from the content of a checkpoint; raise OtherRunError if the model has other shapes."""
         place, optimizer = self.processes.shard_like, state["optimizer"]
         own = self.model.state_dict()
         for name in sorted(own.keys() | state["model"].keys()):

@@ -3,7 +3,9 @@
 Each type carries the facts that its receiver needs, such as the sensitivity of a sum or the noise of a gradient. All
 are frozen dataclasses, except `Scales`, which is a dict.
 
-The whole library uses them.
+The whole library uses them. The privacy guarantee rests on three: ClippedSum states the sensitivity, Batch and Sampling
+state how the examples were drawn. It also rests on `count_examples`, with which PrivateGradient checks that a batch has
+one row per example. The provenance of Scales is a statement of the user. NoisyGradient is post-processing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +52,10 @@ class Sampling:
 
     @property
     def draw(self) -> str:
-        """The name of this draw: two batches have the same name exactly if their (stream, step) are equal."""
+        """The name of this draw: two batches have the same name exactly if their (stream, step) are equal.
+
+        PrivateGradient charges the ledger under this name, so that no draw is released twice.
+        """
         return f"{self.stream}:{self.step}"
 
 
@@ -71,12 +76,18 @@ class Batch:
 
 
 def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
-    """Apply a function to every tensor of a batch's examples and keep their structure."""
+    """Apply a function to every tensor of a batch's examples and keep their structure.
+
+    `sampling`, `augmentation`, `diagnostics.bias` and many files of `gradient` call it. The guarantee rests on the
+    functions that they apply, not on this.
+    """
     return tree_map(cast("Callable[[Any], Any]", function), examples)
 
 
 def count_examples(examples: Any) -> int:
     """Return the number of examples: the leading dimension that all their tensors share.
+
+    PrivateGradient, `sampling`, `augmentation`, `diagnostics.bias` and many files of `gradient` call it.
 
     Raises:
         PrivacyError: a leaf is not a tensor, there is no tensor, or the leading dimensions differ.
@@ -115,7 +126,7 @@ Provenance = Literal["public data", "common knowledge", "private-derived"]
 class Scales(dict[str, Tensor]):
     """A mapping from parameter name to scales A, with the provenance of the scales.
 
-    `precondition.fixed` divides each gradient by A before clipping.
+    Users and `side_information` make them. `precondition.fixed` divides each gradient by A before clipping.
 
     Args:
         values: scales by parameter name; each broadcasts to its parameter.
@@ -140,7 +151,7 @@ class Scales(dict[str, Tensor]):
         self.provenance, self.source = provenance, source
 
     def __or__(self, other: Any) -> "Scales":
-        """Return the union of both, with the less public provenance of the two and with both sources."""
+        """Return the union of both, with the less public provenance of the two and with both sources. For users."""
         if not isinstance(other, Scales):
             remedy = "convert it to Scales, so that both sources stay known"
             raise expected("Scales", "the right operand of |", "to be Scales", type(other).__name__, remedy)
@@ -157,7 +168,8 @@ NoiseStd = float | Mapping[str, float | Tensor]
 class NoisyGradient(Mapping[str, Tensor]):
     """A released gradient: a mapping from parameter name to a tensor of the parameter's shape.
 
-    Any use of it is post-processing and costs no more privacy.
+    `noise.add_noise` makes it, and PrivateGradient returns it. Any use of it is post-processing and costs no more
+    privacy.
 
     Attributes:
         tensors: averaged noisy gradient by parameter name, in the order of the parameters.
@@ -179,11 +191,13 @@ class NoisyGradient(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def noise_std_of(self, name: str) -> float | Tensor:
-        """Return the standard deviation of the noise for one parameter."""
+        """Return the standard deviation of the noise for one parameter. `optim.adaptive` and `diagnostics` call it."""
         return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
 
     def assign(self, model: nn.Module) -> None:
         """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
+
+        Users call it in loops of their own.
 
         Raises:
             PrivacyError: model is not a torch.nn.Module, or lacks a parameter of this gradient.

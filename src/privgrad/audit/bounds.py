@@ -1,6 +1,7 @@
 """Lower bounds on epsilon from counts of wrong guesses. Each function states its assumptions.
 
-No privacy guarantee rests on these bounds: they test one. `audit.games` calls them.
+No privacy guarantee rests on these bounds: they test one. `audit.games` calls them; users can call those that
+`privgrad.audit` exports.
 """
 
 import functools
@@ -218,6 +219,6 @@ def epsilon_of_one_run(canaries: int, guesses: int, correct: int, delta: float, 
 
 
 def require_confidence(function: str, value: float) -> None:
-    """Raise PrivacyError unless value is in (0, 1)."""
+    """Raise PrivacyError unless value is in (0, 1). `audit.games` and `audit.methods` also call it."""
     if not 0 < value < 1:
         raise expected(function, "confidence", "to be in (0, 1)", value, "give 0.95, for instance")

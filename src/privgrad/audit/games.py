@@ -1,6 +1,6 @@
 """Games between a mechanism and an attack: from each release the attack guesses which canaries were in the data.
 
-No privacy guarantee rests on games: they test one. `audit.methods`, `privgrad audit` and the tests play them.
+No privacy guarantee rests on games: they test one. Users, `audit.methods`, `cli.audit` and the tests play them.
 """
 
 import math
@@ -35,6 +35,8 @@ _THRESHOLDS = 400
 @dataclass(frozen=True)
 class Game:
     """A mechanism to audit: any function from a data set to a released vector.
+
+    Users, `audit.methods` and `experiments.audit_spec` make it.
 
     Attributes:
         name: name of the audited mechanism, for reports.
@@ -98,12 +100,14 @@ class Audit:
         return self.bound <= self.claim
 
     def as_record(self) -> dict[str, Any]:
-        """Return all fields, for a line of JSON."""
+        """Return all fields, for a line of JSON; `cli.audit` prints and writes it."""
         return asdict(self) | {"bound": self.bound, "passed": self.passed}
 
 
 def directions(noiseless: Callable[[Any], Tensor], data: Callable[[Tensor], Any], canaries: int) -> Tensor:
     """Return how each canary, alone, moves the output of a mechanism without noise: unit vectors, shape (K, P).
+
+    Users, `audit.methods` and `experiments.audit_spec` call it to make a `Game`.
 
     Args:
         noiseless: data set -> the vector that the mechanism would release without noise.
@@ -179,6 +183,8 @@ def distinguish(game: Game, *, trials: int = 60_000, confidence: float = 0.95, t
 def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Audit:
     """Audit a single run: guess "in" for the canaries with the highest scores, and "out" for those with the lowest.
 
+    Users and `audit.methods` call it.
+
     Args:
         game: with many canaries, hundreds or more.
         guessed: share of the canaries with a guess, in (0, 1]; fixed before the run.
@@ -207,6 +213,7 @@ def one_run(game: Game, *, guessed: float = 0.2, confidence: float = 0.95) -> Au
 
 
 def _scores(game: Game, included: np.ndarray, tick: Tick | None) -> np.ndarray:
+    """Run the mechanism once for each row of `included`, and return the score of each canary in each run."""
     rows: list[Tensor] = []
     directions_KP = game.directions.double()
     with one_thread():
@@ -237,6 +244,7 @@ def _is_one_step(steps: Release) -> bool:
 
 
 def _bound(kind: str, false_positive: float, false_negative: float, game: Game) -> float:
+    """Return the lower bound on epsilon of this kind, from upper bounds on the two error rates."""
     if kind == "gaussian":
         return epsilon_of_gaussian(float(mu_of_rates(false_positive, false_negative)), game.delta)
     if kind == "accountant":
@@ -254,6 +262,7 @@ class _Scores:
 
     @classmethod
     def of(cls, scores: np.ndarray, included: np.ndarray) -> "_Scores":
+        """Sort the scores of all runs by whether their canary was in."""
         return cls(np.sort(scores[~included]), np.sort(scores[included]))
 
     def __len__(self) -> int:

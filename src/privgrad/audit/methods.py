@@ -1,6 +1,6 @@
 """Every method of the library as a game, with a tiny model and worst-case canaries and other examples.
 
-No privacy guarantee rests on these games: they test one. `privgrad audit` and the tests play them.
+No privacy guarantee rests on these games: they test one. `privgrad audit`, users and the tests play them.
 """
 
 import functools
@@ -80,20 +80,24 @@ def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _public(model: nn.Module) -> PublicGradient:
+    """Return a made-up public gradient, for the methods that need one."""
     inputs = torch.ones(2, cast("nn.Linear", next(iter(model.children()))).in_features)
     return PublicGradient(model, _losses, (inputs, torch.ones(2)), source="public: made up")
 
 
 def _scaled(model: nn.Module) -> dict[str, Any]:
+    """Return arguments for PrivateGradient: fixed scales."""
     scales = {name: torch.linspace(0.5, 2.0, p.numel()).view_as(p) for name, p in model.named_parameters()}
     return {"precondition": precondition.fixed(scales)}
 
 
 def _by(rule: Callable[..., precondition.Preconditioner], **options: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    """Return a `Method.private_grad` that preconditions by this rule."""
     return lambda model: {"precondition": rule(_public(model), **options)}
 
 
 def _with(**arguments: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    """Return a `Method.private_grad` that gives these arguments to every model."""
     return lambda model: dict(arguments)
 
 
@@ -220,15 +224,13 @@ def rows(
                     game = method_game(name, "training", epsilon=epsilon, delta=delta, canaries=_ONE_RUN_CANARIES)
                     yield one_run(replace(game, name=f"{name}, one training"), confidence=1 - each_single)
 
-    for name in chosen:
-        _method(name)
     return (2 * len(chosen) + len(single)) * len(epsilons), audits()
 
 
 def one_step(private_grad: PrivateGradient) -> Callable[[Any], Tensor]:
     """Return a function that releases the first step of a PrivateGradient on a data set, with new noise at every call.
 
-    The function gives one vector, for `Game.release`.
+    The function gives one vector, for `Game.release`. Users and `experiments.audit_spec` call `one_step`.
 
     Args:
         private_grad: without a research seed. Its plan has to pay for as many steps as there will be calls, but the
@@ -255,6 +257,7 @@ def flat(values: Mapping[str, Tensor]) -> Tensor:
 
 
 def _method(name: str) -> Method:
+    """Return the method of this name, or raise PrivacyError."""
     if name not in METHODS:
         remedy = did_you_mean(name, list(METHODS), f"choose among {', '.join(METHODS)}")
         raise expected("audit", "method", "to be a name in audit.METHODS", repr(name), remedy)
@@ -263,6 +266,7 @@ def _method(name: str) -> Method:
 
 @functools.cache
 def _directions(method: Method) -> Tensor:
+    """Return `Game.directions` of a method, from its mechanism without noise; cached."""
     return directions(_mechanism(method, Release(0.0, 1.0)), _data(method, 1.0), method.canaries)
 
 
@@ -272,6 +276,7 @@ def _company(method: Method, rate: float) -> int:
 
 
 def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
+    """Return `Game.data` of a method: a function from the canaries that are in to the data set."""
     coordinates, grouped = torch.eye(method.canaries), method.group_size > 1
     others = coordinates if not grouped else torch.ones(_company(method, rate), 1)
     pull = 1e4 if grouped else 0.25 / method.layers**0.5
@@ -329,6 +334,7 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
 
 
 def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:
+    """Return a new optimizer of this name, with the further arguments that its constructor takes."""
     kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[name]
     given = {"horizon": steps, "public": _public(model)}
     extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}

@@ -1,6 +1,7 @@
 """The command line: it parses the arguments, calls the library and prints the results.
 
-The shell runs it as `privgrad`. The privacy guarantee does not rest on this package.
+The shell calls `main` as `privgrad`, and `__main__` calls it for `python -m privgrad`. typer then calls `privgrad` and
+the function of the command. The privacy guarantee does not rest on this package.
 """
 
 import sys
@@ -34,6 +35,7 @@ for _command in _COMMANDS:
 
 
 def _tell_version(wanted: bool) -> None:
+    """Print the version and exit; typer calls it for --version."""
     if wanted:
         STDOUT.print(f"privgrad {metadata.version('privgrad')}", highlight=False)
         raise typer.Exit
@@ -60,4 +62,5 @@ def main() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning as a note; Python calls it for each warning."""
     note_once(str(message))

@@ -1,4 +1,7 @@
-"""The command that attacks methods and bounds their epsilon from below."""
+"""The command that attacks methods and bounds their epsilon from below.
+
+typer calls `audit` for `privgrad audit`. The privacy guarantee does not rest on this file.
+"""
 
 import os
 from collections.abc import Iterator
@@ -82,6 +85,7 @@ _AUDIT_COLUMNS = ("audited", "claim", "bound", "of", "assuming", "any", "trials"
 
 
 def _audit_cells(one: auditing.Audit) -> list[str]:
+    """Return one audit as text, with one cell for each of `_AUDIT_COLUMNS`."""
     share = f"{one.bound / one.claim:.0%}" if one.claim else "–"
     assumed = next((kind for kind in one.bounds if kind not in ("any", "one run")), "nothing")
     numbers = [f"{one.claim:.3f}", f"{one.bound:.2f}", share, assumed, f"{one.bounds.get('any', one.bound):.2f}"]

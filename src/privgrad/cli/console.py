@@ -1,6 +1,6 @@
 """The parts that all commands share: their output, the notes on stderr, and the end of a training by a signal.
 
-The other files of this package call it.
+The other files of this package call it. The privacy guarantee does not rest on this file.
 """
 
 import json
@@ -35,7 +35,7 @@ def tell(kind: str, color: str, message: object) -> None:
 
 @cache
 def note_once(message: str) -> None:
-    """Print a note once, although every training builds a plan and every plan warns."""
+    """Print a note once, although every training builds a plan and every plan warns. `cli.main` calls it."""
     tell("note", "yellow", message)
 
 

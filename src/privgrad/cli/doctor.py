@@ -1,6 +1,7 @@
 """The command that lists the modules of a model that block private training.
 
-It calls `gradient.validation`.
+typer calls `doctor` for `privgrad doctor`; `doctor` calls `gradient.validation`. The privacy guarantee does not rest on
+this file.
 """
 
 import importlib
@@ -41,6 +42,7 @@ def doctor(
 
 
 def _make(factory: str) -> nn.Module:
+    """Import the factory from the current folder and return its model, or raise PrivacyError."""
     module_name, separator, name = factory.partition(":")
     remedy = "give package.module:function, importable from the current folder"
     if not separator or not name or not all(module_name.split(".")):

@@ -1,6 +1,7 @@
 """Commands that compute with epsilon: the cost of ledgers or of a plan, and the noise for a budget.
 
-It prints what `accounting`, the plan and the ledger compute.
+typer calls `epsilon` and `calibrate` for the commands of these names. They print what `accounting` and the ledger
+compute. No training calls this file, so the privacy guarantee does not rest on it.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,6 +93,7 @@ def calibrate(
 
 
 def _epsilons(cost: Callable[[Accountant], float]) -> dict[str, float]:
+    """Return the epsilon by each accountant, for an answer."""
     return {f"epsilon_{kind}": cost(kind) for kind in get_args(Accountant)}
 
 
@@ -119,7 +121,7 @@ def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
 def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], delta: float) -> dict[str, Any]:
     """Return the cost of each ledger, and of all their releases composed.
 
-    The composed epsilon is at most the sum of the single ones.
+    The composed epsilon is usually below the sum of the single ones.
     """
     promises = {
         f"{facts['neighboring_relation']} {facts.get('privacy_unit', 'example')}"

@@ -1,6 +1,7 @@
 """The command that reproduces tables and figures of papers.
 
-It calls `privgrad.papers`.
+typer calls `reproduce` for `privgrad reproduce`; it calls `papers.reproduce`. The privacy guarantee does not rest on
+this file.
 """
 
 from pathlib import Path

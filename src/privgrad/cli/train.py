@@ -1,6 +1,7 @@
 """Commands that run the trainings of an experiment.
 
-It calls `experiments.runner` and `experiments.report`.
+typer calls `train` and `compare` for the commands of these names. They call `experiments.runner` and
+`experiments.report`. The privacy guarantee does not rest on this file.
 """
 
 from pathlib import Path
@@ -50,12 +51,16 @@ def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_
 
 
 def move_aside(folder: Path) -> None:
-    """Move an existing folder aside and print its new path."""
+    """Move an existing folder aside and print its new path; `cli.reproduce` calls it too."""
     if aside := runner.restart(folder):
         STDERR.print(f"moved {folder} to {aside}")
 
 
 def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
+    """Read the spec, choose the folder of its trainings, and with `restart` move an existing folder aside.
+
+    A folder that is moved aside keeps its ledgers. Their cost adds to that of the new trainings.
+    """
     loaded = load_spec(spec)
     folder = Path("runs") / spec.stem if out is None else out
     if restart:
@@ -64,6 +69,7 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
 
 
 def _report(spec: Spec, records: list[runner.Record], folder: Path, *, as_json: bool) -> None:
+    """Write the report of all trainings in the folder, and print its summary or, with `as_json`, its numbers."""
     # matplotlib is an optional extra and slow to import, so only commands that draw import it.
     from privgrad.experiments.records import in_phase, summarize
     from privgrad.experiments.report.metadata import metadata_of

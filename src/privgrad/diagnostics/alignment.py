@@ -1,6 +1,6 @@
 """How much the gradients of single examples point in the same direction, within a class and across classes.
 
-Users and the probes of experiments call it.
+Users and `papers.moments` call it. The privacy guarantee does not rest on this file.
 """
 
 from typing import Any

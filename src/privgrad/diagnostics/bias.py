@@ -1,6 +1,6 @@
 """The bias of clipping: how far clipping moves the mean gradient, along it and orthogonal to it.
 
-Users, the probes of experiments and `papers.clipping_bias` call it.
+Users and `papers.clipping_bias` call it. The privacy guarantee does not rest on this file.
 """
 
 from functools import partial
@@ -97,6 +97,7 @@ def raw_clipping_bias(
 
 
 def _refuse(perturb: str) -> dict[str, Tensor]:
+    """Raise PrivacyError; a perturbation calls it where it would request the mean gradient."""
     raise expected("raw_clipping_bias", "perturb", "to be BAM or SAT", perturb, "use one of these")
 
 

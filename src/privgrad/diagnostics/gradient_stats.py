@@ -1,6 +1,7 @@
 """Statistics over a training that show whether noise or clipping hurts it more.
 
-Users register it on a PrivateGradient; `recorder` does so for experiments.
+Users and `papers.moments` register it on a PrivateGradient; `diagnostics.recorder` feeds it for experiments. The
+privacy guarantee does not rest on this file.
 """
 
 import math
@@ -33,7 +34,7 @@ class RawGradientStats:
         watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
-        """Add one step to the sums."""
+        """Add one step to the sums. `PrivateGradient` calls it at each step, or `RawRecorder.observe` does."""
         self.steps += 1
         norms_B, factors_B = raw.clipping.raw_norms, raw.clipping.raw_factors
         self._examples += len(norms_B)
@@ -55,6 +56,7 @@ class RawGradientStats:
 
         Each row has "name"; "raw_signal_to_noise", the length of the clipped mean divided by the length of its noise
         (NOT private); "noise_share", the share of the released second moment that is noise (post-processing).
+        `RawRecorder.row` and `table` call it.
 
         Args:
             whole: put the parameters of one module together.
@@ -73,6 +75,8 @@ class RawGradientStats:
     def summary(self) -> dict[str, float]:
         """Return the statistics over all steps. NOT private.
 
+        Users, `RawRecorder.row` and `papers.moments` call it.
+
         Returns:
             "raw_clip_fraction": the share of examples whose gradient was shortened; "raw_kept": the length of the
             contributions divided by the length of the gradients (1: clipping removed nothing); "raw_signal_to_noise";
@@ -86,11 +90,11 @@ class RawGradientStats:
         }
 
     def verdict(self) -> str:
-        """Return the summary in plain language. NOT private."""
+        """Return the summary in plain language, for users. NOT private."""
         return f"NOT PRIVATE. {verdict(self.summary())}"
 
     def table(self) -> Table:
-        """Return the statistics of each parameter as a table for the terminal. NOT private."""
+        """Return the statistics of each parameter as a table for a user's terminal. NOT private."""
         table = Table("parameter", "signal / noise", "noise in the second moment", title="NOT PRIVATE")
         for row in self.layers():
             table.add_row(row["name"], f"{row['raw_signal_to_noise']:.3g}", f"{row['noise_share']:.1%}")
@@ -109,7 +113,7 @@ _OF_NOISE: dict[SecondMoment, str] = {
 def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown") -> str:
     """Return the result of `RawGradientStats.summary` in plain language.
 
-    The text is as private as these numbers: NOT private.
+    The text is as private as these numbers: NOT private. `experiments.report.page` calls it too.
 
     Args:
         found: the numbers.
@@ -142,7 +146,10 @@ def verdict(found: Mapping[str, float], second_moment: SecondMoment = "unknown")
 
 
 def by_module(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the sum over the parameters of each module; its name is the part before a parameter's last dot."""
+    """Return the sum over the parameters of each module; its name is the part before a parameter's last dot.
+
+    `diagnostics.recorder` calls it too.
+    """
     sums: dict[str, float] = {}
     for name, value in values.items():
         module = name.rpartition(".")[0] or name

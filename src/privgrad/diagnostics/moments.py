@@ -1,6 +1,6 @@
 """Adam's moments of the released gradient, together with the same moments of the gradient before its noise.
 
-Users, `recorder` and `papers.moments` call it.
+Users, `diagnostics.recorder` and `papers.moments` call it. The privacy guarantee does not rest on this file.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class RawMoments:
         watch_from(private_grad, self.observe)
 
     def observe(self, raw: RawStep) -> None:
-        """Add one step to the averages."""
+        """Add one step to the averages. `PrivateGradient` calls it at each step, or `RawRecorder.observe` does."""
         beta1, beta2 = self.betas
         for name, clean in raw.raw_mean.items():
             noisy = raw.released[name]
@@ -64,6 +64,8 @@ class RawMoments:
     def table(self, *, corrected: bool = False) -> dict[str, dict[str, float]]:
         """Return five numbers and the mean of v over all coordinates: clean, noisy and debiased.
 
+        Users and `papers.moments` call it.
+
         Args:
             corrected: divide by 1 - beta2**t first; the paper's table does not.
         Returns:
@@ -77,7 +79,7 @@ class RawMoments:
     def updates(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
         """Return Adam's step divided by its learning rate, with three denominators: clean, noisy and debiased.
 
-        The numerator is always clean.
+        The numerator is always clean. Users and `papers.moments` call it.
 
         Args:
             debias_floor: as in AdamBC.
@@ -96,6 +98,8 @@ class RawMoments:
 
     def over_noise(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
         """Return v of all coordinates in units of the noise's variance: 1 is a coordinate without signal.
+
+        Users and `diagnostics.recorder` call it.
 
         Args:
             debias_floor: as in AdamBC.
@@ -130,6 +134,8 @@ class RawMoments:
 def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep], None]) -> None:
     """Register `observe` as a raw observer of private_grad; do nothing if it is None.
 
+    `RawMoments` and `RawGradientStats` call it when they are made.
+
     Raises:
         PrivacyError: private_grad is not a PrivateGradient.
     """
@@ -142,7 +148,7 @@ def watch_from(private_grad: PrivateGradient | None, observe: Callable[[RawStep]
 
 
 def five_numbers(values: Tensor) -> dict[str, float]:
-    """Return min, q1, median, q3, max and mean of a tensor."""
+    """Return min, q1, median, q3, max and mean of a tensor. `RawMoments.table`, users and `papers.moments` call it."""
     ordered = values.double().flatten().sort().values
     places = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64) * (len(ordered) - 1)
     below, above = ordered[places.floor().long()], ordered[places.ceil().long()]

@@ -1,6 +1,7 @@
 """Rows for a training's curve: the effect of clipping, noise and debiasing between two evaluations.
 
-`experiments.runner` makes one recorder per training.
+`experiments.runner` makes one recorder per training; users can make one. The privacy guarantee does not rest on this
+file.
 """
 
 import math
@@ -36,13 +37,15 @@ class RawRecorder:
         self._twins = None if decays is None else RawMoments(betas=decays)
 
     def observe(self, raw: RawStep) -> None:
-        """Add one step to the current row."""
+        """Add one step to the current row. `PrivateGradient` calls it at each step."""
         self._stats.observe(raw)
         if self._twins is not None:
             self._twins.observe(raw)
 
     def row(self) -> dict[str, Any]:
         """Return the statistics since the last row; an empty dict if there was no step.
+
+        The `evaluate` of a user or of `experiments.runner` calls it.
 
         Returns:
             As `RawGradientStats.summary`. "raw_layers": by module "raw_signal_to_noise", "noise_share" and, for a
@@ -83,10 +86,12 @@ class RawRecorder:
 
 
 def _counts(values: Tensor) -> list[int]:
+    """Return the number of values in each bin of `_EDGES`."""
     inside = values.double().cpu().clamp(_EDGES[0], _EDGES[-1])
     counts = torch.histogram(inside, torch.tensor(_EDGES, dtype=torch.float64)).hist
     return cast("list[int]", counts.long().tolist())
 
 
 def _short(value: float) -> float | None:
+    """Round a number to four digits; return None for one that is not finite."""
     return float(f"{value:.4g}") if math.isfinite(value) else None

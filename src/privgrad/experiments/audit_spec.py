@@ -1,6 +1,6 @@
 """Audit games of an experiment: each guesses from one step whether a canary was among the examples.
 
-`privgrad audit SPEC.toml` calls it.
+`privgrad audit SPEC.toml` calls it. No privacy guarantee rests on this file: its games test one.
 """
 
 import math

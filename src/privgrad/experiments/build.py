@@ -1,6 +1,11 @@
 """The parts of one training of a spec: data, model, loss, measurements and side information.
 
-`runner`, `audit_spec` and the items of papers call it; `load_spec` checks names against its tables.
+`runner` and `audit_spec` call it; the items of papers call `make_model` and `losses_for`. `load_spec` checks the names
+of models against MODELS.
+
+The privacy guarantee rests on `make_data`, `public_examples`, `public_gradient`, `preconditioner`, `warm_start` and
+`losses_for`. Private examples may enter a training only through the losses, and each loss depends on one example or
+user. The guarantee does not rest on the models or on the measurements (`measure`, `outcomes`), which are NOT private.
 """
 
 import inspect
@@ -28,7 +33,10 @@ _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
 
 
 class Architecture(NamedTuple):
-    """A model that a spec can name: the function that makes it, and the kind of its inputs."""
+    """A model that a spec can name: the function that makes it, and the kind of its inputs.
+
+    `make_model` and `require_images` call `make`.
+    """
 
     make: Callable[[ModelTable, DataSet], nn.Module]
     inputs: Literal["images", "vectors", "words"]
@@ -87,13 +95,16 @@ def _size(data: DataSet) -> int:
 
 
 def _images(data: DataSet) -> dict[str, int]:
+    """Return the arguments that all models for images take from the data."""
     return {"in_channels": data.input_shape[0], "num_classes": data.num_classes}
 
 
 def make_data(spec: Spec) -> DataSet:
     """Load the data, and check its size against the public count.
 
-    The guarantee rests on this check: the plan's sample rate uses num_examples.
+    `runner.open_folder` and `audit_spec` call it. The guarantee rests on two steps: the public examples leave the
+    training set, and each row is one privacy unit. It does not rest on the count, because a plan draws and charges at
+    the same sample rate.
 
     Raises:
         PrivacyError: the data are not available, do not suit the model or the privacy unit, or do not hold exactly
@@ -136,6 +147,8 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
 def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
     """Return the public examples of a method, as its `public` table selects them.
 
+    `runner` gives them to `warm_start`.
+
     Raises:
         PrivacyError: the data hold none, or fewer than requested.
     """
@@ -173,7 +186,10 @@ def encoder_folder(name: str | None) -> str:
 
 
 def require_images(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only."""
+    """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only.
+
+    `runner.open_folder` and `audit_spec` call it.
+    """
     if MODELS[spec.model.name].inputs != "images":
         return
     try:
@@ -186,12 +202,16 @@ def require_images(spec: Spec, data: DataSet) -> None:
 
 
 def make_model(spec: Spec, data: DataSet) -> nn.Module:
-    """Return a new model for the data on the spec's device, initialized from torch's global random stream."""
+    """Return a new model for the data on the spec's device, initialized from torch's global random stream.
+
+    `runner`, `audit_spec` and `papers.stops` call it.
+    """
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
     return MODELS[spec.model.name].make(spec.model, data).to("cuda" if gpu else "cpu")
 
 
 def _vocabulary(data: DataSet) -> int:
+    """Return the number of word ids; raise PrivacyError for data that are not text."""
     if data.vocabulary is None:
         raise expected(
             "load_spec", "data.name", "to be text for this model", data.name, "choose another model or data set"
@@ -200,7 +220,10 @@ def _vocabulary(data: DataSet) -> int:
 
 
 def public_gradient(method: MethodTable, model: nn.Module, data: DataSet) -> PublicGradient | None:
-    """Return the gradient on the data's public examples, or None for a method that does not use it."""
+    """Return the gradient on the data's public examples, or None for a method without public examples.
+
+    `runner` and `audit_spec` call it.
+    """
     if not method.needs_public:
         return None
     examples, origin = (
@@ -215,6 +238,8 @@ def preconditioner(
     table: PreconditionTable | None, public: PublicGradient | None, model: nn.Module, data: DataSet
 ) -> Preconditioner | None:
     """Return the preconditioner that a method's table describes, or None without a table.
+
+    `runner` and `audit_spec` call it.
 
     Raises:
         PrivacyError: the rule needs public word counts, and the data have none.
@@ -239,6 +264,8 @@ def preconditioner(
 def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset, data: DataSet) -> None:
     """Train on public examples with ordinary SGD.
 
+    `runner` calls it before the private training.
+
     Privacy:
         The public examples get no privacy; the private examples are not used.
     """
@@ -258,6 +285,8 @@ def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
     The loss is the cross-entropy of the class, or its mean over an example's tokens with a label. For tags, the target
     gives equal shares to all tags of the example. For reconstruction, the loss is the mean squared error. With `views`
     above 1, each loss is the mean over that many randomly moved views of the image.
+
+    `runner`, `audit_spec` and the items of papers call it.
     """
 
     def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -292,6 +321,8 @@ def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[
     The score is 1 for a correct class or token and 0 otherwise. For tags it is recall@5: the share of the example's
     tags among the five most likely ones. Without a score, the second tensor is empty.
 
+    `runner` also calls it, for the training loss.
+
     Privacy:
         NOT private for `examples`: no noise is added.
     """
@@ -320,6 +351,8 @@ def _tokens(labels: Tensor) -> int | None:
 
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
     """Measure mean loss and score on held-out examples, and by class frequency if the data define groups.
+
+    `runner` calls it at each evaluation.
 
     Privacy:
         NOT private for the held-out examples. "raw_groups" is measured on the training examples without noise: NOT

@@ -1,6 +1,7 @@
 """Read a TOML file into a Spec, and check that its tables suit each other.
 
-The command line and `papers.reproduce` call it.
+The command line and `papers.reproduce` call it. The privacy guarantee rests on one check of `check_spec`: the data set
+of public examples, data.elsewhere, is not the private one. It does not rest on the rest of this file.
 """
 
 import difflib
@@ -28,6 +29,8 @@ from privgrad.optim.base import constructor_arguments
 def load_spec(path: str | Path) -> Spec:
     """Read and check a TOML file that describes an experiment.
 
+    `privgrad train`, `compare` and `audit` call it.
+
     Raises:
         PrivacyError: the file is unreadable, has an unknown option (the error suggests the nearest valid one), or has a
             wrong value.
@@ -47,6 +50,8 @@ def load_spec(path: str | Path) -> Spec:
 
 def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     """Convert the tables of a TOML file into a Spec.
+
+    `papers.reproduce` calls it with the tables of an item.
 
     Args:
         raw: the file's tables.
@@ -97,6 +102,7 @@ def _explained(
 
 
 def _unknown_name(place: str, name: Any, valid: list[str], path: str | Path) -> PrivacyError:
+    """Return the error for a name that is not valid; it suggests the nearest valid one."""
     remedy = did_you_mean(name, valid, f"choose one, and correct it in {path}")
     return expected("load_spec", place, f"to be one of {', '.join(valid)}", repr(name)[:80], remedy)
 

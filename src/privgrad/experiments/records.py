@@ -1,6 +1,7 @@
 """Compute the numbers of tables and plots from the records of trainings.
 
-The report, `tuner`, the command line and `papers` call it.
+The report, the command line and `papers` call it. The privacy guarantee does not rest on this file: it reads records
+after the trainings. Their accuracies and losses are NOT private for the examples on which they were measured.
 """
 
 import math
@@ -20,21 +21,27 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Computes mean and standard deviation (ddof = 1) over the final runs. A mean is None unless every final run has the
     number: a mean over the other runs would flatter a method that diverged. The same holds for epsilon.
 
+    `report` and the command line show the rows.
+
     Args:
         records: one mapping per training run, with phase "tuning" or "final".
     Returns:
         Rows with the keys method; max_grad_norm, lr, radius and local_lr (None if the final runs differ in it);
         lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
-        with one seed); epsilon (max); sampling ("fixed" if any run was); fraction_floored and seconds (means, or None).
+        with one seed); epsilon (max); sampling ("fixed" if any run was); fraction_floored, seconds and updates (means,
+        or None).
     Privacy:
-        NOT private for the held-out examples on which accuracy and loss were measured.
+        NOT private for the examples on which accuracy and loss were measured.
     """
     return [summary_row(method, runs) for method, runs in by_method(records).items()]
 
 
 def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
-    """Return the row of `summarize` for the runs of one method."""
+    """Return the row of `summarize` for the runs of one method.
+
+    `report.page` also calls it for the runs of all methods together.
+    """
     finals = in_phase(runs, "final")
     schemes = {run.get("sampling") for run in runs}
     norm, lr = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr"))
@@ -67,7 +74,10 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
 
 
 def measured_on(records: Iterable[Record]) -> str:
-    """Return the examples on which accuracy and loss were measured: "test", or "training" (NOT private)."""
+    """Return the examples on which accuracy and loss were measured: "test", or "training" (NOT private).
+
+    `report` and `papers.reproduce` call it.
+    """
     return "training" if any(record.get("measured_on") == "training" for record in records) else "test"
 
 
@@ -96,18 +106,21 @@ def in_phase(records: Iterable[Record], phase: str) -> list[Record]:
 
 
 def numbers(runs: Sequence[Record], key: str) -> list[float]:
-    """Return the values of one key, or an empty list if any run lacks it."""
+    """Return the values of one key, or an empty list if any run lacks it. `report.page` also calls it."""
     values = [run.get(key) for run in runs]
     return [] if None in values else [float(value) for value in values if value is not None]
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean, or None for no values."""
+    """Return the mean, or None for no values. `papers` also calls it."""
     return math.fsum(values) / len(values) if values else None
 
 
 def std(values: Sequence[float]) -> float | None:
-    """Return the standard deviation (ddof = 1); None for fewer than two values, NaN if one is not finite."""
+    """Return the standard deviation (ddof = 1); None for fewer than two values, NaN if one is not finite.
+
+    `papers` also calls it.
+    """
     if len(values) < 2:
         return None
     # statistics.stdev raises on values that are not finite.
@@ -127,12 +140,15 @@ def tuned_by(records: Sequence[Record]) -> str:
 
 
 def score_of(records: Iterable[Record]) -> str:
-    """Return the name of the score that records hold under the key accuracy: "accuracy" or another name."""
+    """Return the name of the score that records hold under the key accuracy: "accuracy" or another name.
+
+    `report` calls it for labels and headings.
+    """
     return next((str(record["score"]) for record in records if record.get("score")), "accuracy")
 
 
 def is_scored(records: Sequence[Record]) -> bool:
-    """Return whether final runs have a score; otherwise they are compared by loss."""
+    """Return whether final runs have a score; otherwise they are compared by loss. `report.figures` calls it."""
     return any(record.get("test_accuracy") is not None for record in in_phase(records, "final"))
 
 
@@ -163,7 +179,10 @@ def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[f
 
 
 def tuned_names(records: Sequence[Record]) -> list[str]:
-    """Return the entries of TUNED for which some method tried more than one value."""
+    """Return the entries of TUNED for which some method tried more than one value.
+
+    `report.figures` and `report.page` call it.
+    """
     return [name for name in TUNED if any(len(points) > 1 for points in tuned(records, name).values())]
 
 
@@ -173,12 +192,19 @@ def curve(
     *,
     along: str = "epsilon",
 ) -> list[tuple[float, float, float, float]]:
-    """Return points (epsilon or step, mean, mean - std, mean + std) at the steps that all runs recorded.
+    """Return points (epsilon or step, mean, low, high) at the steps that all runs recorded with finite numbers.
+
+    `report.figures` plots them.
 
     Args:
-        runs: the runs of one method, one per seed.
-        measured: a row of a curve -> the measurement, or None.
+        runs: the runs of one method, one per seed; at least one.
+        measured: a row of a curve -> the measurement, a number >= 0, or None.
         along: "epsilon" or "step".
+    Returns:
+        Points in order of steps. The first value is the largest over the runs. low is max(0, mean - std), high is
+        mean + std; with one run, both equal the mean.
+    Privacy:
+        NOT private for the examples of the measurement.
     """
     curves = [
         {p["step"]: p for p in run.get("curve") or () if is_finite(p.get(along)) and is_finite(measured(p))}
@@ -194,13 +220,19 @@ def curve(
 
 
 def groups_of(records: Sequence[Record]) -> list[Mapping[str, float]]:
-    """Return the groups of classes by frequency, or an empty list if the runs were not measured by group."""
+    """Return the groups of classes by frequency, or an empty list if the runs were not measured by group.
+
+    `report.figures` and `report.page` call it.
+    """
     points = (point for record in records for point in (record.get("curve") or ())[-1:])
     return next((point["raw_groups"] for point in points if "raw_groups" in point), [])
 
 
 def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return the final runs by method, for methods whose runs all have rows of diagnostics.RawRecorder."""
+    """Return the final runs by method, for methods whose runs all have rows of diagnostics.RawRecorder.
+
+    `report.figures` and `report.page` call it.
+    """
     finals = by_method(in_phase(records, "final"))
     return {
         method: runs
@@ -210,7 +242,10 @@ def diagnosed(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
-    """Return RawRecorder's numbers as means over all rows of the runs; nan for a number that no row has."""
+    """Return RawRecorder's numbers as means over all rows of the runs; nan for a number that no row has.
+
+    `report.page` calls it for its verdicts.
+    """
     rows = [row for run in runs for row in run["curve"] if "raw_layers" in row]
     found: dict[str, float] = {}
     for name in ("raw_clip_fraction", "raw_kept", "raw_signal_to_noise", "noise_share"):
@@ -220,7 +255,10 @@ def diagnosis(runs: Sequence[Record]) -> dict[str, float]:
 
 
 def histograms(runs: Sequence[Record]) -> dict[str, list[float]]:
-    """Return RawRecorder's last histograms over all seeds: "edges", and by kind the share of coordinates per bin."""
+    """Return RawRecorder's last histograms over all seeds: "edges", and by kind the share of coordinates per bin.
+
+    `report.figures` and `report.page` call it.
+    """
     last = [run["curve"][-1]["raw_moments"] for run in runs if "raw_moments" in run["curve"][-1]]
     if not last:
         return {}

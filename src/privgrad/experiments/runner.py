@@ -1,6 +1,9 @@
 """Run the trainings of a Spec and record each as one JSON line; an interrupted comparison resumes where it stopped.
 
-The command line and `papers` call it.
+`privgrad train` and `compare` call it. `papers` calls `compare`, and the functions for folders and records.
+
+The privacy guarantee rests on `fit`. In this file it rests on `_train_one` only: model and optimizer may use private
+examples through `fit` alone. No epsilon covers a choice by training loss.
 """
 
 import json
@@ -60,7 +63,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the name of the folder for the run's ledger and checkpoint."""
+        """Return the name of the folder for the run's ledger and checkpoint. `report.metadata` also reads it."""
         norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
         radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
         local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
@@ -75,6 +78,8 @@ class Run:
 
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
     """Train the only method of a spec; by default the noise comes from the operating system's entropy.
+
+    `privgrad train` calls it.
 
     Args:
         spec: a spec with exactly one method that has one lr and one clipping norm.
@@ -108,7 +113,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). Each training has its
-    own ledger; metadata_of adds up the cost of all.
+    own ledger; metadata_of adds up the cost of all. `privgrad compare` and `papers.reproduce` call it.
 
     Args:
         spec: the methods, the grids and the seeds.
@@ -148,6 +153,8 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 
 def restart(out: Path) -> Path | None:
     """Move an existing folder aside, so that no ledger is lost, and return its new path; None if there is no folder.
+
+    The command line calls it for the option --restart.
 
     Raises:
         PrivacyError: a training is running in the folder.
@@ -253,6 +260,7 @@ def _record(
     *,
     validated: bool,
 ) -> Record:
+    """Return the record of one run, a line of runs.jsonl."""
     last = result.curve[-1]
     assert plan.delta is not None
     users = " users" if plan.privacy_unit == "user" else ""
@@ -285,7 +293,7 @@ def _record(
 def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:
     """Load and check the data, then claim the folder for the spec.
 
-    Nothing is written before every check has passed.
+    Nothing is written before every check has passed. `papers.clipping_bias` and `papers.moments` also call it.
 
     Args:
         spec: the experiment.
@@ -300,12 +308,14 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
 
 
 def describe(spec: Spec) -> str:
-    """Return the text of spec.json, which identifies a folder's experiment."""
+    """Return the text of spec.json, which identifies a folder's experiment. `papers.reproduce` also calls it."""
     return spec.model_dump_json(indent=1, exclude_defaults=True)
 
 
 def claim(out: Path, description: str, *, look_only: bool = False) -> None:
     """Create a folder for an experiment, or check that the folder holds runs of this experiment only.
+
+    `papers` also calls it.
 
     Args:
         out: the folder.
@@ -345,6 +355,8 @@ def _difference(held: str, description: str) -> str | None:
 def read_records(out: Path) -> list[Record]:
     """Return the records of a folder's runs.jsonl; an empty list if there is no such file.
 
+    `papers` also calls it.
+
     Raises:
         PrivacyError: a line is not JSON.
     """
@@ -359,10 +371,11 @@ def read_records(out: Path) -> list[Record]:
 
 
 def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append records to a folder's runs.jsonl in one write."""
+    """Append records to a folder's runs.jsonl in one write. `papers.clipping_bias` also calls it."""
     with (out / "runs.jsonl").open("a") as file:
         file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:
+    """Return the record of a run, or None if there is none yet."""
     return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)

@@ -1,6 +1,7 @@
 """The tables of a TOML file that describes one experiment; together they are a Spec.
 
-`load_spec` makes it; `build`, `runner` and the report read it.
+`load_spec` makes it; `build`, `runner`, `audit_spec`, the report and `papers` read it. The privacy guarantee of a
+training is that of its plan, which `Spec.plan` makes. It does not rest on the rest of this file.
 """
 
 import itertools
@@ -60,7 +61,7 @@ class DataTable(_Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the loader that are no field of this table."""
+        """Return the arguments of the loader that are no field of this table. `build` and `load_spec` read them."""
         return dict(self.model_extra or {})
 
 
@@ -102,7 +103,7 @@ class PreconditionTable(_Table):
 
     @property
     def by_counts(self) -> bool:
-        """Return whether the rule uses public word counts."""
+        """Return whether the rule uses public word counts. `build` and `load_spec` read it."""
         return self.rule in ("frequencies", "by_rank")
 
 
@@ -180,7 +181,10 @@ class MethodTable(_Table):
 
     @property
     def needs_public(self) -> bool:
-        """Return whether the method computes gradients on public examples or starts from them."""
+        """Return whether the method computes gradients on public examples or starts from them.
+
+        `build` and `load_spec` read it.
+        """
         by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
         by_optimizer = "public" in constructor_arguments(optim.OPTIMIZERS[self.optimizer])
         return by_rule or self.warm_start is not None or by_optimizer
@@ -188,7 +192,7 @@ class MethodTable(_Table):
     def perturbation(self, candidate: Candidate) -> Contribution | None:
         """Return the perturbation of one candidate, or its users' local training.
 
-        None means gradients at the current weights.
+        None means gradients at the current weights. `runner`, `audit_spec` and `papers` call it.
         """
         if self.local is not None and candidate.local_lr is not None:
             return LocalUpdate(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
@@ -197,7 +201,10 @@ class MethodTable(_Table):
     def make(
         self, named_parameters: NamedParameters, lr: float, *, public: PublicGradient | None = None, steps: int = 1
     ) -> optim.PrivateOptimizer:
-        """Return the optimizer over a model's parameters."""
+        """Return the optimizer over a model's parameters.
+
+        `runner` and `papers.stops` call it for a training, `load_spec` to check the options.
+        """
         kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[self.optimizer]
         given = {"horizon": steps, "public": public or dict}
         extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
@@ -259,7 +266,10 @@ class Spec(_Table):
     paper: dict[str, Any] = Field(default_factory=dict)
 
     def grid(self, method: MethodTable) -> list[Candidate]:
-        """Return the candidates of a method's first grid; one candidate if nothing is tuned."""
+        """Return the candidates of a method's first grid; one candidate if nothing is tuned.
+
+        `runner`, `load_spec`, `audit_spec` and `papers` call it.
+        """
         rates = method.lr or (self.tuning.lr if self.tuning else None) or []
         norms = method.max_grad_norm or self.privacy.max_grad_norm
         radii = None if method.perturb is None else method.perturb.radius
@@ -271,7 +281,10 @@ class Spec(_Table):
         return [Candidate(*values) for values in itertools.product(*map(each, (norms, rates, radii, local)))]
 
     def is_tuned(self, method: MethodTable) -> bool:
-        """Return whether a method has several candidates, or may get more by an extended grid."""
+        """Return whether a method has several candidates, or may get more by an extended grid.
+
+        `runner`, `load_spec` and `papers.stops` call it.
+        """
         return method.fixed_lr is None or len(self.grid(method)) > 1
 
     def plan(
@@ -280,6 +293,7 @@ class Spec(_Table):
         """Return the plan of the experiment.
 
         The plan of a `non_private` method has no noise and an infinite clipping norm: its epsilon is infinite.
+        `runner`, `audit_spec`, `papers.stops` and `report.metadata` call it.
 
         Args:
             seed: a research seed, or None for noise from the operating system's entropy.
@@ -297,6 +311,7 @@ class Spec(_Table):
         return replace(plan, group_size=method.group_size)
 
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
+        """Return the plan of [privacy] with one clipping norm, without regard to a method."""
         numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True) | {"max_grad_norm": max_grad_norm}
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
             name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"

@@ -1,6 +1,7 @@
 """Choose the best candidate of a tuned method, and the next one to try beyond the edge of its grid.
 
-Only `runner` and the metadata of reports call it.
+Only `runner` and the metadata of reports call it. The privacy guarantee does not rest on this file. The choice is NOT
+private for the examples on which the candidates were measured.
 """
 
 import math
@@ -16,7 +17,7 @@ _MOST_RATES = 16  # learning rates of one method, at which a growing grid stops
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
     """Return the candidate with the best mean over tuning seeds; of equal ones, the smallest.
 
-    `by` is "accuracy", "loss" (both on validation examples) or "train_loss".
+    `by` is "accuracy", "loss" (both on validation examples) or "train_loss". `runner.compare` calls it.
     """
     costs = _tuning_costs(records, method, by)
     return min(costs, key=lambda candidate: (costs[candidate], candidate))
@@ -26,7 +27,7 @@ def beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | 
     """Return the candidate half a power of ten beyond the best one, if the best lr is at the edge of its grid.
 
     The grid holds the rates that were tried with the best candidate's other values. The result is None if the best is
-    inside the grid, if another rate was equally good, or if _MOST_RATES were tried.
+    inside the grid, if another rate was equally good, or if _MOST_RATES were tried. `runner.compare` calls it.
     """
     costs, best = _tuning_costs(records, method, by), best_candidate(records, method, by)
     tried = {other.lr: cost for other, cost in costs.items() if other._replace(lr=best.lr) == best}
@@ -49,5 +50,5 @@ def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candi
 
 
 def candidate_of(record: Record) -> Candidate:
-    """Return the tuned values of one run."""
+    """Return the tuned values of one run. `runner` and `report.metadata` also call it."""
     return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"))

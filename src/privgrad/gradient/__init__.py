@@ -4,7 +4,8 @@ A privacy reviewer reads, in this order: `clipping` (norms, clip factors and the
 sums of gradients that are never written out), `validation` (checks of the model and the loss, with `randomness` and
 `probes`), `perturb`, `precondition`, `moments` and `local_training` (the vector that is clipped), `example_groups`.
 
-`layers` and `engines` matter for speed only, because the self-check refuses wrong results. `engines.vmap` is the
+`layers` and `engines` matter for speed only, provided that they are correct: a wrong one would break the privacy
+guarantee. The self-check compares some of their results with autograd, and refuses wrong ones. `engines.vmap` is the
 reference.
 
 Use the names exported here to write a rule for your own layer, or your own kind of gradient.

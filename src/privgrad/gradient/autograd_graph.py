@@ -1,6 +1,8 @@
 """Functions that read the graph that autograd records.
 
-The engines, `layers.functional` and `validation` call them.
+The engines and `layers.functional` call `sources`, `engines.layer_call` calls `casts`, and `validation` calls `nodes`.
+The privacy guarantee rests on `nodes`: with it, `validation` refuses losses whose backward pass would write gradients
+to `.grad`. If `sources` or `casts` were wrong, the self-check of the engines would compare the gradients that result.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,7 @@
 """Run vmap over examples, and replace the operations whose batching rule in torch is wrong.
 
-All code of the library that maps over examples calls `batched`.
+`engines.vmap`, `engines.vmapped_unit` and `factors.displacement` call `batched` to map over examples. `vmapped_unit`
+also uses `Mended` by itself. The privacy guarantee rests on this file, except `without_vmap_warnings`: see `Mended`.
 """
 
 import warnings
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Mended(TorchFunctionMode):
-    """A mode in which the operations of `_MENDED` keep examples apart under vmap.
+    """A mode in which the operations of `_MENDED` keep examples apart under vmap; torch calls it for each operation.
 
     Privacy:
         The guarantee rests on this: a wrong batching rule gives one example the gradient, or the value, of another
@@ -101,6 +102,7 @@ def _torch_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
+    """Compute torch.embedding by `_embedding`; here a negative padding_idx means no padding."""
     padding = padding_idx if padding_idx >= 0 else None
     return _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
@@ -126,6 +128,7 @@ def _index_fill_(
     index: Tensor,
     value: Any,
 ) -> Tensor:
+    """Compute torch.Tensor.index_fill_ by `_index_fill`."""
     return input.copy_(_index_fill(input, dim, index, value))
 
 

@@ -4,6 +4,9 @@ A clipping rule turns norms into factors. ClippingAccumulator checks the factors
 sensitivity of the sum. PrivateGradient then adds noise in proportion to that sensitivity. The file is long, so that a
 reviewer reads rules, factors and sum in one piece.
 
+Users choose a rule of `privgrad.clip` for PrivateGradient. PrivateGradient makes an accumulator for each step, and
+calls its `add` and `result`. `federated.local_update` does the same for one user.
+
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
@@ -142,6 +145,7 @@ class PerLayer:
         return {name: factor_by_group[prefix][name] for name, prefix in group_of.items()}
 
     def _group(self, name: str) -> str:
+        """Return the longest prefix that matches a parameter's name."""
         matching = [prefix for prefix in self.shares if prefix == "" or name == prefix or name.startswith(prefix + ".")]
         if not matching:
             raise expected(
@@ -157,6 +161,8 @@ class PerLayer:
 @dataclass(frozen=True)
 class RawClipping:
     """The norms and factors of each example, in the order of the batch. PRIVATE: for diagnostics only.
+
+    PrivateGradient passes it to raw observers, such as `diagnostics.gradient_stats`. The guarantee does not cover it.
 
     Attributes:
         raw_norms: L2 norm of each example's whole gradient, divided by the scales, shape (B,), float64; 0 if it was not
@@ -244,6 +250,8 @@ class ClippingAccumulator:
 def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:
     """Return the precision of a parameter's clipped sum: float32, or float64 for many contributions.
 
+    PrivateGradient calls it too, to record which noise generator the sum needs.
+
     Args:
         parameter: a float64 parameter always has a float64 sum.
         expected_size: the public number of contributions. Above 1e4, a float32 sum would be rounded by over 1e-3 C.
@@ -324,6 +332,7 @@ class _Sums:
         return total.double().add_(factor[index].exact_sum(factor_B[index]))
 
     def _fits(self, name: str) -> bool:
+        """Return whether the terms so far are small enough for a float32 sum."""
         return self._terms[name] <= self._limit * self._bound
 
 
@@ -446,6 +455,7 @@ def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _joint_norm(norms: Iterable[Tensor]) -> Tensor:
+    """Return each example's norm over all parameters, given its norm for each; shape (B,)."""
     return _vector_norm(torch.stack(list(norms)), 0)
 
 

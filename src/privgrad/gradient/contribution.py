@@ -2,6 +2,7 @@
 
 PrivateGradient asks its contribution for the gradients of each batch, clips them and adds them. The privacy guarantee
 rests on this: each row that a contribution returns depends on one unit, public numbers and released gradients only.
+It does not rest on the number of rows per chunk, nor on the texts of `described` and `__repr__`.
 """
 
 import hashlib
@@ -21,7 +22,11 @@ MeanGradient = Callable[[], Mapping[str, Tensor]]
 
 
 class Engine(Protocol):
-    """An engine that computes per-example gradients, at the weights or near them."""
+    """An engine that computes per-example gradients, at the weights or near them.
+
+    `engines.factored.Factored` and `engines.vmap.Vmap` implement it. Contributions call it: `perturb.BAM` calls `moved`
+    and `moved_size`, and `federated.LocalUpdate` calls `at`. The guarantee needs row i to depend on example i only.
+    """
 
     def __call__(self, examples: Any) -> Mapping[str, Factor]: ...
 
@@ -35,13 +40,15 @@ class Engine(Protocol):
 
 
 class Schedule:
-    """A public number for each step: a radius or a learning rate.
+    """A public number for each step: the radius of perturb.BAM, SAT or RawSAM, or LocalUpdate's learning rate.
+
+    These classes call it in each step, and their `described` calls `described`.
 
     Args:
         function: the name of the class that takes the number, for errors.
         name: the name of the number, for errors.
         value: a finite number, or a function step -> number, with steps counted from 0. It may not depend on private
-            data. It is called once per step.
+            data. It must always return the same number for the same step: `described` calls it for all steps again.
         usual: a usual value, for errors.
         positive: whether the number must be > 0; otherwise it must be >= 0.
     Raises:
@@ -93,8 +100,10 @@ class Schedule:
 class Contribution:
     """The base class of contributions; by default a contribution is the gradient of an example's loss at the weights.
 
-    PrivateGradient calls its methods in each step. SampleGradient, perturb.BAM, perturb.SAT and federated.LocalUpdate
-    are contributions.
+    PrivateGradient calls `begun` and `losses` at its construction. In each step it calls `at`, `microbatch_size`,
+    `chunks` (with groups, `gradients`) and `released`. It calls the other methods for records and checkpoints.
+    `diagnostics.raw_clipping_bias` calls `begun`, `released`, `at` and `gradients`. SampleGradient, perturb.BAM,
+    perturb.SAT, perturb.RawSAM, federated.LocalUpdate and federated.ReportedUpdate are contributions.
 
     Attributes:
         is_public: False if a row depends on the whole private batch. Then nothing is private.
@@ -182,4 +191,4 @@ class Contribution:
 
 
 class SampleGradient(Contribution):
-    """The gradient of each example's loss at the current weights: DP-SGD's contribution."""
+    """The gradient of each example's loss at the current weights: DP-SGD's contribution, and the default."""

@@ -1,6 +1,7 @@
 """Average the gradients of groups of examples, so that each mean is clipped as one vector.
 
-PrivateGradient uses this for `group_size` > 1. Some papers call the groups "microbatches".
+PrivateGradient calls these functions for `group_size` > 1. Some papers call the groups "microbatches". The privacy
+guarantee rests on this file: each example is in one group, so one example changes one clipped vector.
 """
 
 from collections.abc import Iterator, Mapping

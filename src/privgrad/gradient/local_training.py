@@ -1,7 +1,10 @@
 """Compute each user's update: the change of the model when it is trained on that user's own examples.
 
-`LocalUpdate` and `ReportedUpdate` are contributions to a PrivateGradient with a plan for users. The privacy guarantee
-rests on this: a user's update depends on that user's examples, public numbers and released weights only.
+`LocalUpdate` and `ReportedUpdate` are contributions to a PrivateGradient with a plan for users: PrivateGradient calls
+their methods. `federated.local_update` calls `losses` and `chunks` of LocalUpdate on a user's device. Users construct
+both through `privgrad.federated`, and `integrations.flower` constructs ReportedUpdate. The privacy guarantee rests on
+this: a user's update depends on that user's examples, public numbers and released weights only. It does not rest on the
+texts of `described` and `__repr__`.
 
 Shape suffixes: U users, M examples of a user, P the shape of one parameter.
 """
@@ -61,6 +64,7 @@ class LocalUpdate(Contribution):
         return self._description(self.lr.described(steps))
 
     def _description(self, lr: str) -> str:
+        """Return the text for records, with the learning rate in the given words."""
         return f"LocalUpdate(lr={lr}, batch_size={self.batch_size}, epochs={self.epochs})"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
@@ -167,7 +171,10 @@ class ReportedUpdate(Contribution):
     privacy_unit = "user"
 
     def losses(self, loss_fn: LossFunction) -> LossFunction:
-        """Return a loss function: the inner product of update and parameters, so that its gradient is the update."""
+        """Return a loss function: the inner product of update and parameters, so that its gradient is the update.
+
+        `validation.check_loss` calls that function; `gradients` does not need it.
+        """
         del loss_fn
 
         def of_updates(model: nn.Module, updates: Mapping[str, Tensor]) -> Tensor:
@@ -184,16 +191,19 @@ class ReportedUpdate(Contribution):
         return of_updates
 
     def microbatch_size(self, engine: Engine, examples: Any) -> int:
+        """Return the number of users in the batch, because nothing is computed."""
         return count_examples(examples)
 
     def gradients(
         self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
     ) -> Mapping[str, Factor]:
+        """Return the users' updates as they are, one row per user, without the engine."""
         _require_real(examples)
         return {name: Dense(updates_UP) for name, updates_UP in examples.items()}
 
 
 def _require_real(updates: Mapping[str, Tensor]) -> None:
+    """Raise PrivacyError unless all updates are real floating-point numbers."""
     for name, updates_UP in updates.items():
         if not updates_UP.is_floating_point():
             condition, got = "to be real floating-point numbers", f"{updates_UP.dtype} for {name!r}"
@@ -225,6 +235,7 @@ def _require_users(users: Any) -> tuple[Tensor, ...]:
 
 
 def _counts(tensor: Tensor) -> bool:
+    """Return whether a tensor is of an integer type, as counts are."""
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 

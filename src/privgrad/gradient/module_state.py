@@ -1,7 +1,10 @@
 """Read a model's parameters and state, or replace them for a while and then restore them.
 
-The engines, the checks of `validation` and the perturbations use this. `preserved` is part of the privacy guarantee:
-a forward pass on private examples leaves no state on the modules.
+The engines, the checks of `validation` and the perturbations use this.
+
+The privacy guarantee rests on `preserved`, with its helpers at the end, and on `replaced`: no value of private examples
+stays on the modules or in the parameters. It rests on `require_losses` too, which refuses a mean over the batch. It
+does not rest on the other functions.
 """
 
 import operator
@@ -26,7 +29,11 @@ _ABSENT = object()
 
 
 class BoundLoss(nn.Module):
-    """A module of a model and its loss_fn, so that parameters can be replaced wherever loss_fn uses them."""
+    """A module of a model and its loss_fn, so that parameters can be replaced wherever loss_fn uses them.
+
+    `engines.vmap` and `probes` call it to compute losses, through torch's functional_call. The privacy guarantee does
+    not rest on it: the engines keep examples apart, and clipping bounds the influence of each.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         super().__init__()
@@ -38,7 +45,10 @@ class BoundLoss(nn.Module):
 
 
 def require_losses(losses: object, size: int) -> Tensor:
-    """Return losses if they are a tensor of shape (size,); raise PrivacyError otherwise."""
+    """Return losses if they are a tensor of shape (size,); raise PrivacyError otherwise.
+
+    The engines, `probes`, `public_gradient`, `local_training` and `augmentation` call it on the result of a loss_fn.
+    """
     if not isinstance(losses, Tensor) or losses.shape != (size,):
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         remedy = "return one loss per example, for instance with reduction='none', averaged over all but dimension 0"
@@ -47,13 +57,20 @@ def require_losses(losses: object, size: int) -> Tensor:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require gradients, by name; a tied parameter once, under its first name."""
+    """Return the parameters that require gradients, by name; a tied parameter once, under its first name.
+
+    PrivateGradient, `federated`, `diagnostics.bias`, the engines and other files of `privgrad.gradient` call it.
+    """
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @contextmanager
 def seeded(seed: int) -> Generator[None]:
-    """Seed torch's global random streams, and restore their states afterwards."""
+    """Seed torch's global random streams, and restore their states afterwards.
+
+    PrivateGradient calls it for the draws of the model, such as dropout. `public_gradient` and the checks of
+    `validation`, `randomness`, `probes` and `engines.self_check` call it too. The noise has a stream of its own.
+    """
     with torch.random.fork_rng():
         if torch.accelerator.is_available():
             torch.manual_seed(seed)
@@ -65,7 +82,10 @@ def seeded(seed: int) -> Generator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Set evaluation mode (no dropout), and restore each module's own mode afterwards."""
+    """Set evaluation mode (no dropout), and restore each module's own mode afterwards.
+
+    `fit` and `experiments.build` call it to evaluate a model, and `randomness` to check one.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -77,7 +97,10 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def differentiable(*, twice: bool) -> Generator[None]:
-    """Compute attention by kernels that can be differentiated twice, if `twice` is set; fused kernels cannot."""
+    """Compute attention by kernels that can be differentiated twice, if `twice` is set; fused kernels cannot.
+
+    `engines.passes`, `engines.vmap` and `probes` call it.
+    """
     if not twice:
         yield
         return
@@ -87,7 +110,10 @@ def differentiable(*, twice: bool) -> Generator[None]:
 
 @contextmanager
 def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
-    """Give parameters these values, and put their own tensors back afterwards, also after an exception."""
+    """Give parameters these values, and put their own tensors back afterwards, also after an exception.
+
+    `perturb` calls it for a point that all examples share, and `probes` for a point that may depend on one example.
+    """
     before = {parameter: parameter.data for parameter in values}
     try:
         for parameter, value in values.items():
@@ -102,7 +128,8 @@ def replaced(values: Mapping[nn.Parameter, Tensor]) -> Generator[None]:
 def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> Generator[None]:
     """Undo the changes that a forward pass makes to the modules, and warn about them.
 
-    It restores attributes that were set, tensors that were written to, and containers that were filled.
+    It restores attributes that were set, tensors that were written to, and containers that were filled. `probes` and
+    both engines call it around each forward pass.
 
     Args:
         model: the module; its submodules are included.
@@ -153,6 +180,8 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
 def weight_norms(attributes: Mapping[str, Any]) -> dict[str, WeightNorm]:
     """Return a module's hooks of the old torch.nn.utils.weight_norm, by the name of the weight that each computes.
 
+    `preserved` and `engines.vmapped_unit` call it.
+
     Args:
         attributes: the module's attributes, from `vars(module)`.
     """
@@ -180,12 +209,14 @@ def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str,
 
 
 def _held(container: Any) -> tuple[Any, ...]:
+    """Return the objects in a container; for a dict, its pairs of key and value."""
     if not len(container):
         return ()
     return tuple(cast("Iterable[Any]", container.items() if hasattr(container, "items") else container))
 
 
 def _refill(container: Any, held: tuple[Any, ...]) -> None:
+    """Replace the objects in a container by those that `_held` returned."""
     container.clear()
     if isinstance(container, list | deque):
         container.extend(held)

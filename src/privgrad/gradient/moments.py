@@ -1,6 +1,11 @@
 """AdaDPS with scales from the moments of a mean gradient: of public data, or, for research, of the private batch.
 
-Users call it through `privgrad.precondition`. The guarantee rests on the range that `precondition` checks.
+Users call the functions through `privgrad.precondition`; `experiments.build`, `experiments.load_spec` and
+`audit.methods` call them too. PrivateGradient calls the methods of Moments, and `federated.local_update` calls `begun`
+and `transform`.
+
+The privacy guarantee rests on two facts. The scales of the public rules depend on public data and released weights
+only. `precondition.require_transform` checks the range of all scales. For `raw_ideal_rmsprop` there is no guarantee.
 """
 
 import copy
@@ -58,6 +63,7 @@ class Moments(Preconditioner):
         self._begin()
 
     def _begin(self) -> None:
+        """Set the state before the first step."""
         self._step = -1
         self._exp_avg: dict[str, Tensor] = {}
         self._exp_avg_sq: dict[str, Tensor] = {}
@@ -65,6 +71,7 @@ class Moments(Preconditioner):
         self._inverse: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
+        """Return the text that checkpoints record; a resumed run must have the same."""
         options = {
             "betas": (self._beta1, self._beta2),
             "keep": self._keep,
@@ -76,6 +83,7 @@ class Moments(Preconditioner):
         return f"{self._rule}({self._gradient or self.source}; {shown})"
 
     def begun(self, model: nn.Module) -> "Moments":
+        """Return a copy without moments; raise PrivacyError if the public gradient is of a different model."""
         if self._gradient is not None and self._gradient.model is not model:
             remedy = "construct PublicGradient and PrivateGradient with the same model object"
             got = f"a gradient of a different {type(self._gradient.model).__name__}"
@@ -87,6 +95,7 @@ class Moments(Preconditioner):
     def transform(
         self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
     ) -> Transform:
+        """Return the transform of one step, and update the moments first if the schedule requires it."""
         every = 1 if self._schedule == "step" else epoch_steps
         for name, square in self._exp_avg_sq.items():
             if name in parameters and parameters[name].shape != square.shape:
@@ -143,6 +152,7 @@ class Moments(Preconditioner):
 
     @torch.no_grad()
     def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
+        """Return 1 / A, `keep` and the shift (1 - keep) M, from the moments."""
         # Reuse the memory of the last step: to allocate it would take as long as to fill it.
         kept = self._inverse
         self._inverse = {

@@ -1,7 +1,10 @@
 """Contributions that compute gradients near the weights: one point per example (BAM), or one for all (SAT).
 
+Users construct the classes through `privgrad.perturb`. PrivateGradient calls their methods, which
+`contribution.Contribution` describes. `diagnostics.raw_clipping_bias` calls `begun`, `released`, `at` and `gradients`.
+
 The privacy guarantee rests on this file: a point may depend on one example, on public numbers and on released
-gradients only.
+gradients only. It does not rest on the texts of `described` and `__repr__`, which are for records.
 """
 
 import copy
@@ -28,7 +31,7 @@ class Perturbation(Contribution):
 
     Args:
         radius: >= 0, in parameter units: a number, or a function step -> number, with steps counted from 0. Public: a
-            schedule may not depend on private data. It is called once per step.
+            schedule may not depend on private data, and must always return the same number for the same step.
     Raises:
         PrivacyError: the radius is invalid.
     """
@@ -43,6 +46,7 @@ class Perturbation(Contribution):
         return self._description(self.radius.described(steps))
 
     def _description(self, radius: str) -> str:
+        """Return the text for records, with the radius in the given words."""
         return f"{type(self).__name__}(radius={radius})"
 
 
@@ -81,6 +85,7 @@ class BAM(Perturbation):
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
+        """Yield the `gradients` in chunks, in smaller ones where the engine needs more memory at moved points."""
         if self.radius(step) > 0:
             size = engine.moved_size(size, exact=self.mode == "exact")
         return super().chunks(engine, examples, size, step, inverse_scales)
@@ -88,6 +93,7 @@ class BAM(Perturbation):
     def gradients(
         self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]
     ) -> Mapping[str, Factor]:
+        """Return h_i of each row, from the engine."""
         radius = self.radius(step)
         return engine.moved(examples, radius, exact=self.mode == "exact") if radius > 0 else engine(examples)
 
@@ -131,6 +137,7 @@ class SAT(Perturbation):
             yield
 
     def released(self, gradient: NoisyGradient) -> None:
+        """Keep the released gradient as the direction of the next step."""
         # A copy, because the gradient may become a .grad and be overwritten.
         for name, value in gradient.items():
             if name in self._direction:

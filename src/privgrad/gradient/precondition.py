@@ -1,8 +1,8 @@
 """AdaDPS: divide each example's gradient by public scales before it is clipped.
 
-PrivateGradient takes a Preconditioner as `precondition`. The privacy guarantee rests on two facts: the scales are
-public, or post-processing of released values; and their values are in the range that `require_transform` checks.
-Scales that follow public gradients are in `moments`.
+PrivateGradient takes a Preconditioner as `precondition`, and calls its methods. `federated.local_update` calls `begun`
+and `transform`. The privacy guarantee rests on two facts: the scales are public, or post-processing of released values;
+and their values are in the range that `require_transform` checks. Scales that follow public gradients are in `moments`.
 """
 
 import copy
@@ -45,6 +45,8 @@ class Transform:
 def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
     """Return the inverse scales of a transform that only divides, for LocalUpdate.
 
+    PrivateGradient and `federated.local_update` call it. The privacy guarantee does not rest on it.
+
     Raises:
         PrivacyError: the transform adds a public vector to the gradients.
     """
@@ -68,6 +70,7 @@ class Preconditioner(ABC):
     is_public = True
 
     def __repr__(self) -> str:
+        """Return a text that PrivateGradient puts into checkpoints; a resumed run must have the same."""
         return f"{type(self).__name__}({self.source})"
 
     def begun(self, model: nn.Module) -> "Preconditioner":
@@ -110,13 +113,18 @@ class Fixed(Preconditioner):
         self._made = Transform()
 
     def __repr__(self) -> str:
-        """Return the names and a hash of the scales: equal for equal preconditioners, and short enough for a record."""
+        """Return the names of the scales, a hash of their shapes and values, and the source.
+
+        PrivateGradient puts the text into checkpoints, and refuses to resume from a checkpoint with a different text.
+        The ledger records `source` only. The privacy guarantee does not rest on the text.
+        """
         state = hashlib.blake2b(digest_size=8)
-        for scale in self.scales.values():
+        for _, scale in sorted(self.scales.items()):
             state.update(repr(tuple(scale.shape)).encode() + scale.detach().cpu().double().numpy().tobytes())
-        return f"fixed({', '.join(self.scales)}; {state.hexdigest()}; {self.source})"
+        return f"fixed({', '.join(sorted(self.scales))}; {state.hexdigest()}; {self.source})"
 
     def begun(self, model: nn.Module) -> "Fixed":
+        """Return a copy that holds 1 / A for this model; raise PrivacyError if the scales do not fit it."""
         parameters, twin = trainable(model), copy.copy(self)
         unknown = sorted(set(self.scales) - set(parameters))
         if unknown:
@@ -128,11 +136,15 @@ class Fixed(Preconditioner):
         return twin
 
     def transform(self, step: int, **_: Any) -> Transform:
+        """Return the transform that `begun` made, the same in all steps."""
         return self._made
 
 
 def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Preconditioner:
     """Return a preconditioner with constant scales A: each example's gradient g becomes g / A before it is clipped.
+
+    Users call it through `privgrad.precondition`; `experiments.build`, `audit.methods` and `papers.toy_regression` call
+    it too.
 
     Args:
         scales: tensors by parameter name, with values from 1e-12 to 1e12, that broadcast to their parameters. Where a

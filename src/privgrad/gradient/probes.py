@@ -1,6 +1,11 @@
 """Losses and gradients of a few examples, computed on copies of a model's parameters.
 
-`validation` tries a model and a loss with them, and the engines compare their own results with these gradients.
+`validation` and `randomness` try a model and a loss with them. `engines.self_check` compares the fast engine's results
+with `gradients`. `engines.factored` chooses examples with `few_of` and `places_of`, and repeats failed checks with
+`doubled`. PrivateGradient calls `gradients` for the raw mean of parts that are NOT private.
+
+The privacy guarantee rests on this file: a wrong result could hide a model that mixes examples, and no value of the
+examples may stay in the model.
 """
 
 from collections.abc import Mapping

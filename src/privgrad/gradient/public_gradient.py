@@ -1,6 +1,9 @@
 """The mean gradient on public data, at the model's current weights.
 
-`precondition` and the optimizers of `privgrad.optim` that use public data call it.
+Users construct a PublicGradient; so do `experiments` and `audit.methods`. `moments` calls it for AdaDPS, and the
+optimizers of `privgrad.optim.public_data` call it once per step.
+
+The privacy guarantee rests on one fact that no code can check: none of the examples is private.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,14 +98,17 @@ class PublicGradient:
             yield self._gradient(order[start : start + self._batch_size], passed)
 
     def __repr__(self) -> str:
+        """Return the text that is part of the text of a preconditioner in `moments`."""
         return f"PublicGradient({self.source}; {self._count} examples, {self._batch_size} at once, seed {self._seed})"
 
     def _order(self, passed: int) -> Tensor:
+        """Return the order of the examples in one pass."""
         if self._batch_size == self._count:
             return torch.arange(self._count)
         return torch.randperm(self._count, generator=torch.Generator().manual_seed(self._seed + passed))
 
     def _gradient(self, chosen: Tensor, step: int) -> dict[str, Tensor]:
+        """Return the mean gradient on the chosen examples, sharded as the model is."""
         examples = self._examples
         if len(chosen) < self._count:
             examples = map_examples(itemgetter(chosen), examples)
@@ -111,6 +117,7 @@ class PublicGradient:
         return dict(self._processes.shard_like(grads, trainable(self.model)))
 
     def _whole_gradient(self, examples: Any, count: int, step: int) -> dict[str, Tensor]:
+        """Return the mean gradient of the whole model; raise PrivacyError if it is not finite."""
         parameters = trainable(self.model)
         with torch.enable_grad(), seeded(self._seed + step):
             losses = require_losses(self._loss_fn(self.model, examples), count)

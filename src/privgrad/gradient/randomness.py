@@ -1,6 +1,8 @@
 """Find the random draws of a forward pass, and disable them.
 
-A check that compares two computations needs equal results from equal examples, so it runs without random draws.
+A check that compares two computations needs equal results from equal examples, so it runs without random draws. The
+checks of `validation` and `engines.factored` use this file. The privacy guarantee rests on it as on these checks: code
+that is disabled with the draws is not checked.
 """
 
 from collections.abc import Generator
@@ -53,6 +55,7 @@ class _WithoutDropout(TorchFunctionMode):
     met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a torch function with its dropout off; torch calls this for each function under the mode."""
         options = dict(kwargs or {})
         if func in _DROPOUTS:
             x, rate, training = (

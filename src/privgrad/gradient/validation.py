@@ -1,8 +1,10 @@
 """Check that a model and a loss allow private training, before any release is charged.
 
-PrivateGradient calls `require_supported` and `check_loss`; `privgrad doctor` calls `find_problems`. The privacy
-guarantee needs models and losses that keep examples apart. These checks try that on a few examples; they find mistakes,
-but they prove nothing.
+PrivateGradient calls `require_supported`, `configuration` and `check_loss`; `privgrad doctor` calls `find_problems`.
+The engines call `refuse_reentrant`, and `engines.factored` calls `require_same_losses_in_half`.
+
+The privacy guarantee needs models and losses that keep examples apart. These checks try that on a few examples; they
+find mistakes, but they prove nothing.
 """
 
 import copy
@@ -82,7 +84,10 @@ def find_problems(model: nn.Module) -> list[Problem]:
 
 
 def require_supported(model: nn.Module) -> None:
-    """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others."""
+    """Raise UnsupportedModuleError if `find_problems` finds any; it names the first, and counts the others.
+
+    PrivateGradient calls it at its construction and before each step; `diagnostics.raw_clipping_bias` calls it too.
+    """
     problems = find_problems(model)
     if problems:
         first = problems[0]
@@ -249,6 +254,7 @@ def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], 
 
 
 def _depends(got: str) -> PrivacyError:
+    """Return the error for a loss that depends on other examples."""
     remedy = "make each loss depend on its own example: no statistics, ranks or means over the batch"
     return expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
 
@@ -256,7 +262,8 @@ def _depends(got: str) -> PrivacyError:
 def refuse_reentrant(loss: Tensor) -> None:
     """Raise UnsupportedModuleError if a loss is computed by re-entrant gradient checkpointing.
 
-    The backward pass of such checkpointing writes to `.grad` of parameters, instead of returning their gradients.
+    The backward pass of such checkpointing writes to `.grad` of parameters, instead of returning their gradients. These
+    gradients would be neither clipped nor noised.
     """
     if any(node.name() == "CheckpointFunctionBackward" for node in nodes([loss])):
         remedy = (

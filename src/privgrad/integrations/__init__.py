@@ -1,4 +1,4 @@
 """Bridges to other frameworks, one file each; ExternalLoopStep is the part that several share.
 
-Users import these files; the library does not, apart from TensorBoard.
+Users import these files. The rest of the library imports only `tensorboard`, in `experiments.runner`.
 """

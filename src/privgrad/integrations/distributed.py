@@ -3,7 +3,8 @@
 Import this module before init_process_group. It imports torch.distributed.fsdp. Imported after that call, fsdp would
 keep a reference to the group, and destroy_process_group could not end the group's threads.
 
-Users import it in every process. The privacy guarantee rests on it: the noise is added once, by one process.
+Users import it in every process. The privacy guarantee rests on it: the noise is added once, by one process. It does
+not rest on `shard_like`, `gather_state`, `_let_gloo_finish` and their helpers.
 """
 
 import atexit
@@ -38,6 +39,9 @@ class Distributed(Processes):
     (FSDP1). A sharded model is gathered during each private step: all its parameters are in memory then. Released
     gradients and the optimizer's state stay sharded.
 
+    The methods are those of `processes.Processes`, which describes them. PrivateGradient, `sampling.batches` and `fit`
+    (with TrainingRun) call them. PublicGradient calls `unsharded` and `shard_like`.
+
     Args:
         group: a process group that holds every process; use it for a backend other than the default group's. None is
             the default group.
@@ -69,6 +73,7 @@ class Distributed(Processes):
 
     @contextmanager
     def all_succeed(self, *, step: int = 0) -> Generator[None]:
+        """Return a context that ends once this part of a step has succeeded in all processes."""
         try:
             yield
         except BaseException:
@@ -79,23 +84,27 @@ class Distributed(Processes):
             raise expected("PrivateGradient", "each process", "to finish without an error", got, remedy)
 
     def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Sum the values over all processes; only the first process gets the sum. PRIVATE."""
         local = {name: value.contiguous() for name, value in values.items()}
         _each(lambda value: _any.reduce(value, self._first, group=self._group, async_op=True), local.values())
         return local
 
     def broadcast(self, gradient: NoisyGradient) -> NoisyGradient:
+        """Return the first process's gradient in all processes."""
         values = {name: value.contiguous() for name, value in gradient.items()}
         std = torch.tensor([cast(float, gradient.noise_std)], dtype=torch.float64, device=self._device)
         self._spread([*values.values(), std])
         return NoisyGradient(values, noise_std=float(std))
 
     def broadcast_object(self, value: T) -> T:
+        """Return the first process's value in all processes."""
         held = [value]
         with _answered():
             dist.broadcast_object_list(held, self._first, group=self._group, device=self._device)
         return held[0]
 
     def begin(self, model: nn.Module) -> None:
+        """Refuse wrapped models, then copy the first process's weights and buffers to all processes."""
         for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
                 remedy = "pass its .module, sharded by fully_shard if it is too large for one device"
@@ -106,6 +115,7 @@ class Distributed(Processes):
 
     @contextmanager
     def unsharded(self, model: nn.Module) -> Generator[None]:
+        """Gather a sharded model for the block, without FSDP's class and hooks."""
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         with _answered():
             for module in sharded:
@@ -127,9 +137,11 @@ class Distributed(Processes):
                 module.reshard()
 
     def shard_like(self, values: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Shard complete values like the tensors of the same names."""
         return {name: _placed(value, like[name]) if name in like else value for name, value in values.items()}
 
     def gather_state(self, state: T) -> T:
+        """Return a state with every sharded tensor gathered."""
         with _answered():
             return cast(T, tree_map(_whole, state))
 

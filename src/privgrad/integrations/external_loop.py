@@ -1,6 +1,7 @@
 """The private step in a training loop that another framework runs; shared by the bridges to such frameworks.
 
-The privacy guarantee rests on `PrivateGradient`, which this calls.
+The privacy guarantee rests on `PrivateGradient`, which this calls. When a run resumes, it also rests on
+`ExternalLoopStep.load_state_dict`, which refuses a checkpoint with steps that its ledger has not charged.
 """
 
 import warnings
@@ -27,6 +28,8 @@ _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may s
 def require_private_options(function: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options of PrivateGradient that a bridge passes on.
 
+    `integrations.huggingface` and `integrations.lightning` call it.
+
     Raises:
         PrivacyError: the bridge itself decides an option, or PrivateGradient has no such option.
     """
@@ -43,7 +46,7 @@ class ExternalLoopStep:
 
     It draws the batches, and keeps each released gradient until the one update that uses it. It also adds the private
     state to the host's checkpoint, and checks that training moved every parameter. The bridges to Flower, Hugging Face
-    and Lightning each hold one.
+    and Lightning each hold one and call its methods.
 
     Args:
         function: name of the public class or function that error messages start with.
@@ -159,7 +162,7 @@ class ExternalLoopStep:
     def require_unspent(self) -> None:
         """Raise BudgetExceededError if a new training would continue a ledger that already holds releases."""
         if spent := self.private_grad.ledger.releases:
-            remedy = "resume from a checkpoint, or train in a new folder and add the two epsilons up"
+            remedy = "resume from a checkpoint, or train in a new folder and add up both epsilons and both deltas"
             condition, got = "to be empty at the start of a training", f"{spent} releases"
             raise expected(self._function, "the ledger", condition, got, remedy, BudgetExceededError)
 

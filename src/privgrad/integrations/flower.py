@@ -1,6 +1,8 @@
 """A bridge to Flower: a strategy whose round is one private step, and the client app that sends a user's update.
 
-The privacy guarantee rests on `PrivateGradient`, which the strategy calls.
+Users make both. The privacy guarantee rests on PrivateStrategy: it admits one update per user (`_answers`,
+`_require_nodes`), and PrivateGradient releases their mean. Clients need not be honest, so it does not rest on
+`client_app`.
 """
 
 import os
@@ -45,6 +47,8 @@ class PrivateStrategy(Strategy):
     the message's id. The sum is noised once, on the server, and divided by the public expected cohort size, however
     many users reply. An empty cohort makes a normal round. Everything else that clients send (num-examples, losses,
     error reasons) is ignored.
+
+    Users call `start`, `arrays`, `state_dict` and `load_state_dict`. Flower's `start` calls the other public methods.
 
     Args:
         model: its trainable parameters are trained; Flower's initial arrays are loaded into it.
@@ -174,6 +178,7 @@ class PrivateStrategy(Strategy):
         self._draws = self._begin()
 
     def _begin(self) -> Iterator[Batch]:
+        """Return the plan's draws of users, from the next round on."""
         users = TensorDataset(torch.arange(self._plan.num_examples))
         return self._plan.batches(users, start=self.private_grad.state_dict()["step"])
 
@@ -298,7 +303,8 @@ def _require_nodes(nodes: Sequence[int], plan: PrivacyPlan) -> tuple[int, ...]:
 def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     """Return the one update of these parameters that a reply holds, or None for any other reply.
 
-    It never raises, so that no reply can stop the round.
+    It never raises, so that no reply can stop the round. The guarantee does not rest on it: PrivateGradient clips
+    whatever it returns.
     """
     try:
         (record,) = reply.content.array_records.values()
@@ -313,4 +319,5 @@ def _update(reply: Message, parameters: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Stand in for the loss function that PrivateGradient requires."""
     raise NotImplementedError  # never called: ReportedUpdate computes no loss

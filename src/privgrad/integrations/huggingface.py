@@ -1,4 +1,9 @@
-"""A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others."""
+"""A bridge to Hugging Face: a Trainer whose step is the private step. Models with PEFT adapters train like others.
+
+Users make a PrivateTrainer. The privacy guarantee rests on PrivateGradient, which its step calls through
+ExternalLoopStep. It also rests on this file: PrivateTrainer keeps the numbers of private batches out of logs and
+checkpoints, and the loss functions give one loss per example. It does not rest on `_last_checkpoint` and `_names`.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +42,8 @@ class PrivateTrainer(Trainer):
 
     Schedulers, callbacks, evaluation, logging, saving and resuming are the Trainer's. An epoch is 1 / sample_rate
     steps. The loss on private examples is never logged. `epsilon` is logged with each evaluation and at the end.
+
+    Users call `train`. The Trainer's own code calls the other methods.
 
     Args:
         model: a transformers model, with or without PEFT adapters, or any module that takes a batch's columns by name.
@@ -125,7 +132,7 @@ class PrivateTrainer(Trainer):
     ) -> TrainOutput:
         """Train as the Trainer does; resuming takes the last complete checkpoint and continues its ledger."""
         if trial is not None:
-            remedy = "give each trial of a search its own plan and trainer, and add their epsilons up"
+            remedy = "give each trial of a search its own plan and trainer, and add up their epsilons and deltas"
             raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
         _require_options(self.args, self.private_grad.plan, self.data_collator, {})  # they may have changed since
         if resume_from_checkpoint is True:
@@ -170,6 +177,7 @@ class PrivateTrainer(Trainer):
         return 0
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint as the Trainer does, with the state of the private step."""
         if not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -185,12 +193,16 @@ class PrivateTrainer(Trainer):
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
+        """Load the best weights at the end of training, as the Trainer does, once each parameter has moved."""
         self.private_step.require_moved()  # the best weights may be those that this process started with
         super()._load_best_model()
 
 
 class _Epoch(IterableDataset[Any]):
-    """The batches of one epoch. Batches that a resumed Trainer skips are None: their gradients were released."""
+    """The batches of one epoch. Batches that a resumed Trainer skips are None: their gradients were released.
+
+    torch's DataLoader iterates over it for the Trainer.
+    """
 
     def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
         self._trainer, self._collate = trainer, collate

@@ -1,4 +1,9 @@
-"""A bridge to Lightning: a strategy whose step is the private step, with Lightning's automatic optimization."""
+"""A bridge to Lightning: a strategy whose step is the private step, with Lightning's automatic optimization.
+
+Users make a PrivateStrategy. The privacy guarantee rests on PrivateGradient, which its step calls through
+ExternalLoopStep. It also rests on this file: `_require_options` refuses other updates, and `training_step`, `_losses`
+and `_refuse_to_log` keep the losses private. It does not rest on Epochs.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +40,8 @@ class PrivateStrategy(SingleDeviceStrategy):
     `configure_optimizers` returns one optimizer of privgrad.optim over self.named_parameters(), and schedulers if
     needed. An epoch is 1 / sample_rate steps. Callbacks, validation, loggers, checkpoints and `ckpt_path` work as in
     Lightning.
+
+    Users call `batches`. Lightning's Trainer calls the other public methods; PrivateGradient calls `_losses`.
 
     Args:
         plan: the public numbers; the Trainer's max_steps must be plan.steps.
@@ -75,6 +82,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         return Epochs(self, dataset, collate)
 
     def setup(self, trainer: Trainer) -> None:
+        """Set up as Lightning does; before a fit, check the options and make the PrivateGradient."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -91,18 +99,22 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._resumed = False
 
     def on_train_start(self) -> None:
+        """Refuse a new training that would continue a ledger with releases."""
         if not self._resumed:
             self.private_step.require_unspent()
 
     def on_train_end(self) -> None:
+        """Check that training has moved every parameter."""
         self.private_step.require_moved()
 
     def teardown(self) -> None:
+        """Clean up as Lightning does, and close the ledger's file."""
         super().teardown()
         if hasattr(self, "private_grad") and self._ledger is not None:
             self.private_grad.ledger.close()
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch as Lightning does; a Batch keeps the record of its draw."""
         if not isinstance(batch, Batch):
             return super().batch_to_device(batch, device, dataloader_idx)
         return replace(batch, examples=super().batch_to_device(batch.examples, device, dataloader_idx))
@@ -118,9 +130,12 @@ class PrivateStrategy(SingleDeviceStrategy):
         return torch.full((), torch.nan, device=self.root_device)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute nothing, and return the loss as it is."""
         return closure_loss  # the gradient has been released
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step the optimizer with the gradient that `training_step` released."""
+
         def released() -> Any:
             closure()
             return self.private_step.take()
@@ -128,11 +143,13 @@ class PrivateStrategy(SingleDeviceStrategy):
         return super().optimizer_step(optimizer, released, model, **kwargs)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint as Lightning does, with the state of the private step."""
         if "optimizer_states" in checkpoint:  # a checkpoint of weights only cannot be resumed
             checkpoint[_KEY] = self.private_step.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Resume the private step and the optimizer; ExternalLoopStep refuses a checkpoint of another ledger."""
         if _KEY not in checkpoint:
             got, remedy = f"the keys {', '.join(checkpoint)}", "give ckpt_path of a run under PrivateStrategy"
             raise expected("PrivateStrategy", "the checkpoint", f"to hold the key {_KEY!r}", got, remedy)
@@ -141,6 +158,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     def _losses(self, module: Any, examples: Any) -> Tensor:
+        """Return one loss per example, from the module's own training_step, which may log nothing meanwhile."""
         module.log = module.log_dict = _refuse_to_log
         hook, module._current_fx_name = module._current_fx_name, None  # otherwise super().log refuses as well
         try:
@@ -151,7 +169,10 @@ class PrivateStrategy(SingleDeviceStrategy):
 
 
 class Epochs:
-    """The plan's batches in the form of a data loader: each iteration is one epoch."""
+    """The plan's batches in the form of a data loader: each iteration is one epoch.
+
+    `PrivateStrategy.batches` makes it for `fit`, and Lightning's loops call its methods.
+    """
 
     def __init__(self, strategy: PrivateStrategy, dataset: Any, collate: Collate | None) -> None:
         self._strategy, self._dataset, self._collate = strategy, dataset, collate
@@ -178,6 +199,7 @@ class Epochs:
 
 
 def _refuse_to_log(*args: Any, **kwargs: Any) -> None:
+    """Raise PrivacyError: what training_step would log is private."""
     remedy = "log in validation_step, of public or held-out data"
     raise expected("PrivateStrategy", "training_step", "to log nothing", "a call of self.log", remedy, PrivacyError)
 

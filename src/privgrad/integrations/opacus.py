@@ -1,4 +1,8 @@
-"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan."""
+"""A bridge to Opacus: privgrad's optimizers under its engine, and its parameters as a PrivacyPlan.
+
+Users call both functions. The privacy guarantee of a script with `connect` is Opacus' own, and does not rest on this
+file. That of a loop with the plan of `plan_of` rests on the plan.
+"""
 
 from typing import Any, cast
 from weakref import WeakKeyDictionary

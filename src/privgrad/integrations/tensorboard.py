@@ -1,4 +1,7 @@
-"""A bridge to TensorBoard: the evaluations of a training as scalars."""
+"""A bridge to TensorBoard: the evaluations of a training as scalars.
+
+Users and `experiments.runner` make a TensorBoard. The privacy guarantee does not rest on this file.
+"""
 
 import math
 import os
@@ -11,7 +14,9 @@ _NOT_PRIVATE = "NOT_PRIVATE"  # TensorBoard allows no spaces in tags
 
 
 class TensorBoard:
-    """A writer of each evaluation of `fit`: `pg.fit(..., on_evaluation=TensorBoard("runs/mine"))`.
+    """A writer of each evaluation of `fit`: `pg.fit(..., on_evaluate=TensorBoard("runs/mine"))`.
+
+    `fit` calls it with each row. Users and `experiments.runner` close it.
 
     Numbers computed before the noise have names that begin with raw_; they are written under the tag NOT_PRIVATE.
 
@@ -38,6 +43,7 @@ class TensorBoard:
 
 
 def _numbers(row: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield each finite number of a row, or of a table within it, with the names that lead to it."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(cast("Mapping[str, Any]", value), (*path, name))

@@ -1,6 +1,6 @@
 """Items on BAM: the bias of clipping along trainings, and the time of a step by the depth of the model.
 
-`reproduce` calls it.
+`reproduce` calls `clipping_bias` and `runtime` by the item's kind. The privacy guarantee does not rest on this file.
 """
 
 from collections import deque
@@ -266,4 +266,5 @@ def _shown(curves: _Curves, against: str, title: str, caption: str, out: Path) -
 
 
 def _cell(mean: float, std: float | None) -> str:
+    """Return a mean with its standard deviation, if there is one, as text."""
     return f"{mean:.3g}" + ("" if std is None else f" ± {std:.1g}")

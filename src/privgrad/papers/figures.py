@@ -1,6 +1,7 @@
 """Plots of the measurements along single trainings: histograms, cosines and curves over trials.
 
-The other files of this package call it.
+`moments` calls `histograms_figure` and `cosines_figure`; `clipping_bias` and `toy_regression` call `curves_figure`. The
+privacy guarantee does not rest on this file.
 """
 
 import statistics

@@ -1,6 +1,7 @@
 """Items that measure gradients during training: their moments with and without noise, and cosines of examples.
 
-`reproduce` calls it.
+`reproduce` calls `noise_moments`, `moments` and `cosines` by the item's kind. The privacy guarantee does not rest on
+this file.
 """
 
 import json
@@ -187,6 +188,7 @@ def cosines(spec: Spec, probe: Mapping[str, Any], out: Path, *, progress: bool) 
 
 
 def _only_method(spec: Spec) -> MethodTable:
+    """Return the only method of a spec; raise PrivacyError if there are several."""
     if len(spec.methods) != 1:
         raise expected("reproduce", "the number of methods", "to be 1", len(spec.methods), "correct the item's file")
     return spec.methods[0]
@@ -211,6 +213,7 @@ def _histograms(moments: RawMoments) -> dict[str, dict[str, Any]]:
 
 
 def _flat(values: Mapping[str, Tensor]) -> Tensor:
+    """Return all values as one vector."""
     return torch.cat([value.flatten() for value in values.values()])
 
 
@@ -223,4 +226,5 @@ def _read(spec: Spec, probe: Mapping[str, Any], out: Path) -> list[Record]:
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
+    """Write the records to runs.jsonl, in place of earlier ones."""
     (out / "runs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,6 +1,7 @@
 """Reproduce tables and figures of the papers: each is a TOML file in items/, compared with the paper's numbers.
 
-The command `privgrad reproduce` calls it.
+The command `privgrad reproduce` calls `items` and `reproduce`. The privacy guarantee does not rest on this file: its
+trainings call `compare`, or PrivateGradient through the other files.
 """
 
 import inspect
@@ -28,7 +29,7 @@ from privgrad.papers.toy_regression import toy_regression
 
 
 def items() -> list[str]:
-    """Return the names of all items, as paper/item."""
+    """Return the names of all items, as paper/item. `privgrad reproduce` without an item lists them."""
     return sorted(f"{paper.name}/{item.name.removesuffix('.toml')}" for paper, item in _files())
 
 
@@ -242,6 +243,7 @@ def _table(
 
 
 def _report(spec: Spec, records: Sequence[Record], out: Path, command: str) -> None:
+    """Write the report of a comparison, if it has a final run."""
     if in_phase(records, "final"):
         from privgrad.experiments.report.page import write_report
 

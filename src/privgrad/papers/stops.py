@@ -1,6 +1,7 @@
 """Trainings that stop after given steps, so that an item can measure them.
 
-`clipping_bias` and `moments` call it.
+`clipping_bias` and `moments` call it. The privacy guarantee rests on PrivateGradient, which computes each step, and not
+on this file.
 """
 
 import json
@@ -24,7 +25,7 @@ def begin(
 ) -> tuple[nn.Module, PrivateGradient, PrivateOptimizer]:
     """Return model, PrivateGradient and optimizer of a training before its first step, without side information.
 
-    The probes of items use it to step by hand.
+    `clipping_bias` also calls it, to time each step.
 
     Raises:
         PrivacyError: the method has a grid that is not tuned yet.
@@ -61,7 +62,7 @@ def stops(
 ) -> Iterator[Stop]:
     """Train one method, and yield a Stop after each number of steps in `at`; 0 is before the first step.
 
-    Calls `tick` after each step.
+    Calls `tick` after each step. `clipping_bias` and `moments` measure at the stops.
 
     Raises:
         PrivacyError: a stop is outside of the plan's steps, or the method has a grid that is not tuned yet.
@@ -81,6 +82,9 @@ def stops(
 
 
 def describe_probe(spec: Spec, probe: Mapping[str, Any]) -> str:
-    """Return the text of spec.json for an item with a [probe] table: the measurements along its trainings."""
+    """Return the text of spec.json for an item with a [probe] table: the measurements along its trainings.
+
+    `clipping_bias` and `moments` give it to `open_folder`.
+    """
     described = spec.model_dump(mode="json", exclude_defaults=True) | {"probe": dict(probe)}
     return json.dumps(described, indent=1, ensure_ascii=False)

@@ -1,6 +1,7 @@
 """Items of kind "toy": linear regression with rare features, with and without privacy, with and without scales.
 
-`reproduce` calls it.
+`reproduce` calls `toy_regression`. The privacy guarantee rests on PrivateGradient, which computes private steps. It
+does not rest on this file.
 """
 
 import json
@@ -88,6 +89,7 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
 
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
+    """Train the methods without records, write the plots, and return the result of `toy_regression`."""
     from privgrad.experiments.report.figures import png
     from privgrad.papers.figures import curves_figure
 
@@ -136,6 +138,7 @@ def _problem(item: Toy) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _plan(item: Toy, trial: int) -> PrivacyPlan:
+    """Return the plan of one private trial; the trial's number is its research seed."""
     return PrivacyPlan(
         noise_multiplier=item.private.noise_multiplier,
         max_grad_norm=item.private.max_grad_norm,
@@ -149,16 +152,19 @@ def _plan(item: Toy, trial: int) -> PrivacyPlan:
 
 
 def _start(item: Toy, trial: int) -> nn.Linear:
+    """Return a trial's initial model; all methods start from the same one."""
     model = nn.Linear(item.features, 1, bias=False)
     nn.init.normal_(model.weight, std=0.1, generator=torch.Generator().manual_seed(trial))
     return model
 
 
 def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of each example, shape (B,); PrivateGradient calls it."""
     return (model(batch[0])[:, 0] - batch[1]).square() / 2
 
 
 def _private(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
+    """Train one private method, trial by trial, and return the curve of each trial."""
     known = Scales({"weight": scales[None]}, provenance="common knowledge", source="how frequent each feature is")
     made = precondition.fixed(known) if method == "AdaDPS" else None
     curves: list[Curve] = []

@@ -1,4 +1,8 @@
-"""Plot records of trainings: results, tuning, and the measurements of probes along single trainings."""
+"""Plot records of trainings: results, tuning, groups of classes, and the diagnostics along single trainings.
+
+`report.page` calls each function that returns a Figure, and `png`. `papers` calls `png`, `add_legend` and
+`method_label`. The privacy guarantee does not rest on plots of finished trainings.
+"""
 
 import io
 import math
@@ -163,6 +167,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
 
 
 def _group_title(group: Mapping[str, float]) -> str:
+    """Return the title of a group: the number of its classes, and the number of examples of each."""
     sizes = f"{group['from']:g}" if group["from"] == group["to"] else f"{group['from']:g} to {group['to']:g}"
     return f"{group['classes']:g} × {sizes} examples"
 
@@ -282,10 +287,12 @@ def _draw_diagnosis(ax: Axes, runs: Sequence[Record], number: str, looks: Mappin
 
 
 def _has_floor(runs: Sequence[Record]) -> bool:
+    """Return whether some layer has a share on the floor, as with a debiased optimizer."""
     return any("fraction_floored" in layer for layer in _last_layers(runs).values())
 
 
 def _last_layers(runs: Sequence[Record]) -> Mapping[str, Mapping[str, float | None]]:
+    """Return the first run's last diagnostics, by layer."""
     return next(row["raw_layers"] for row in reversed(runs[0]["curve"]) if "raw_layers" in row)
 
 
@@ -324,7 +331,10 @@ def moments_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure
 
 
 def png(draw: Callable[[], Figure]) -> bytes:
-    """Return the figure that `draw` makes as a PNG file, in the style of our plots."""
+    """Return the figure that `draw` makes as a PNG file, in the style of our plots.
+
+    `report.page` and the items of papers call it.
+    """
     buffer = io.BytesIO()
     with warnings.catch_warnings(), matplotlib.rc_context(_STYLE):
         # A method's name in a script that the font lacks is drawn as boxes; the page shows it correctly.

@@ -1,4 +1,8 @@
-"""The facts of a report apart from the records: data, plan, total privacy cost, specification and machine."""
+"""The facts of a report apart from the records: data, plan, total privacy cost, specification and machine.
+
+The command line and `papers.reproduce` call `metadata_of`. No training's guarantee rests on this file, but the total
+epsilon in a report does: `_total_epsilon` must count every ledger.
+"""
 
 import os
 import platform

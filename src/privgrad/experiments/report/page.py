@@ -1,4 +1,8 @@
-"""Show records of trainings as plots and as one self-contained web page."""
+"""Show records of trainings as plots and as one self-contained web page.
+
+The command line and `papers.reproduce` call `write_report`. The privacy guarantee does not rest on this file: the page
+states the guarantee of finished trainings.
+"""
 
 import base64
 import math
@@ -53,7 +57,8 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     Raises:
         PrivacyError: there is no final run.
     Privacy:
-        The page states the guarantee of the runs. The accuracies on it are NOT private for the held-out examples.
+        The page states the guarantee of the runs. The results on it are NOT private for the examples on which they
+        were measured.
     """
     # A run without its own sampling takes the plan's. If the run or the plan says "fixed", sampling was fixed.
     plan = metadata.get("plan") or {}
@@ -154,6 +159,7 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
 
 
 def _template() -> jinja2.Template:
+    """Return the page's template with its filters."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(epsilon=epsilon_text, short=_short)
     source = resources.files("privgrad.experiments.report").joinpath("page.html.j2")

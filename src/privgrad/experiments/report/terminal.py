@@ -1,4 +1,7 @@
-"""The summary of an experiment as a table for a terminal of 80 columns."""
+"""The summary of an experiment as a table for a terminal of 80 columns.
+
+`privgrad train` and `compare` print it. The privacy guarantee does not rest on this file.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -18,7 +21,7 @@ def summary_table(records: Iterable[Record]) -> Table:
     Returns:
         A rich table with one row per method.
     Privacy:
-        NOT private for the held-out examples on which accuracy and loss were measured.
+        NOT private for the examples on which accuracy and loss were measured.
     """
     records = list(records)
     measured = f"Measured on {measured_on(records)} examples, without privacy for these."

@@ -1,4 +1,8 @@
-"""Numbers of a report as text, for the terminal and for the web page."""
+"""Numbers of a report as text, for the terminal and for the web page.
+
+`report.terminal`, `report.page` and the command line call it. The privacy guarantee does not rest on this file: it only
+states the guarantee.
+"""
 
 import math
 from collections.abc import Mapping
@@ -31,6 +35,7 @@ def row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread_text(mean: float | None, std: float | None, scale: float, form: str, unit: str) -> str:
+    """Return a mean with its standard deviation, if there is one, as text."""
     if mean is None or not math.isfinite(mean):
         return _DASH if mean is None else "not finite"
     text = f"{scale * mean:{form}}{unit}"
@@ -38,7 +43,10 @@ def _spread_text(mean: float | None, std: float | None, scale: float, form: str,
 
 
 def epsilon_text(epsilon: float | None) -> str:
-    """Return epsilon rounded up, never down, to two decimals (two digits if it is below 0.1)."""
+    """Return epsilon rounded up, never down, to two decimals (two digits if it is below 0.1).
+
+    `report.page` also calls it, as a filter of its template.
+    """
     if epsilon is None or not math.isfinite(epsilon):
         return "not private"
     if epsilon > 1e6:
@@ -50,6 +58,8 @@ def epsilon_text(epsilon: float | None) -> str:
 
 def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
     """Describe the total cost of all trainings on the same data in one or two sentences.
+
+    `report.page` shows it; `privgrad train` and `compare` print it.
 
     Args:
         total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the

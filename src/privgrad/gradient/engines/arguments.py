@@ -1,7 +1,8 @@
 """Detect whether a layer changes an argument, such as a cache, during its forward pass.
 
-`capture` uses this, and refuses such layers: if one example's pass fills an argument, the next example reads it. The
-isolation of examples rests on this check.
+`capture` and `vmapped_unit` record the arguments before the pass. Afterwards `vmapped_unit.require_unchanged` calls
+`Watched.changed` and refuses such layers: if one example's pass fills an argument, the next example reads it. The
+privacy guarantee rests on this file, because the isolation of examples does.
 """
 
 import types
@@ -66,6 +67,8 @@ def _parts(holder: Any) -> list[tuple[Any, Any]]:
 
 
 def _same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
+    """Return whether two lists of `_parts` hold the same objects or equal plain values, in the same order."""
+
     def alike(one: Any, other: Any) -> bool:
         return one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
 

@@ -2,7 +2,8 @@
 
 A unit is the smallest module that owns trainable parameters. `Capture` replaces the forward of every unit. The new
 forward computes the same output from copies of the parameters without their graph, and records the inputs and the
-graph's edge at the output. `factored.Factored` then computes per-example gradients from these records.
+graph's edge at the output. `passes.Passes` makes a `Capture` for each forward pass, and computes per-example gradients
+from its records. The model calls the new forwards.
 
 The privacy guarantee of the fast engine rests on this file: it must attribute each row of a tensor to its example. It
 refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd.
@@ -75,6 +76,7 @@ class Capture:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Capture":
+        """Replace the forwards of all units, and the buffers by copies, until the exit."""
         # Compiled code ignores replaced forwards.
         self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Attention's kernel for inference ignores them too, and cannot be differentiated.
@@ -108,6 +110,8 @@ class Capture:
     def finish(self) -> None:
         """End the recording after the forward pass, and check that pass.
 
+        `passes` calls it. Later calls of units, in a checkpointed part that recomputes, are not recorded.
+
         Raises:
             UnsupportedModuleError: the pass wrote to parameters or buffers.
             CallSequenceChangedError: it made fewer calls than there are layouts.
@@ -138,6 +142,7 @@ class Capture:
         return self._layouts[index][1]
 
     def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
+        """Record a call of a unit, with the shapes of its tensors."""
         if not self._finished:
             self.calls.append(Call(path, tuple(tensor.shape for tensor in tensors)))
 
@@ -159,6 +164,7 @@ class Capture:
         return tensor
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a unit with a rule; as one without a rule if it has not exactly one argument."""
         if len(args) + len(kwargs) != 1:
             return self._generic(path, module, original, *args, **kwargs)
         (x,) = (*args, *kwargs.values())
@@ -206,6 +212,7 @@ class Capture:
         return self._by_vmap(path, module, original, *args, **kwargs)
 
     def _by_products_of(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a unit by rules for its linear maps and convolutions; note it if it uses its weights only there."""
         own = [parameter for parameter in module.parameters() if parameter.requires_grad]
         numbers = count()
 
@@ -236,7 +243,10 @@ class Capture:
 
 
 def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the units, the smallest modules that own trainable parameters, with their paths; each unit once."""
+    """Yield the units, the smallest modules that own trainable parameters, with their paths; each unit once.
+
+    `passes` calls it too.
+    """
     seen = set() if seen is None else seen
     if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
         return
@@ -261,6 +271,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _restore(module: nn.Module, forward: Any) -> None:
+    """Put a module's own attribute `forward` back, or remove it if there was none."""
     if forward is None:
         vars(module).pop("forward", None)
     else:
@@ -274,8 +285,10 @@ def _displacement_of(parameter: Tensor, displacements: Displacements) -> Tensor 
 
 
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
+    """Return the factor of a parameter whose gradients are written out."""
     return {parameter: Dense(grads_BP)}
 
 
 def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in an output, in order."""
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]

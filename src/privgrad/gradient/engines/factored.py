@@ -4,8 +4,9 @@ The backward pass computes gradients at the outputs of layers only, and never th
 `privgrad.gradient.layers` make factors from these and the layers' inputs. PrivateGradient uses this engine by default;
 `diagnostics` and `federated` use it directly.
 
-`passes` computes; this file decides when to learn and to check. The privacy guarantee rests on this: row i of every
-factor depends on example i, the model and public numbers only.
+`passes` computes; this file decides when to learn and to check. The privacy guarantee rests on this file: row i of
+every factor depends on example i, the model and public numbers only. `microbatch_size` and `moved_size` are not part of
+it: they choose how many examples are computed at once.
 """
 
 import copy
@@ -46,6 +47,8 @@ Found = tuple[dict[str, Factor], Displacements | None]
 
 class Factored:
     """An engine that computes the per-example gradients of a model as factors.
+
+    It implements `contribution.Engine`. Contributions call the engine itself, and so does `diagnostics.alignment`.
 
     Args:
         model: the module. It is not changed; its forwards are replaced during a call only.
@@ -130,6 +133,7 @@ class Factored:
         """Return the number of examples to compute at once.
 
         Their gradients should stay near the processor's caches, but be much larger than the parameters.
+        `Contribution.microbatch_size` and `diagnostics.bias` call it.
         """
         if self._layouts.current.calls is None:
             self.audit(examples)
@@ -138,7 +142,8 @@ class Factored:
     def moved_size(self, size: int, *, exact: bool) -> int:
         """Return the number of examples to compute at once in `moved`, at most `size`.
 
-        It can be smaller than in `microbatch_size`, because some layers write out their weights for each example.
+        It can be smaller than in `microbatch_size`, because some layers write out their weights for each example. BAM
+        calls it.
         """
         return self._memory.displaced_examples(size, self._passes.written_per_example(exact=exact), exact=exact)
 
@@ -212,6 +217,7 @@ class Factored:
             raise refused("the loss", "to have a second derivative", error, remedy) from error
 
     def _is_learned(self, point: Point) -> bool:
+        """Return whether the layouts of a pass at this kind of point are known."""
         known = self._layouts.current
         return known.calls is not None and (not point.is_displaced or point.exact in known.displaced)
 
@@ -312,5 +318,6 @@ class Factored:
 
 
 def _calls_changed(error: CallSequenceChangedError) -> UnsupportedModuleError:
+    """Return the error for users when the sequence of calls differs with every known layout."""
     condition, got = "not to depend on the examples", f"different calls at '{error.path}'"
     return refused("the calls of layers", condition, got, REMEDY)

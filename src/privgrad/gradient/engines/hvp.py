@@ -1,7 +1,9 @@
 """Compute each example's Hessian-vector product, by a backward pass through the backward pass.
 
-`factored.Factored.moved` uses this with `exact=True`, for BAM(mode="exact"). The vector is a displacement of the
-parameters, different for each example.
+`passes.Passes` calls `backward` and `curvature` for `factored.Factored.moved` with `exact=True`, for BAM(mode="exact").
+The vector is a displacement of the parameters, different for each example.
+
+The privacy guarantee of the fast engine rests on this file: row i of each result must depend on example i only.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ class Backward:
 
     @property
     def detached(self) -> list[Tensor | None]:
-        """The gradients at the taps, without their graph."""
+        """The gradients at the taps, without their graph; `passes` reads it too."""
         return [None if grad is None else grad.detach() for grad in self.grads]
 
 

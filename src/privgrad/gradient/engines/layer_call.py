@@ -1,6 +1,8 @@
 """One call of a layer by its rule: the output, and the factors that follow from the gradient at the output.
 
-`capture` makes one per call. The privacy guarantee rests on the rule that it calls; `self_check` compares.
+`capture` makes one per call, calls `forward`, and puts `factors` and `delta` into a tap. `passes` calls `factors` with
+the gradient there, and `hvp` calls `delta`. The privacy guarantee rests on this file and on the rule that it calls: row
+i of a factor must depend on example i only. `self_check` compares some rows.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,8 @@
 """The layouts that the fast engine has learned, by the shapes of the examples from which it learned them.
 
-`passes` reads and fills it.
+`passes` reads and fills the current layouts, and so do `factored` and `self_check`. `factored.Factored` calls the
+methods of `LayoutCache`. The privacy guarantee of the fast engine rests on this file: by these layouts a pass
+attributes each row to its example.
 """
 
 from dataclasses import dataclass, field, replace

@@ -2,6 +2,9 @@
 
 The privacy guarantee of the fast engine rests on this: a row must be attributed to its own example. The dimension is
 learned from two batches of different sizes, and a tensor is refused if it has no such dimension.
+
+`passes` calls `find_layout` and `mixes`, `capture` calls `with_examples`, and `vmapped_unit` calls `split` and
+`joined`.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """How many examples the fast engine computes at once. Speed and memory only.
 
-`factored` and `passes` call it.
+`factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`. The privacy guarantee
+does not rest on this file, because `clipping` bounds each row by itself, in passes of any size.
 """
 
 from torch import nn

@@ -1,6 +1,11 @@
 """The forward and backward passes of the fast engine: from examples to factors, with layouts that an audit has learned.
 
-A pass trusts its layouts. `factored.Factored` learns and checks them.
+A pass trusts its layouts. `factored.Factored` decides when to learn and check them. It calls the methods of `Passes`
+and `Point`; `self_check` calls `Passes.compute` and `Passes.learn` too.
+
+The privacy guarantee of the fast engine rests on this file: row i of every factor must depend on example i, the model
+and public numbers only. Two methods are not part of it: `written_per_example` serves memory, and `require_not_repeated`
+explains an error.
 """
 
 from collections.abc import Generator, Mapping, Sequence

@@ -1,6 +1,7 @@
 """The errors of the fast engine, for models from which it cannot take per-example gradients.
 
-All files of this package call it.
+The files of the fast engine call it: `capture`, `factored`, `layer_call`, `layouts`, `passes`, `self_check` and
+`vmapped_unit`. The privacy guarantee rests on their checks, which decide when to refuse a model, and not on this file.
 """
 
 from typing import cast
@@ -11,7 +12,10 @@ REMEDY = "use engine='vmap'"
 
 
 class CallSequenceChangedError(Exception):
-    """The units were called in a different sequence than when the layouts were learned; Factored catches it."""
+    """The units were called in a different sequence than when the layouts were learned.
+
+    `capture`, `layer_call`, `layouts` and `vmapped_unit` raise it. `factored` and `self_check` catch it.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

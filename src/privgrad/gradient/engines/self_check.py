@@ -1,8 +1,8 @@
 """Compare the fast engine's gradients of a few examples with the gradients of each example alone.
 
-`factored.Factored` calls this when it learns a model, and on some rows of the 1st, 2nd, 4th, 8th ... batch. The privacy
-guarantee of the fast engine rests on these comparisons: they would detect a model or a rule that mixes examples in
-the compared rows. They do not prove that it never happens.
+`factored.Factored` calls these functions when it learns a model, and on some rows of the 1st, 2nd, 4th, 8th ... batch.
+The privacy guarantee of the fast engine rests on these comparisons: they would detect a model or a rule that mixes
+examples in the compared rows. They do not prove that it never happens.
 """
 
 import math
@@ -39,7 +39,7 @@ class CheckSchedule:
         self.is_due = False
 
     def begin(self) -> None:
-        """Count a call."""
+        """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call."""
         self.calls += 1
         self.is_due |= self.calls & (self.calls - 1) == 0
 
@@ -133,7 +133,8 @@ def _training_factors(passes: Passes, few: Any, order: list[int], seed: int) -> 
 def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
     """Raise UnsupportedModuleError if the second pass, with zero displacements, differs from the first.
 
-    Both passes start from the same random state, so a difference means that they draw different random numbers.
+    Both passes start from the same random state, so a difference means that they draw different random numbers. This
+    checks the formula of BAM, not the isolation of examples, so the privacy guarantee does not rest on it.
     """
     with seeded(seed):
         first, _ = passes.compute(few, Point())

@@ -1,7 +1,7 @@
 """The places in the graph of the losses where the fast engine computes gradients.
 
-`capture` records them, `factored` makes factors from the gradients there, and `hvp` computes Hessian products from
-them.
+`capture` records them, `passes` makes factors from the gradients there, and `hvp` computes Hessian products from them.
+The privacy guarantee rests on those files: this one only holds data.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,8 @@
 """The reference engine: it computes each example by itself, with the user's model and loss unchanged.
 
 It stores one whole gradient per example. Select it by `PrivateGradient(..., engine="vmap")`; tests compare the fast
-engine with it.
+engine with it. The privacy guarantee rests on this file: row i of each gradient depends on example i, the model and
+public numbers only. `microbatch_size` and `moved_size` are not part of it: they serve memory.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
@@ -31,6 +32,9 @@ from privgrad.types import LossFunction, count_examples, map_examples
 
 class Vmap:
     """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
+
+    It implements `contribution.Engine`. `PrivateGradient` calls `check_again`. Contributions call the engine itself
+    and `microbatch_size`. `BAM` calls `moved` and `moved_size`, and `LocalUpdate` calls `at`.
 
     Args:
         model: as in `per_sample_gradients`.
@@ -82,7 +86,7 @@ class Vmap:
 def shares(norms: Sequence[Tensor], radius: float) -> tuple[Tensor, Tensor]:
     """Return (radius / |g_i|, whether |g_i| is finite and > 0), both of shape (B,), from the norms by parameter.
 
-    Where |g_i| is zero or not finite, the quotient is 0.
+    Where |g_i| is zero or not finite, the quotient is 0. `passes` calls it too, for the fast engine.
     """
     norm_B = cast(Tensor, torch.linalg.vector_norm(torch.stack(list(norms)), dim=0))
     moving_B = torch.isfinite(norm_B) & (norm_B > 0)
@@ -183,7 +187,7 @@ class _Differentiated(nn.Module):
     """A module that computes the loss in its forward, and returns the gradient.
 
     So functional_call replaces the parameters during the backward pass too, when checkpointed parts recompute from the
-    parameters that the modules then hold.
+    parameters that the modules then hold. `_alone` calls it, through functional_call.
     """
 
     def __init__(self, bound: BoundLoss) -> None:
@@ -274,4 +278,5 @@ def _alone(
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class name, for another message."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,7 +1,8 @@
 """One call of a unit by vmap, with a separate copy of the unit's parameters for each example.
 
-The gradients at the copies are the per-example gradients. The privacy guarantee rests on the isolation of examples
-here: no attribute and no argument may carry one example's values to another example.
+The gradients at the copies are the per-example gradients. `capture` calls the functions and the methods of
+`VmappedUnit`. The privacy guarantee rests on the isolation of examples here: no attribute and no argument may carry one
+example's values to another example.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,12 @@
 """The interface of factored per-example gradients, and the factors that fit any parameter.
 
 A factor gives the norms and weighted sums of gradients, if possible without storing one gradient per example. The
-rules in `privgrad.gradient.layers` build factors, and `privgrad.gradient.clipping` uses them.
+rules in `privgrad.gradient.layers` build factors, and `privgrad.gradient.clipping` uses them. The privacy guarantee
+rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest on `gram`, which
+serves diagnostics, nor on `worth_keeping`, which only saves time.
 
 Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, O outputs, D width, P the shape of a
-parameter.
-Everything here is computed in float32 or wider, and is NOT private.
+parameter. Everything here is computed in float32 or wider, and is NOT private.
 """
 
 from abc import ABC, abstractmethod
@@ -31,6 +32,11 @@ class Factor(ABC):
 
     A subclass implements the abstract methods. It overrides the other methods where its structure allows a cheaper way
     than to write the gradients out in full (`dense`).
+
+    `privgrad.gradient.clipping` calls `norms`, `mask`, `term_bound`, `positions`, `sum_and_rounding`, `exact_sum` and
+    `dense`. The engines call `merge`, `worth_keeping`, `written_out`, `norms`, `mask`, `dense` and `+`.
+    `example_groups` calls `merge` and `*`. `shifted` calls `inner_products`. `diagnostics` calls `weighted_sum` and
+    `gram`.
 
     Attributes:
         examples: B.
@@ -190,8 +196,9 @@ class Factor(ABC):
 class LinearMapFactor(Factor):
     """The gradients of a weight that BAM and local training also use as weights, a different one for each example.
 
-    They compute gradients at moved parameters, and a layer's output is linear in its weight's displacement. A subclass
-    overrides a method where its structure allows a cheaper way than to write the gradients out in full.
+    They compute gradients at moved parameters, and a layer's output is linear in its weight's displacement. The
+    files `displacement` and `conv` call `apply`, `read`, `read_bags`, `of_patches` and `transposed`. `local_training`
+    calls `scaled`, and keeps each user's update `settled`. A subclass overrides methods as for `Factor`.
     """
 
     def apply(self, x_BTI: Tensor) -> Tensor:
@@ -229,10 +236,7 @@ class LinearMapFactor(Factor):
         return Dense(self.dense() * scales)
 
     def settled(self) -> "LinearMapFactor":
-        """Return the same gradients in the form that is cheapest to use often and to add to.
-
-        Local training keeps each user's update in this form.
-        """
+        """Return the same gradients in the form that is cheapest to use often and to add to."""
         return self.written_out()
 
     def transposed(self) -> "LinearMapFactor":

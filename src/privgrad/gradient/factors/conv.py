@@ -3,6 +3,13 @@
 With few output positions, a convolution is treated as a linear map of patches. Otherwise torch's own convolution
 kernels compute the gradients.
 
+The rules of `layers.conv` make each `Geometry` and `Convolution`. `privgrad.gradient.clipping` and the engines call the
+methods of `Convolution` that implement `base.Factor`. `weight_standardization` also calls `of_patches` and
+`by_inner_products`, and `displacement` also calls the methods of `Geometry`.
+
+The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest
+on `by_patches`, `by_inner_products` and `worth_keeping`, which choose between equal results.
+
 Shape suffixes: B examples, I inputs, O outputs.
 """
 
@@ -144,6 +151,7 @@ class Convolution(LinearMapFactor):
         return Convolution(x, b, self.geometry, parts=self.parts + other.parts)
 
     def _is_alike(self, other: "Convolution") -> bool:
+        """Return whether the inputs of both have the same size in space and the same geometry."""
         return self.geometry == other.geometry and self.x.shape[2:] == other.x.shape[2:]
 
     def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
@@ -189,12 +197,14 @@ class Convolution(LinearMapFactor):
         return self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
 
     def _of_rows(self, values_B: Tensor) -> Tensor:
+        """Repeat each example's value for each of its rows."""
         return values_B if self.parts == 1 else values_B.repeat_interleave(self.parts)
 
     def _like(self, x: Tensor, b: Tensor) -> "Convolution":
         return Convolution(x, b, self.geometry, parts=self.parts)
 
     def _weight_gradient(self, x: Tensor, b: Tensor, shape: tuple[int, ...], groups: int) -> Tensor:
+        """Return the gradient of a weight of this shape, summed over the rows by torch's kernel."""
         stand_in = x.new_empty(1).expand(shape)  # only its shape is read
         stride, padding, dilation = self.geometry.stride, self.geometry.padding, self.geometry.dilation
         backward = cast("Callable[..., tuple[Any, Tensor, Any]]", torch.ops.aten.convolution_backward)

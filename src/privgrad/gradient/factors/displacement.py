@@ -1,6 +1,11 @@
 """Each example's own displacement of the parameters: a multiple of its gradient, or of its update so far.
 
-BAM, SAT and local training evaluate each example's gradient at such displaced ("moved") parameters.
+BAM and local training evaluate each example's gradient at such displaced ("moved") parameters. `engines.passes` makes
+`Displacements`. The files `capture`, `layer_call`, `vmapped_unit` and `self_check` of `engines` call its method `of`.
+The rules in `privgrad.gradient.layers` and the engines call the methods of `Displacement`. `engines.layer_call` makes
+each `PerSampleWeight`, and calls `displacement` and `pull`.
+
+The privacy guarantee rests on this file: no example's parameters or gradients may depend on another example.
 
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs, P a parameter's shape.
 """
@@ -73,6 +78,7 @@ class Displacement:
         return convolve(Dense(self.dense()), x, geometry)
 
     def _share(self, dims: int) -> Tensor:
+        """Return the shares with so many further dimensions, to broadcast."""
         return self.share.view(-1, *[1] * dims)
 
 
@@ -118,6 +124,7 @@ class PerSampleWeight:
         return next(iter(self._displacements.values())).factor.examples
 
     def _parts(self, shape: torch.Size) -> list[slice]:
+        """Return slices of a few examples each, whose weights of this shape stay in the cache."""
         few = examples_per_block(int(shape.numel()))
         return [slice(start, start + few) for start in range(0, self._examples, few)]
 
@@ -161,4 +168,5 @@ class Displacements:
 
 
 def _for_rows(values_B: Tensor, x: Tensor) -> Tensor:
+    """Repeat each example's values for each of its rows of x."""
     return values_B.repeat_interleave(len(x) // len(values_B), 0)

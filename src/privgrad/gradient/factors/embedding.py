@@ -1,5 +1,10 @@
 """The factors of an embedding table, used alone or tied to an output layer.
 
+The rule of `layers.embedding` builds `Rows`. `privgrad.gradient.clipping` and the engines call the methods that
+implement `base.Factor`. `displacement` calls `apply` and `read`. `local_training` calls `scaled` and `settled`.
+
+The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound.
+
 Shape suffixes: B examples, T positions of an example, D width.
 """
 
@@ -149,6 +154,7 @@ class TiedTable(Sum):
         return norm_B
 
     def _inner_products(self, inverse_scales: Tensor | None) -> Tensor:
+        """Return each example's <G, R>, both times the inverse scales if there are any; shape (B,), float64."""
         ids_BS, r_BSD = self.rows.ids_BT, self.rows.r_BTD
         if inverse_scales is not None:
             r_BSD = r_BSD * inverse_scales[ids_BS].square()

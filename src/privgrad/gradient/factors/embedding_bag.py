@@ -1,6 +1,10 @@
 """The factors of an embedding table from which each example reads weighted sums of rows (bags of words).
 
-`Bags` is for one bag per example, and `ManyBags` for several.
+`Bags` is for one bag per example, and `ManyBags` for several. The rules of `layers.embedding` and `layers.linear` build
+`Bags`. `privgrad.gradient.clipping` and the engines call the methods that implement `base.Factor`. `displacement` calls
+`read` and `read_bags`. `local_training` calls `scaled` and `settled`.
+
+The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound.
 
 Shape suffixes: B examples, J bags of an example, T words of a bag, W different words of an example, D width, V rows of
 the table.

@@ -1,7 +1,12 @@
 """The factor of a parameter from which a layer computes its weight, by the Jacobian of that computation.
 
 A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
-to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.layer_call` makes these factors.
+to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.layer_call` makes these factors,
+and calls `JacobianNorms.of`. `privgrad.gradient.clipping` and the engines call the methods of `Pulled`, which implement
+`base.Factor`. `shifted` calls `inner_products`.
+
+The privacy guarantee rests on this file: on the gradients, and on the norm of the Jacobian. Clipping judges by this
+norm how far a sum may be rounded. The guarantee does not rest on `worth_keeping`, which only saves time.
 
 Shape suffixes: B examples, P a parameter's shape.
 """

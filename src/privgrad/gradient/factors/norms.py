@@ -1,6 +1,11 @@
 """L2 norms for clipping: fast, and accurate also for many or tiny entries; and sums, masks and blocks of tensors.
 
-The privacy guarantee rests on the norms: a norm that is too small lets an example add more than the bound.
+The factors of this folder call these functions. The rules in `privgrad.gradient.layers` also call `at_least_float32`,
+`examples_per_block` and `sum_over`. `gradient.clipping` also calls `examples_per_block`. `engines.passes` and
+`gradient.moments` also call `at_least_float32`.
+
+The privacy guarantee rests on the norms: a norm that is too small lets an example add more than the bound. It also
+rests on the other functions, except `examples_per_block`: norms and sums are computed with them.
 
 Shape suffixes: B examples, P a parameter's shape.
 """
@@ -134,6 +139,7 @@ def added_up(tensors: list[Tensor]) -> Tensor:
 
 
 def _blockwise_norms(grads_BP: Tensor) -> Tensor:
+    """Return the norm of each row, float64: blocks are summed in the rows' own precision and joined in float64."""
     count = grads_BP.shape[1] // _BLOCK
     if count == 0:
         return native_norms(grads_BP).double()

@@ -1,5 +1,12 @@
 """The factor of a linear map's weight: a sum of outer products over positions.
 
+The rules in `privgrad.gradient.layers` and the file `conv` build `Outer`. `privgrad.gradient.clipping` and the engines
+call the methods that implement `base.Factor`. `displacement` calls `apply`, `read` and `transposed`. `local_training`
+calls `scaled` and `settled`, and `diagnostics.alignment` calls `gram`. `conv` also calls `norms_by_inner_products` and
+`bounding_product`, and `weight_standardization` calls `underflowing`.
+
+The privacy guarantee rests on this file, except on `gram`: a wrong norm or sum lets an example add more than the bound.
+
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 

@@ -1,5 +1,10 @@
 """The factor of a parameter whose ranges of rows have factors of their own.
 
+`layers.attention` builds it. `privgrad.gradient.clipping` and the engines call its methods, which implement
+`base.Factor`. `shifted` calls `inner_products`.
+
+The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound.
+
 Shape suffixes: B examples, P a parameter's shape.
 """
 
@@ -61,9 +66,11 @@ class RowRanges(Factor):
         return max(part.positions for _, part in self.parts)
 
     def _scales(self, inverse_scales: Tensor | None, row: int, part: Factor) -> Tensor | None:
+        """Return the inverse scales of the part's rows."""
         return None if inverse_scales is None else inverse_scales[row : row + part.shape[0]]
 
     def _joined(self, sums: list[Tensor]) -> Tensor:
+        """Return the sum for the whole parameter, given the sum for each part."""
         out = sums[0].new_zeros(self.shape)
         for (row, _), value in zip(self.parts, sums, strict=True):
             out[row : row + len(value)] += value

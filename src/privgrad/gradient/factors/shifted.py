@@ -1,6 +1,10 @@
 """Per-example gradients mixed with a public gradient, still factored.
 
-`PrivateGradient` clips these gradients if a preconditioner keeps a share of each and adds a public average.
+`PrivateGradient` calls `shifted` and clips the result if a preconditioner keeps a share of each gradient and adds a
+public average. `privgrad.gradient.clipping` calls the methods of `Shifted`, which implement `base.Factor`. It does not
+need `weighted_sum`, which the interface requires.
+
+The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound.
 
 Shape suffixes: B examples, P the shape of one parameter.
 """
@@ -73,6 +77,7 @@ class Shifted(Factor):
         return torch.where(self.kept_B, norm_B, 0.0)
 
     def _shift_norm(self, inverse_scales: Tensor | None) -> float:
+        """Return |s|, or |s * inverse_scales|."""
         shift = self.shift if inverse_scales is None else self.shift * inverse_scales
         return float(native_norms(shift.double().flatten()))
 

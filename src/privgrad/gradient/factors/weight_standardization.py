@@ -1,7 +1,9 @@
 """Weight standardization, and per-example gradients through it in closed form.
 
 The general way is `jacobian.Pulled`, which must write each gradient out for its norm. Here norms, weighted sums and
-moved weights follow from means and inner products of rows. `engines.layer_call` chooses between the two.
+moved weights follow from means and inner products of rows. `engines.layer_call` chooses between the two, and calls the
+methods of both weights. Clipping, the engines and `displacement` call those of the factors. The privacy guarantee
+rests on this file, except on `takes` and on `WeightStandardization`: it is part of the model, and torch calls it.
 
 Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a parameter's shape.
 """
@@ -157,8 +159,6 @@ class Projected(Combined):
 class StandardizedWeight:
     """A convolution's weight that WeightStandardization computes, and its derivatives in closed form.
 
-    The parameters are v (named "original") and the gain. All examples share them.
-
     Computes: rows w_o = k_o y_o with y_o = r_o (v_o - mean) and k_o = gain_o / sqrt(F). Here r_o is the inverse root of
     the row's variance plus the added constant. Let <.> be the mean over a row. A gradient h_o with respect to w_o gives
         g_o = r_o k_o (h_o - <h_o> - y_o <y_o h_o>)
@@ -166,7 +166,7 @@ class StandardizedWeight:
     is everything that is computed from g below (see `Combined`).
 
     Args:
-        parametrization: torch's parametrization of the weight.
+        parametrization: torch's parametrization of the weight by v ("original") and the gain, common to all examples.
     """
 
     def __init__(self, parametrization: nn.Module) -> None:

@@ -3,6 +3,10 @@
 The module passes its weights to one functional, so no hook sees the projections' outputs. Here each output goes through
 a tap. Parameters enter detached: their gradients come from the factors of the taps alone.
 
+`engines.capture` puts `attention_forward` in place of the module's forward. `engines.passes` calls the function
+`factors` of each tap. The privacy guarantee of the fast engine rests on this file: no example's output or factor may
+depend on another example.
+
 Shape suffixes: B examples, H heads, T queries, S keys, E embedding, D = E / H, O outputs of a projection.
 """
 

@@ -6,6 +6,13 @@ passes the output of each map through a tap, with a function from the gradient o
 `engines.capture` finds both by the type of the layer and puts them in place of the layer's forward.
 `engines.layer_call` calls the methods of a rule.
 
+Other files call the functions below. `attention` and `recurrent` call `register_forward` and the helpers from `tapped`
+to `require_unwritten`; `engines.layer_call` calls `add_to` too. The files with rules call the helpers from
+`of_channels` on: `conv`, `embedding` and `linear`.
+
+The privacy guarantee of the fast engine rests on this file, and on each rule and forward: row i of a factor must depend
+on example i only.
+
 Shape suffixes: B examples, T positions of an example, I inputs, O outputs.
 """
 
@@ -102,7 +109,7 @@ class Rule(ABC):
         return self, x
 
     def supports(self, layer: Any) -> bool:
-        """Return whether the rule is correct for this layer's options; if not, vmap computes the layer."""
+        """Return whether the rule is correct for this layer's options; if not, the layer has no rule."""
         return True
 
 
@@ -115,7 +122,8 @@ RuleType = TypeVar("RuleType", bound=Rule)
 def register_rule(*layers: type[nn.Module] | str) -> Callable[[type[RuleType]], type[RuleType]]:
     """Register a Rule for layers of exactly these types, as a class decorator.
 
-    A type is a module class, or a qualified name ("package.module.Class") for a class that is not to be imported.
+    A type is a module class, or a qualified name ("package.module.Class") for a class that is not to be imported. Users
+    call it, and so do the files of this package.
 
     Example:
         @register_rule(MyLinear)
@@ -149,7 +157,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
     """Return the rule for this layer, or None.
 
     A subclass of a known type or a layer with a replaced forward has none, because it may compute anything. Nor has a
-    layer with options or parameters that the rule does not know.
+    layer with options or parameters that the rule does not know. `engines.capture` and `engines.passes` call it.
     """
     kind = parametrize.type_before_parametrizations(layer)
     rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -182,7 +190,8 @@ def register_forward(*layers: type[nn.Module]) -> Callable[[Forward], Forward]:
 def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
     """Return the forward with taps for this layer, or None.
 
-    There is none for subclasses, parametrized modules and modules whose forward has been replaced.
+    There is none for subclasses, parametrized modules and modules whose forward has been replaced. `engines.capture`
+    calls it.
     """
     forward = _FORWARDS.get(type(layer))
     if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):

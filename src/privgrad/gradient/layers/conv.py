@@ -1,6 +1,9 @@
 """The rules of convolutions, plain and transposed.
 
-The engine finds them by the type of the layer.
+A rule computes the output (`forward`), the per-example gradients of a parameter (`factor`), and the change of the
+output when each example's parameters move (`delta`). `base.find_rule` finds it by the type of the layer, and calls
+`supports`. `engines.layer_call` calls the other methods that `base.Rule` declares. The privacy guarantee of the fast
+engine rests on these rules: row i of a factor must depend on example i only.
 """
 
 from collections.abc import Mapping
@@ -43,6 +46,7 @@ class _Convolution(Rule):
     def moved(
         self, layer: Any, parameters: Mapping[str, Tensor], displacements: Mapping[str, Displacement], x: Tensor
     ) -> Tensor:
+        """Return the output at moved parameters, by one convolution with these if that is faster."""
         padded, geometry = self._padded(layer, x)
         if "weight" not in displacements or geometry.by_patches(geometry.positions(padded.shape[2:])):
             return super().moved(layer, parameters, displacements, x)
@@ -63,7 +67,7 @@ class _Convolution(Rule):
 
 
 class FunctionalConvolution(_Convolution):
-    """The rule of a call of F.conv1d, 2d or 3d; `layer` holds the options of the call."""
+    """The rule of a call of F.conv1d, 2d or 3d; `layer` holds the options of the call. `functional` makes it."""
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(layer.kernel_size)]

@@ -1,8 +1,11 @@
 """The rules of embedding tables and embedding bags.
 
-Shape suffixes: B examples, T positions of an example, D width.
+A rule computes the output (`forward`), the per-example gradients of a parameter (`factor`), and the change of the
+output when each example's parameters move (`delta`). `base.find_rule` finds it by the type of the layer, and calls
+`supports`. `engines.layer_call` calls the other methods that `base.Rule` declares. The privacy guarantee of the fast
+engine rests on these rules: row i of a factor must depend on example i only.
 
-The engine finds them by the type of the layer.
+Shape suffixes: B examples, T positions of an example, D width.
 """
 
 from collections.abc import Mapping
@@ -62,6 +65,7 @@ class _EmbeddingBag(Rule):
         return of_bags(displacements["weight"], x, self._weights(layer, x, displacements["weight"].share.dtype))
 
     def _weights(self, layer: nn.EmbeddingBag, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight of each row in its bag: 0 for padding, else 1; for a mean, divided by their sum."""
         weight_BT = torch.ones_like(x, dtype=dtype)
         if layer.padding_idx is not None:
             weight_BT = (x != layer.padding_idx).to(dtype)
@@ -69,6 +73,7 @@ class _EmbeddingBag(Rule):
 
 
 def _without_padding(layer: nn.Embedding | nn.EmbeddingBag, ids_BT: Tensor, grad_BTD: Tensor) -> Tensor:
+    """Return the gradients with zeros at the positions of padding, whose row of the table is not trained."""
     if layer.padding_idx is None:
         return grad_BTD
     return grad_BTD * (ids_BT != layer.padding_idx)[:, :, None]

@@ -1,6 +1,8 @@
 """Rules for calls of F.linear and of F.conv1d to 3d, in modules that have no rule of their own.
 
-`engines.capture` calls it.
+`engines.capture` opens `Products` around the forward of such a module. torch then passes each call of a torch function
+to `__torch_function__`. The privacy guarantee of the fast engine rests on this file: a product must have the rule and
+the options of its call.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +55,7 @@ class Products(TorchFunctionMode):
         self._take = take
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return what `take` makes of a call with a rule and own weights; else call the function itself."""
         read = _READERS.get(func)
         product = read(*args, **(kwargs or {})) if read is not None else None
         if product is None or not self._made_of_parameters(list(product.weights.values())):
@@ -60,6 +63,7 @@ class Products(TorchFunctionMode):
         return self._take(product)
 
     def _made_of_parameters(self, weights: Sequence[Tensor]) -> bool:
+        """Return whether some weight is trained, and all such weights are computed from the given parameters alone."""
         trained = [weight for weight in weights if weight.requires_grad]
         return bool(trained) and all(id(leaf) in self._own for leaf in sources(trained))
 
@@ -69,6 +73,7 @@ def _weights(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:  # noqa: A002, torch's name
+    """Return the product of a call of F.linear with these arguments."""
     return Product(Linear(), None, _weights(weight, bias), input)
 
 
@@ -81,6 +86,7 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Product | None:
+    """Return the product of a convolution; None if its padding is a string or its input has no batch dimension."""
     if isinstance(padding, str) or input.dim() != weight.dim():
         return None
     dims = weight.dim() - 2

@@ -1,6 +1,9 @@
 """The rules of linear maps: dense, with a transposed weight, and for sparse inputs.
 
-The engine finds them by the type of the layer.
+A rule computes the output (`forward`), the per-example gradients of a parameter (`factor`), and the change of the
+output when each example's parameters move (`delta`). `base.find_rule` finds it by the type of the layer, and calls
+`supports`. `engines.layer_call` calls the other methods that `base.Rule` declares. The privacy guarantee of the fast
+engine rests on these rules: row i of a factor must depend on example i only.
 """
 
 from collections.abc import Mapping
@@ -19,7 +22,7 @@ from privgrad.gradient.layers.base import Rule, by_rows, in_positions, of_bags, 
 
 @register_rule(nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 class Linear(Rule):
-    """The rule of nn.Linear, and of calls of F.linear."""
+    """The rule of nn.Linear, and of calls of F.linear, for which `functional` makes it."""
 
     has_delta = is_bilinear = True
 

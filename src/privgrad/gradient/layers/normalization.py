@@ -1,6 +1,9 @@
 """The rules of layer, RMS, group and instance normalization, and of batch normalization with frozen statistics.
 
-The engine finds them by the type of the layer.
+A rule computes the output (`forward`), the per-example gradients of a parameter (`factor`), and the change of the
+output when each example's parameters move (`delta`). `base.find_rule` finds it by the type of the layer, and calls
+`supports`. `engines.layer_call` calls the other methods that `base.Rule` declares. The privacy guarantee of the fast
+engine rests on these rules: row i of a factor must depend on example i only.
 """
 
 from collections.abc import Mapping
@@ -18,11 +21,15 @@ from privgrad.gradient.layers.standardization import standardized
 
 
 class _Normalization(Rule):
-    """The common rule of normalizations: out = weight * normalized(x) + bias, elementwise."""
+    """The common rule of normalizations: out = weight * normalized(x) + bias, elementwise.
+
+    The methods that are not in `base.Rule` are called in this file only.
+    """
 
     has_delta = is_bilinear = True
 
     def bilinear(self, layer: Any, x: Tensor) -> tuple[Rule, Tensor]:
+        """Return the rule of scaling and shifting, and the normalized input; for Hessian products."""
         return _ScaleAndShift(self), self.twice_differentiable(layer, x)
 
     def delta(self, layer: Any, displacements: Mapping[str, Displacement], x: Tensor) -> Tensor:
@@ -51,6 +58,7 @@ class _Normalization(Rule):
         return values.view(*values.shape, *[1] * (x.dim() - 2))
 
     def normalized(self, layer: Any, x: Tensor) -> Tensor:
+        """Return the layer's output without weight and bias."""
         return self.forward(layer, {}, x)
 
     def twice_differentiable(self, layer: Any, x: Tensor) -> Tensor:

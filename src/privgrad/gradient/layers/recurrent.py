@@ -8,6 +8,10 @@ through the tap. The second is an autograd Function with a loop of few operation
 torch's own. Its backward pass computes all that does not depend on the incoming gradient before its loop, for all time
 at once. Parameters enter detached: their gradients come from the factors of the taps alone.
 
+`engines.capture` puts `recurrent_forward` in place of the module's forward. `engines.passes` calls the functions
+`of_gates` and `of_projection` of the taps. torch calls `forward` and `backward` of the autograd Functions. The privacy
+guarantee of the fast engine rests on this file: no example's output or factor may depend on another example.
+
 Shape suffixes: T time, B examples, I input, H hidden, P projected hidden (H without projection), G gates * H. The
 tensors `hidden` and `cells` have T + 1 rows, the initial state first. The reverse direction, including its taps, runs
 on flipped copies.

@@ -1,7 +1,9 @@
 """Standardization of rows, (x - mean) / sqrt(variance + eps), with its second derivative in closed form.
 
 torch composes the second derivative of its normalizations from some forty operators. Here it takes six passes. The
-rules of layer and group normalization use it for curvature.
+rules of layer and group normalization (`normalization`) call `standardized` for curvature. torch calls `forward` and
+`backward` of the autograd Functions. The privacy guarantee rests on one property here: a row of the result depends on
+no other row.
 """
 
 from typing import Any, cast
