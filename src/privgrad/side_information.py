@@ -7,7 +7,11 @@ entry per feature. Gradients are divided by A before clipping, so features with 
 - `by_rank`: multiplies the gradients of rare features by 20 and leaves those of frequent features as they are.
 - `tfidf`: favors the features with the largest total weight.
 
-The scales cost no privacy only if they do not depend on the private data; see `Scales` on their provenance.
+Users call these functions. `experiments.build` calls `frequencies` and `by_rank`, and `experiments.load_spec` calls
+them to check options.
+
+The scales cost no privacy only if they do not depend on the private data; see `Scales` on their provenance. The privacy
+guarantee rests on the provenance that the caller states and `_scales` records. It does not rest on the formulas.
 """
 
 from numbers import Integral
@@ -148,11 +152,13 @@ def tfidf(
 
 
 def _column_sums(matrix: Any) -> Tensor:
+    """Return the sum of each column of a dense or sparse matrix, of torch or scipy, shape (V,)."""
     found = matrix.sum(0)
     return torch.as_tensor(found.to_dense() if isinstance(found, Tensor) else found).flatten()
 
 
 def _features(function: str, name: str, values: Any, remedy: str) -> Tensor:
+    """Return one number per feature in float64; raise PrivacyError unless they are finite, >= 0 and not all 0."""
     found = torch.as_tensor(values).double()
     if found.ndim != 1 or not bool((torch.isfinite(found) & (found >= 0)).all()) or float(found.sum()) <= 0:
         ends = f", from {float(found.min()):g} to {float(found.max()):g}" if found.numel() else ""
@@ -162,6 +168,7 @@ def _features(function: str, name: str, values: Any, remedy: str) -> Tensor:
 
 
 def _scales(function: str, scale: Tensor, parameter: str, dim: int, source: str, provenance: Provenance) -> Scales:
+    """Return the Scales of one parameter, shaped to broadcast, with the provenance that the caller states."""
     if dim not in (0, 1):
         remedy = "give 1 for the weight of a Linear, 0 for an embedding table"
         raise expected(function, "dim", "to be 0 or 1", dim, remedy)

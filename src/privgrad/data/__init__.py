@@ -5,7 +5,9 @@ everyone can get has a stand-in, and results on a stand-in are reported under th
 replaces MNIST and CIFAR-10, the Debian package index replaces tagged or paired sentences, and the Brown corpus
 replaces the Penn Treebank.
 
-Users, experiments and the items of papers call the loaders. The privacy guarantee does not rest on this package.
+Users call the loaders; `experiments.build` calls them by name, through LOADERS. The privacy guarantee rests on two
+facts in this package. The values that a data set declares as public come from no private example. For users as privacy
+units, `by_user` puts all examples of a user into one row. The guarantee does not rest on the rest of this package.
 """
 
 from collections.abc import Callable

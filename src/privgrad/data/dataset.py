@@ -1,6 +1,9 @@
-"""The DataSet that every loader returns, and the ways to split it.
+"""The DataSet that every loader returns, and functions that make or change it.
 
-All loaders return it; `experiments.build` splits it.
+The loaders call `split` and `whole`. `experiments.build` calls the other functions, to change a loader's result. The
+privacy guarantee rests on `with_public`: the public examples leave the training set. It also rests on the check in
+`with_other_public`, and on the loaders: `other_public` and `public_counts` must not come from private examples. It does
+not rest on the rest of this file.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +56,7 @@ class DataSet:
     def measured_on(self) -> Literal["test", "training"]:
         """The examples on which results are measured.
 
-        It is "training", NOT private, where there is nothing to generalize to.
+        It is "training", NOT private, where there is nothing to generalize to. `experiments.runner` records it.
         """
         return "training" if self.test is self.train else "test"
 

@@ -1,6 +1,10 @@
 """The Debian package index as text: a stand-in for several data sets, available on every machine with apt.
 
-Called by name through `data.LOADERS`.
+`experiments.build` calls the loaders by name, through `data.LOADERS`; users call them directly.
+
+The privacy guarantee rests on two facts. In `debian_tags` and `debian_maintainers`, public text and public examples
+hold no private example. In `debian_maintainers`, all examples of a maintainer are in one row; so `_tagged` and `_bags`
+must keep the order of packages. The guarantee does not rest on the other functions.
 """
 
 import random
@@ -103,7 +107,8 @@ def debian_tags(
         words: size of the vocabulary, as in debian_sections.
         length: words kept of a description, as in debian_sections.
         limit: number of training examples to keep; None keeps all.
-        other_public: number of training examples that become public instead: all examples of a few maintainers.
+        other_public: number of training examples that become public instead, of a few maintainers; the other examples
+            of these maintainers are left out.
         validation: number of the kept examples, from the end, to hold out.
     Raises:
         PrivacyError: as in debian_sections.
@@ -143,7 +148,7 @@ def debian_maintainers(
     cap: Positive = 256,
     validation: int = 0,
 ) -> DataSet:
-    """Load the tags of debian_tags by user: a user is a maintainer with all their packages, for user-level privacy.
+    """Load the tags of debian_tags by user: a user is a maintainer with their tagged packages, for user-level privacy.
 
     The stand-in for StackOverflow's users. The training part has the format of by_user: for each user the words of
     their packages, the tags, and the number of packages. The validation part has packages of other users. The test part
@@ -323,10 +328,12 @@ def _tagged(
 
 
 def _words(package: Package) -> list[str]:
+    """Return the words of synopsis and description, in lower case."""
     return _WORD.findall(f"{package.synopsis} {package.description}".lower())
 
 
 def _fields(package: Package) -> str:
+    """Return the fields of a package as one text, from which a model writes the synopsis."""
     tags = f" | Tags: {', '.join(sorted(package.tags))}" if package.tags else ""
     return f"Package: {package.name} | Source: {package.source} | Section: {package.section}{tags}"
 
@@ -370,8 +377,5 @@ def _other(package: Package, pool: Sequence[Package], rng: random.Random, *, sam
 
 
 def _of_few_maintainers(packages: Sequence[Package], count: int) -> list[Package]:
-    """Return `count` packages of as few maintainers as possible.
-
-    The packages are sorted by the hash of their maintainer.
-    """
+    """Return the first `count` packages, sorted by the hash of their maintainer; so they have few maintainers."""
     return sorted(packages, key=lambda package: package.maintainer)[:count]

@@ -1,6 +1,7 @@
 """Read the Debian package index from apt's lists.
 
-Only `debian` calls it.
+Only `debian` calls it. The privacy guarantee for users of `debian_maintainers` rests on `_parsed`, which gives each
+package the hash of its maintainer. It does not rest on the rest of this file.
 """
 
 import hashlib
@@ -91,6 +92,7 @@ def _parsed(
 
 
 def _digest(text: str) -> bytes:
+    """Return the SHA-256 of a text: a person's name is not stored, and the order of sources is fixed."""
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -101,6 +103,7 @@ def _lists(folder: Path, kind: str) -> list[Path]:
 
 
 def _read_list(function: str, path: Path) -> str:
+    """Return the text of a list in any compression; raise PrivacyError if it cannot be read."""
     try:
         if path.name.endswith(("Packages", "Translation-en")):
             return path.read_text(encoding="utf-8")

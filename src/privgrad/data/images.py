@@ -1,6 +1,7 @@
 """Images: scikit-learn's digits, the MNIST family, CIFAR-10, barcodes.
 
-Called by name through `data.LOADERS`.
+`experiments.build` calls the loaders by name, through `data.LOADERS`; users call them directly. The privacy
+guarantee does not rest on this file.
 """
 
 import gzip
@@ -95,7 +96,7 @@ def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, val
 
 
 def mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
-    """Load MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28, standardized.
+    """Load MNIST: 60,000 training (less `validation`) and 10,000 test images of digits, 1x28x28.
 
     Args:
         path: folder with the four idx .gz files; None is ${XDG_CACHE_HOME:-~/.cache}/privgrad/mnist.
@@ -248,11 +249,13 @@ def _read_idx(path: Path) -> Tensor:
 
 
 def _mnist_folder(function: str, path: PathLike | None) -> Path:
+    """Return the folder of MNIST's files: the user's, or the cache."""
     remedy = "give the folder of MNIST's four idx .gz files, or put them into the cache"
     return find_folder(function, path, cache("mnist"), "train-images-idx3-ubyte.gz", remedy)
 
 
 def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
+    """Return the folder of Fashion-MNIST's files, downloaded if necessary, and its origin for the name of the data."""
     if path is not None:
         return Path(path), str(path)
     if _DEBIAN_FASHION.is_dir():
@@ -300,6 +303,7 @@ def _cifar_source(path: PathLike | None) -> Path:
 
 
 def _cifar_files(source: Path) -> dict[str, bytes]:
+    """Return the contents of the batches in a folder or archive, by file name; absent batches are left out."""
     if source.is_dir():
         return {name: (source / name).read_bytes() for name in _CIFAR_BATCHES if (source / name).is_file()}
     files: dict[str, bytes] = {}
@@ -317,7 +321,7 @@ def _cifar_files(source: Path) -> dict[str, bytes]:
 
 
 class _Inert:
-    """A stand-in for every numpy class in a pickle: it stores its arguments and does nothing."""
+    """A stand-in for every numpy class in a pickle: it stores its arguments and does nothing. pickle makes it."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -333,6 +337,7 @@ class _InertUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module_name: str, global_name: str, /) -> type[_Inert]:
+        """Return the stand-in for a numpy class, or refuse; pickle calls it for each class or function in a file."""
         if module_name.split(".")[0] != "numpy" or global_name not in ("_reconstruct", "ndarray", "dtype"):
             raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, which is no array")
         return _Inert

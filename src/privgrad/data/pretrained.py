@@ -1,6 +1,6 @@
 """Pretrained models of transformers as folders: the user's own, an installed package's, or the Hugging Face hub's.
 
-`experiments.build` and `text` call it.
+`experiments.build` calls `pretrained`; users can call it. The privacy guarantee does not rest on this file.
 """
 
 import importlib.util
@@ -95,5 +95,6 @@ def _unpacked(inside: Path, package: _Package, target: Path) -> Path:
 
 
 def _absent(name: str, error: Exception, remedy: str) -> PrivacyError:
+    """Return the error for a model that is not available; it holds the first line of the library's error."""
     got = f"{name!r}: {str(error).partition(chr(10))[0]}"
     return expected("pretrained", "the model", "to be a folder, installed, or on the hub", got, remedy)

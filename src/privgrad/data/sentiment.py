@@ -1,6 +1,10 @@
 """Sentiment of texts: film reviews (IMDB, with Amazon's as public data of another source), and tweets.
 
-Called by name through `data.LOADERS`.
+`experiments.build` calls the loaders by name, through `data.LOADERS`; users call them directly.
+
+The privacy guarantee rests on one fact: public values come from other texts than the private examples. These values are
+`public_counts`, of the texts `apart` that `imdb` and `tweets` give to `_Features`, and `other_public`, from `_amazon`.
+The guarantee does not rest on the rest of this file.
 """
 
 import csv
@@ -206,6 +210,7 @@ class _Features:
     def split(
         self, name: str, train: Sequence[tuple[str, int]], test: Sequence[tuple[str, int]], validation: int
     ) -> DataSet:
+        """Return the DataSet of labeled texts, with the vocabulary's size and public counts."""
         parts = (self.examples(train).tensors, self.examples(test).tensors)
         (inputs, labels), (test_inputs, test_labels) = parts
         return split(
@@ -244,10 +249,12 @@ class _Features:
 
 
 def _words(text: str) -> list[str]:
+    """Return the words of a text, in lower case."""
     return _WORD.findall(text.lower())
 
 
 def _digest(text: str) -> bytes:
+    """Return the SHA-256 of a text, which fixes the order of examples and the test part of tweets."""
     return hashlib.sha256(text.encode()).digest()
 
 

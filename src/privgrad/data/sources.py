@@ -1,6 +1,7 @@
 """Sources of data files: a folder of the user, a folder that a package or the user filled, or a public address.
 
-All loaders of this package call it.
+The loaders that read files call `cache`, `find_folder` or `download`. `pretrained` calls `cache`, and `debian_index`
+calls `unpacked`. The privacy guarantee does not rest on this file.
 """
 
 import gzip

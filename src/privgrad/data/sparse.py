@@ -1,4 +1,7 @@
-"""Sparse rows as ordinary tensors, so that batches are drawn as usual and no dense matrix is stored."""
+"""Sparse rows as ordinary tensors, so that batches are drawn as usual and no dense matrix is stored.
+
+Users call `packed` before training. The privacy guarantee does not rest on this file.
+"""
 
 from typing import Any
 
@@ -54,5 +57,6 @@ def packed(matrix: Any) -> Tensor:
 
 
 def _not_sparse(got: str) -> Exception:
+    """Return the error for a matrix that is not sparse."""
     remedy = "give scipy.sparse.csr_array(matrix), or use nn.Linear for dense input"
     return expected("packed", "matrix", "to be a scipy sparse matrix or a torch sparse tensor", got, remedy)

@@ -1,6 +1,8 @@
 """StackOverflow as TensorFlow Federated distributes it: questions and answers by user, with their tags.
 
-Called by name through `data.LOADERS`.
+`experiments.build` calls `stackoverflow` by name, through `data.LOADERS`; users call it directly. The privacy guarantee
+for users rests on this file, except `_first`: all posts of a user must be in one row. `by_user` makes the rows, from
+the users that `_users` names.
 """
 
 import json
@@ -54,7 +56,7 @@ def stackoverflow(
     Raises:
         PrivacyError: files are absent or damaged, h5py is not installed, or there are too few users.
     Privacy:
-        The frequent words and tags were counted over all users: NOT private.
+        The frequent words, their `public_counts` and the frequent tags were counted over all users: NOT private.
     """
     numbers = {"words": words, "tags": tags, "length": length, "limit": limit, "minimum": minimum, "cap": cap}
     for name, value in numbers.items():
@@ -116,10 +118,12 @@ def _users(
 
 
 def _first(users: Iterator[_Rows], count: int) -> _Rows:
+    """Return the posts of the first `count` users, as one list."""
     return [row for rows, _ in zip(users, range(count), strict=False) for row in rows]
 
 
 def _tensors(rows: _Rows, length: int, tags: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return word ids, int64 (n, length), and tags, float32 (n, tags), of the posts in their order."""
     inputs, labels = torch.zeros(len(rows), length, dtype=torch.int64), torch.zeros(len(rows), tags)
     for row, (_, words, known) in enumerate(rows):
         inputs[row, : len(words)] = torch.from_numpy(words)

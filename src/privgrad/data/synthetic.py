@@ -1,6 +1,7 @@
 """Synthetic data by a published recipe.
 
-Called by name through `data.LOADERS`.
+`experiments.build` calls `heavy_tail` by name, through `data.LOADERS`; users call it directly. The privacy guarantee
+does not rest on this file.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """Tables of persons: incomes of the American census.
 
-Called by name through `data.LOADERS`.
+`experiments.build` calls `adult` by name, through `data.LOADERS`; users call it directly. The privacy guarantee does
+not rest on this file.
 """
 
 import csv
@@ -64,11 +65,13 @@ def adult(path: PathLike | None = None, *, limit: Positive | None = None, valida
 
 
 def _share(value: float, name: str) -> float:
+    """Return a number of a column divided by the column's largest value; capitals on a logarithmic scale."""
     largest = _LARGEST[name]
     return math.log1p(value) / math.log1p(largest) if name.startswith("capital") else value / largest
 
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels of all rows of the file, as `adult` describes them."""
     codes = {name: {value: index for index, value in enumerate(line.split())} for name, line in _CATEGORIES.items()}
     rows: list[list[float]] = []
     labels: list[int] = []

@@ -1,6 +1,7 @@
 """Text: language modeling (Brown, Penn Treebank), sentence pairs (SNLI), and encoders for them.
 
-The loaders are called by name through `data.LOADERS`, and the encoders by `debian` and by users.
+`experiments.build` calls the loaders by name, through `data.LOADERS`; users call them directly. `debian` also
+uses the encoders. The privacy guarantee does not rest on this file.
 """
 
 import json
@@ -108,7 +109,10 @@ def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive 
 
 
 class PairEncoder:
-    """A transformers tokenizer for pairs of sentences; it cuts or pads each pair to one length."""
+    """A transformers tokenizer for pairs of sentences; it cuts or pads each pair to one length.
+
+    `snli` and `debian.sentence_pairs` use it.
+    """
 
     def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
         """Load the tokenizer from its folder; `function` is the name for errors."""
@@ -141,7 +145,10 @@ class PairEncoder:
 
 
 class ContinuationEncoder:
-    """A transformers tokenizer for a text and its continuation, whose tokens are the targets."""
+    """A transformers tokenizer for a text and its continuation, whose tokens are the targets.
+
+    `debian.debian_synopses` uses it.
+    """
 
     def __init__(self, function: str, tokenizer: PathLike, length: int) -> None:
         """Load the tokenizer from its folder; `function` is the name for errors."""
@@ -178,6 +185,7 @@ class ContinuationEncoder:
 
 
 def _tokenizer(function: str, tokenizer: PathLike) -> Any:
+    """Load a transformers tokenizer from its folder; raise PrivacyError if that fails."""
     try:
         import transformers
     except ImportError as error:
@@ -193,6 +201,7 @@ def _tokenizer(function: str, tokenizer: PathLike) -> Any:
 
 
 def _read(function: str, path: Path) -> str:
+    """Return the text of a file; raise PrivacyError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -200,6 +209,7 @@ def _read(function: str, path: Path) -> str:
 
 
 def _tagged_words(path: Path) -> list[str]:
+    """Return the words of a file of the Brown corpus, without their tags and in lower case."""
     tokens = [token.rpartition("/") for token in _read("brown", path).split()]
     untagged = next((tag for word, _, tag in tokens if not word), None)
     if untagged is not None:
@@ -208,6 +218,7 @@ def _tagged_words(path: Path) -> list[str]:
 
 
 def _basic_english(text: str) -> list[str]:
+    """Return the words of a text as torchtext's tokenizer basic_english splits it."""
     text = re.sub(r"<br />|[;:]", " ", text.lower().replace('"', ""))
     return re.sub(r"(['.,()!?])", r" \1 ", text).split()
 
@@ -248,6 +259,7 @@ def _next_words(
 
 
 def _snli_pairs(path: Path) -> list[tuple[str, str, int]]:
+    """Return (premise, hypothesis, label) of each pair in a file that has a gold label."""
     pairs: list[tuple[str, str, int]] = []
     number = 0
     try:

@@ -1,6 +1,8 @@
 """Conversion of examples to users: one row per user, the data set that federated training takes.
 
-Users call it, and so do the loaders of `debian` and `stackoverflow`.
+Users call it, and so do the loaders of `debian` and `stackoverflow`. The privacy guarantee for users rests on
+`by_user`: all examples of a user must be in one row. It does not rest on `_require_tensors`, which finds mistakes of
+usage.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -60,6 +62,7 @@ def by_user(
 
 
 def _require_tensors(given: object) -> tuple[Tensor, ...]:
+    """Return the tensors of the examples; raise PrivacyError for anything else."""
     columns = given.tensors if isinstance(given, TensorDataset) else given
     if isinstance(columns, tuple | list):
         held = cast("Sequence[object]", columns)

@@ -1,6 +1,7 @@
 """The model architectures of the experiments.
 
-Users and experiments make them by name. The privacy guarantee does not rest on this package.
+Users make them directly, `experiments.build` by name. The privacy guarantee does not rest on this package. No model
+here mixes examples, and `gradient.validation` tests each before it is trained.
 """
 
 from privgrad.models.activations import Activation

@@ -1,6 +1,6 @@
 """The activations that the models offer, by name.
 
-The other files of this package call it.
+`convolutional` and `fully_connected` call it. The privacy guarantee does not rest on this file.
 """
 
 from collections.abc import Callable

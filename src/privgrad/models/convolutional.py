@@ -1,6 +1,8 @@
 """Convolutional models of images.
 
-Made by name through `build.MODELS`.
+Users make the models; `experiments.build` makes them by name, through its table MODELS. A model runs (`forward`) when a
+loss function calls it in training, or `experiments.build` in evaluations. The privacy guarantee does not rest on this
+file: no model here mixes examples, and `gradient.validation` tests that before training.
 """
 
 from typing import Any, cast
@@ -82,7 +84,7 @@ def cnn_small(*, in_channels: int, num_classes: int, activation: Activation = "t
 
 
 def ws_conv2d(n_in: int, n_out: int, kernel: int, *, gain: bool = True, **options: Any) -> nn.Module:
-    """Return a convolution with standardized weights.
+    """Return a convolution with standardized weights. Users can call it for models of their own.
 
     Args:
         n_in: number of input channels.
@@ -112,7 +114,8 @@ def resnet9(*, in_channels: int, num_classes: int, width: int = 64) -> nn.Sequen
     Args:
         in_channels: channels of the images, 28x28 or larger.
         num_classes: number of labels.
-        width: width of the first layer, a multiple of 16; 64 gives 2,447,946 parameters for 3 channels and 10 classes.
+        width: width of the first layer: 16, 48 or a multiple of 32; 64 gives 2,447,946 parameters for 3 channels and 10
+            classes.
     Reference:
         The paper on BAM trains a ResNet-9 but does not describe it. This one is the model of Klause et al. 2022 (arXiv
         2203.00324), from the same institute, without their scale norm.

@@ -1,6 +1,8 @@
 """Models of text: recurrent networks and transformers, with random or with pretrained weights.
 
-Made by name through `build.MODELS`.
+Users make the models; `experiments.build` makes them by name, through its table MODELS. A model runs (`forward`) when a
+loss function calls it in training, or `experiments.build` in evaluations. The privacy guarantee does not rest on this
+file: no model here mixes examples, and `gradient.validation` tests that before training.
 """
 
 from typing import Any
@@ -149,6 +151,7 @@ class PairClassifier(nn.Module):
 
 
 def _transformers() -> Any:
+    """Return the library transformers; raise PrivacyError if it is not installed."""
     try:
         import transformers
     except ImportError as error:

@@ -1,6 +1,7 @@
 """Optimizers for released gradients: real torch optimizers, pure post-processing.
 
-The privacy guarantee does not rest on this package.
+The privacy guarantee does not rest on this package, with one exception: `PrivateOptimizer.step` moves parameters by
+released gradients only.
 """
 
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC

@@ -1,4 +1,11 @@
-"""Adaptive optimizers that subtract the known noise variance from their second moment."""
+"""Adaptive optimizers that subtract the known noise variance from their second moment.
+
+Users and `papers` make the optimizers; `experiments.spec` and `audit.methods` make them by name, through
+`optim.OPTIMIZERS`. The base class PrivateOptimizer calls `_update` in each step, and `_require_options` for each param
+group.
+
+The privacy guarantee does not rest on this file, which uses released gradients and public numbers only.
+"""
 
 import math
 from collections.abc import Mapping
@@ -30,6 +37,7 @@ class Debiased(PrivateOptimizer):
     _noise: ClassVar[str] = "exp_avg_noise_var"
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
+        """Raise PrivacyError if an option is out of its range."""
         function, floor = type(self).__name__, group["debias_floor"]
         if floor is not None:
             require_positive(function, "debias_floor", floor, "give None for the default floor on the noise's scale")
@@ -44,7 +52,8 @@ class Debiased(PrivateOptimizer):
     def fraction_floored(self) -> float:
         """Return the share of coordinates whose debiased second moment equals its floor, in [0, 1].
 
-        It is nan before the first step. For a sharded model only the coordinates of this process count.
+        It is nan before the first step. For a sharded model only the coordinates of this process count. Users call it,
+        and `experiments.runner` records it at the end of a training.
 
         Privacy:
             Post-processing.
@@ -56,7 +65,7 @@ class Debiased(PrivateOptimizer):
     def floored(self) -> dict[str, tuple[int, int]]:
         """Return by parameter name the number of coordinates on their floor and the number of all coordinates.
 
-        Parameters that were never updated are left out.
+        Parameters that were never updated are left out. Users call it, and `diagnostics.recorder` reports it by layer.
 
         Privacy:
             Post-processing.
@@ -75,6 +84,7 @@ class Debiased(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
+        """Move the parameters by the gradient, as the class describes."""
         for group in self.param_groups:
             beta, (keep, add) = self._beta(group), self._weights(group)
             for name, parameter in self._active(group):
@@ -190,6 +200,7 @@ class AdamBC(Debiased):
         return self._correction(group, state) / (1 - group["betas"][0] ** state["step"]) ** 2
 
     def _correction(self, group: Group, state: State) -> float:
+        """Return Adam's startup correction of the second moment, 1 - beta2**t."""
         return 1 - group["betas"][1] ** state["step"]
 
 
@@ -332,4 +343,5 @@ class AdagradBC(Debiased):
 def _adam_options(
     lr: float, betas: tuple[float, float], debias_floor: float | None, floor_rule: FloorRule
 ) -> dict[str, Any]:
+    """Return the options that AdamBC, AdamWBC and NAdamBC share, by name."""
     return {"lr": lr, "betas": betas, "debias_floor": debias_floor, "floor_rule": floor_rule}

@@ -1,6 +1,10 @@
 """The mixin that makes a torch optimizer accept only released gradients, and the optimizers without debiasing.
 
-`adaptive` and `public_data` build on it.
+`adaptive` and `public_data` build on it. Users and `papers` make the optimizers; `experiments.spec` and `audit.methods`
+make them by name, through `optim.OPTIMIZERS`.
+
+The privacy guarantee rests on `step` and `_clear` only: nothing but a released gradient may move a parameter. The rest
+of this file is post-processing of released gradients.
 """
 
 import inspect
@@ -48,7 +52,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "params and options", "to be valid for torch", error, remedy) from error
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as in torch, after the checks that the class describes."""
+        """Add a param group, as in torch, after the checks that the class describes.
+
+        torch's constructor calls it for each param group; users can call it later.
+        """
         super().add_param_group(param_group)
         group = self.param_groups.pop()
         self._require_group(group)
@@ -60,7 +67,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Update the parameters with one released gradient.
 
         Clears every `.grad` before and after the update. A gradient of an ordinary backward pass therefore never
-        moves a parameter, even one that has since been frozen.
+        moves a parameter, even one that has since been frozen. Users, `training_run`, the bridges, `papers` and
+        `audit.methods` call it.
 
         Args:
             closure: returns the gradient; an alternative to grad.
@@ -99,8 +107,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as in torch, that the same kind of optimizer saved for the same parameters in the same order.
 
+        The options take their saved values. Users, `training_run` and `integrations.flower` call it.
+
         Raises:
-            PrivacyError: the parameter names, their order or the options differ. The optimizer has not changed.
+            PrivacyError: the parameter names, their order or the names of the options differ. The optimizer has not
+                changed.
         """
         function = f"{type(self).__name__}.load_state_dict"
         remedy = "load a state that the same optimizer class saved for the same model"
@@ -162,9 +173,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._require_options(group)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
-        """Raise PrivacyError if an option of the subclass is out of its range."""
+        """Raise PrivacyError if an option is out of its range.
+
+        This version checks nothing. Where no subclass overrides it, torch's constructor checks the defaults.
+        """
 
     def _clear(self) -> None:
+        """Remove every `.grad`, so that none of them can move a parameter."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -201,7 +216,8 @@ def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -
 def widened(parameter: Tensor) -> Tensor:
     """Return zeros shaped like a parameter, in float32 or wider.
 
-    In half precision, rounding would swamp the moments of gradients.
+    The optimizers of this package call it for their state. In half precision, rounding would swamp the moments of
+    gradients.
     """
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
@@ -314,7 +330,8 @@ class Adagrad(PrivateOptimizer, torch.optim.Adagrad):
 def constructor_arguments(kind: Callable[..., PrivateOptimizer]) -> list[str]:
     """Return the names of the arguments of an optimizer's constructor, in their order.
 
-    A class without a constructor, or with one that takes `**kwargs`, has the arguments of its base.
+    A class without a constructor, or with one that takes `**kwargs`, has the arguments of its base. `experiments.spec`,
+    `experiments.load_spec` and `audit.methods` call it.
     """
     classes = [cls for cls in cast("type[PrivateOptimizer]", kind).__mro__ if "__init__" in vars(cls)]
     signatures = (inspect.signature(cls.__init__).parameters for cls in classes)

@@ -1,4 +1,8 @@
-"""The formula of debiasing: second moment minus noise variance, with a floor. All `*BC` optimizers call it."""
+"""The formula of debiasing: second moment minus noise variance, with a floor.
+
+All `*BC` optimizers, in `adaptive`, call the functions of this file. `diagnostics.moments` calls `debias` and
+`default_floor`; users can call both. The privacy guarantee does not rest on this file.
+"""
 
 import math
 from typing import Literal, get_args
@@ -94,4 +98,5 @@ def default_floor(noise_std: float | Tensor, beta2: float) -> float | Tensor:
 
 
 def _smallest(value: float | Tensor) -> float:
+    """Return the smallest entry of a tensor, or the number itself."""
     return float(value.min()) if isinstance(value, Tensor) else value

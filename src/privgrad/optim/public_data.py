@@ -1,4 +1,11 @@
-"""Optimizers that combine released gradients with public gradients: the baselines that AdaDPS is compared with."""
+"""Optimizers that combine released gradients with public gradients: the baselines that AdaDPS is compared with.
+
+Users make the optimizers; `experiments.spec` and `audit.methods` make them by name, through `optim.OPTIMIZERS`. The
+base class PrivateOptimizer calls `_update` in each step, and `_require_options` for each param group.
+
+The privacy guarantee does not rest on this file. It needs public gradients that are public, see
+`gradient.public_gradient`.
+"""
 
 import math
 from abc import abstractmethod
@@ -36,9 +43,11 @@ class _WithPublic(PrivateOptimizer):
             raise expected(name, "public", "to be a gradient of the model that is trained", got, remedy)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return torch's state and the public gradient; copy and pickle call it."""
         return super().__getstate__() | {"_public": self._public}
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
+        """Raise PrivacyError if an option is out of its range."""
         function = type(self).__name__
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.9)):
             if option in group:
@@ -53,6 +62,7 @@ class _WithPublic(PrivateOptimizer):
 
     @torch.no_grad()
     def _update(self, gradient: NoisyGradient) -> None:
+        """Compute the public gradient once, then move each parameter by both gradients."""
         public = self._public(self.param_groups[0]["steps"])
         for group in self.param_groups:
             for parameter, grad, other in self._triples(group, gradient, public):

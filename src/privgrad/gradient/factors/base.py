@@ -33,8 +33,8 @@ class Factor(ABC):
     A subclass implements the abstract methods. It overrides the other methods where its structure allows a cheaper way
     than to write the gradients out in full (`dense`).
 
-    `privgrad.gradient.clipping` calls `norms`, `mask`, `term_bound`, `positions`, `sum_and_rounding`, `exact_sum` and
-    `dense`. The engines call `merge`, `worth_keeping`, `written_out`, `norms`, `mask`, `dense` and `+`.
+    `privgrad.gradient.clipping` calls `norms`, `mask`, `term_bound`, `positions`, `sum_and_rounding`, `exact_sum`,
+    `dense` and `[]`. The engines call `merge`, `worth_keeping`, `written_out`, `norms`, `mask`, `dense`, `[]` and `+`.
     `example_groups` calls `merge` and `*`. `shifted` calls `inner_products`. `diagnostics` calls `weighted_sum` and
     `gram`.
 
