@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from privgrad.data import debian_index
 from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import cache
 from privgrad.data.text import _basic_english
-from privgrad.experiments.build import make_data
+from privgrad.experiments.build import make_data, preconditioner
 from privgrad.experiments.load_spec import check_spec
-from privgrad.experiments.spec import DataTable
+from privgrad.experiments.spec import DataTable, PreconditionTable
 
 LISTS_PRESENT = any(debian_index._LISTS.glob("*_dists_*_main_*Translation-en*"))
 needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `apt-get update -o Acquire::Languages=en`")
@@ -525,6 +526,14 @@ def test_stackoverflow_is_read_by_user(tmp_path: Path):
     assert len(loaded.test) == 7
     assert loaded.public_counts is not None
     assert loaded.public_counts.tolist() == [0, 90, 50, 40]
+    by_words = PreconditionTable(rule="frequencies")
+    # The file counts the words of all users, so scales by these counts void the guarantee.
+    model = torch.nn.Embedding(4, 2)
+    apart = replace(loaded, counts_provenance="public data")
+    made, public = (preconditioner(by_words, None, model, task) for task in (loaded, apart))
+    assert made is not None
+    assert public is not None
+    assert (made.is_public, public.is_public) == (False, True)
     with pytest.raises(pg.PrivacyError, match="at least 3 tagged posts to be at least 5 and 1, got 4"):
         data.stackoverflow(tmp_path, tags=2, limit=5, minimum=3)
 

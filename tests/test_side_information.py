@@ -231,6 +231,7 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
         (scaled_by("frequencies", dim=1), "options.dim"),
         (scaled_by("frequencies", parameter="weight"), "options.parameter"),
         (scaled_by("frequencies", source="hearsay"), "options.source"),
+        (scaled_by("frequencies", provenance="public data"), "options.provenance"),
         (scaled_by("frequencies", cap="much"), "to suit frequencies"),
         (scaled_by("public_adam", betas=[2.0, 0.9]), "to suit public_adam"),
         ({"public": {"examples": 10}}, r"methods.Q.public to be absent .*, got .*10"),

@@ -45,7 +45,7 @@ SIGNATURES = {
     gradient.Convolution: "x b geometry parts",
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
-    "other_public score",
+    "other_public score counts_provenance",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
     pg.optim.AdamBC: "params lr betas debias_floor floor_rule",

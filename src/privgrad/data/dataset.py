@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.errors import expected
+from privgrad.types import Provenance
 
 NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignores this label
 
@@ -34,6 +35,7 @@ class DataSet:
             groups of counts; () groups classes of equal count. None: results are not grouped.
         vocabulary: for inputs that are ids of words or tokens: ids are in [0, vocabulary).
         public_counts: how often each id occurs in text outside of all examples, shape (vocabulary,).
+        counts_provenance: "private-derived" if public_counts also counts the examples, NOT private.
         score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
         public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
         other_public: public examples from another source, with another distribution; None if there are none.
@@ -51,6 +53,7 @@ class DataSet:
     public: TensorDataset | None = None
     other_public: TensorDataset | None = None
     score: Literal["accuracy", "recall@5"] | None = "accuracy"
+    counts_provenance: Provenance = "public data"
 
     @property
     def measured_on(self) -> Literal["test", "training"]:
@@ -121,10 +124,13 @@ def with_public(data: DataSet, count: int) -> DataSet:
     """Return the data set with the last `count` training examples moved to `public`.
 
     Raises:
-        PrivacyError: no private example would be left.
+        PrivacyError: no private example would be left, or the data are by user.
     """
     if count == 0:
         return data
+    if len(data.train.tensors) > 2:
+        remedy = "leave it out, or choose data without users"
+        raise expected("data", "public", "to be 0 for data by user", count, remedy)
     inputs, labels = data.train.tensors
     kept = len(labels) - count
     if kept < 1:
@@ -155,7 +161,13 @@ def with_other_public(data: DataSet, other: DataSet) -> DataSet:
 
 
 def to_reconstruct(data: DataSet) -> DataSet:
-    """Return the data set with every input as its own label."""
+    """Return the data set with every input as its own label.
+
+    Raises:
+        PrivacyError: the data are by user.
+    """
+    if len(data.train.tensors) > 2:
+        raise expected("data", "reconstruct", "to be false for data by user", True, "leave it out")
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}
     return replace(data, name=f"{data.name}, to be reconstructed", score=None, frequency_edges=None, **own)

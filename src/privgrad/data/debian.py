@@ -165,7 +165,8 @@ def debian_maintainers(
     Raises:
         PrivacyError: as in debian_sections; or there are too few users.
     Privacy:
-        Vocabulary and counts come from the untagged packages only. The list of tags comes from all users: NOT private.
+        Vocabulary and counts come from the untagged packages only, also those of the training users. A user's privacy
+        covers their tagged packages. The list of tags comes from all users: NOT private.
     """
     numbers = {"words": words, "length": length, "limit": 1 if limit is None else limit, "minimum": minimum, "cap": cap}
     for name, value in numbers.items():

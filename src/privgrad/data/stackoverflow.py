@@ -94,6 +94,7 @@ def stackoverflow(
         vocabulary=len(ids) + 1,
         public_counts=torch.tensor([0, *counted.values()]),
         score="recall@5",
+        counts_provenance="private-derived",
     )
 
 

@@ -252,8 +252,12 @@ def preconditioner(
             raise expected("load_spec", "data.name", "to have public word counts", data.name, remedy)
         # The word table is the model's first parameter; its rows are words.
         name = next(name for name, _ in model.named_parameters())
-        of_counts, source = getattr(side_information, table.rule), "words of texts apart from the examples"
-        scales = of_counts(data.public_counts, parameter=name, dim=0, source=source, **table.options)
+        of_counts, provenance = getattr(side_information, table.rule), data.counts_provenance
+        own = (
+            "words of the examples too" if provenance == "private-derived" else "words of texts apart from the examples"
+        )
+        facts = {"parameter": name, "dim": 0, "source": own, "provenance": provenance}
+        scales = of_counts(data.public_counts, **facts, **table.options)
         return precondition.fixed(scales)
     if table.rule == "raw_ideal_rmsprop":
         return precondition.raw_ideal_rmsprop(**table.options)

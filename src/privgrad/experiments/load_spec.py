@@ -252,6 +252,7 @@ def _require_precondition(table: PreconditionTable, place: str) -> None:
     # Tiny versions of the arguments that the experiment gives itself.
     public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
     given = {"gradient": public, "counts": torch.ones(10_000), "parameter": "p", "dim": 0, "source": "none"}
+    given["provenance"] = "public data"
     parameters = inspect.signature(function).parameters
     for name in table.options:
         _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
