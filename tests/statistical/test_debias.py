@@ -46,19 +46,22 @@ def test_debiased_second_moment_is_the_signals_and_adams_is_not(signal: float):
 
 
 def test_quantiles_of_pure_noise_match_the_papers_table():
-    """Table 1 of the paper at t = 20000, whose divisor was 255 (SPEC 4.5.3); 256, its text's, must not fit."""
+    """Table 1 of the paper at t = 20000, whose divisor was 255 (SPEC 4.5.3); 256, its text's, must not fit.
+
+    At t = 8000 the average has lost 0.03 % of its weight to the start, which the tolerance covers.
+    """
     noise_std = 0.04 / 255
     parameter = nn.Parameter(torch.zeros(4000))
     optimizer = pg.optim.AdamBC([("p", parameter)], lr=0.0)
     zero = torch.zeros(4000)
-    for gradient in gradients(zero, noise_std, 20_000, seed=3):
+    for gradient in gradients(zero, noise_std, 8_000, seed=3):
         optimizer.step(grad=gradient)
     v = optimizer.state[parameter]["exp_avg_sq"].double().numpy()
     table = np.array([2.408e-8, 2.460e-8, 2.513e-8])
     found = np.quantile(v, [0.25, 0.5, 0.75])
     np.testing.assert_allclose(found, table, rtol=0.003)
     assert np.abs(found * (255 / 256) ** 2 / table - 1).max() > 0.005
-    assert v.mean() == pytest.approx((1 - 0.999**20_000) * noise_std**2, rel=0.003)
+    assert v.mean() == pytest.approx((1 - 0.999**8_000) * noise_std**2, rel=0.003)
 
 
 def test_step_of_a_coordinate_without_signal():
