@@ -108,6 +108,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
     },
     gradient.Factor: {
         "__init__": "self examples shape",
+        "usual_terms": "= 4.0",
         "__getitem__": "abstract self examples",
         "__add__": "self other",
         "__mul__": "self share",

@@ -26,7 +26,6 @@ from privgrad.types import ClippedSum
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
 _TERMS = 1e4
 _ALIKE = 4e4  # times C: how large they may be in one part of a sum, times the positions of an example
-_LIGHT = 4.0  # times C: how large the terms of one example may be in a float32 sum; usual are at most 2
 _UNIT_ROUNDOFF = 2.0**-24
 _LOST = 1e-37  # below it a factor is 0: float32 would round it to a multiple of 1e-45
 
@@ -281,8 +280,8 @@ class _Sums:
         same direction. One example more or less hardly changes them, as long as all others are added in the same way.
         So no other example decides how an example is added. The term bound of an example is the sum of the norms of
         all its terms, after clipping.
-        - An example is light if its term bound is at most 4 C, or less where many contributions are expected. Light
-          examples are summed in float32. Each other example is summed in float64.
+        - An example is light if its term bound is at most 4 C (32 C for a computed weight), or less where many
+          contributions are expected. Light examples are summed in float32. Each other example is summed in float64.
         - The term bounds of the light examples add up to at most 1e4 C, or to 2 C per expected contribution: the unit
           roundoff times 1e4 C is 6e-4 C. Only a batch of twice the expected size can exceed this, and is summed in
           float64. If more than 1e4 contributions are expected, all are summed in float64.
@@ -297,14 +296,13 @@ class _Sums:
         self._terms: dict[str, float] = {}
         self._bound, self._scales, self._expected_size = max_grad_norm, inverse_scales, expected_size
         self._limit = max(_TERMS, 2.0 * expected_size)  # times C
-        self._light = min(_LIGHT, self._limit / (2 * expected_size))  # times C
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
         heavy, light = dict[str, Tensor](), list[Tensor]()
         for name, factor_B in factors.items():
             term_B = factor_B * terms[name]
-            heavy[name] = ~(term_B <= self._light * self._bound)
+            heavy[name] = ~(term_B <= self._light(chunk[name]) * self._bound)
             light.append(torch.where(heavy[name], 0.0, term_B).sum())
         sums = cast("list[float]", torch.stack(light).tolist())
         counts = cast("list[int]", torch.stack([heavy_B.sum() for heavy_B in heavy.values()]).tolist())
@@ -319,7 +317,7 @@ class _Sums:
         in_double = self._expected_size > _TERMS or not self._fits(name)
         if in_double or (heavy_B is not None and bool(heavy_B.all())):
             return factor.exact_sum(factor_B)
-        most = max(1, int(_ALIKE / (factor.positions * self._light)))
+        most = max(1, int(_ALIKE / (factor.positions * self._light(factor))))
         light_B = factor_B if heavy_B is None else torch.where(heavy_B, 0.0, factor_B)
         in_parts = None if 2 * self._expected_size <= most else most
         total, rounded = factor.sum_and_rounding(light_B, self._scales.get(name), in_parts)
@@ -330,6 +328,10 @@ class _Sums:
             return total
         index = heavy_B.nonzero()[:, 0]
         return total.double().add_(factor[index].exact_sum(factor_B[index]))
+
+    def _light(self, factor: Factor) -> float:
+        """Return how large the term bound of a light example may be, in C: a public number."""
+        return min(factor.usual_terms, self._limit / (2 * self._expected_size))
 
     def _fits(self, name: str) -> bool:
         """Return whether the terms so far are small enough for a float32 sum."""

@@ -1,9 +1,8 @@
 """The interface of factored per-example gradients, and the factors that fit any parameter.
 
-A factor gives the norms and weighted sums of gradients, if possible without storing one gradient per example. The
-rules in `privgrad.gradient.layers` build factors, and `privgrad.gradient.clipping` uses them. The privacy guarantee
-rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest on `gram`, which
-serves diagnostics, nor on `worth_keeping`, which only saves time.
+The rules in `privgrad.gradient.layers` build factors, and `privgrad.gradient.clipping` uses them. The guarantee rests
+on this file: a wrong norm or sum lets an example add more than the bound. It does not rest on `gram`, which serves
+diagnostics, nor on `worth_keeping`, which only saves time.
 
 Shape suffixes: B examples, T positions of an example (time, pixels), I inputs, O outputs, D width, P the shape of a
 parameter. Everything here is computed in float32 or wider, and is NOT private.
@@ -11,6 +10,7 @@ parameter. Everything here is computed in float32 or wider, and is NOT private.
 
 from abc import ABC, abstractmethod
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,18 +30,19 @@ Examples = slice | Tensor  # a range of examples, or their indices
 class Factor(ABC):
     """The gradients g_i of B examples with respect to one parameter.
 
-    A subclass implements the abstract methods. It overrides the other methods where its structure allows a cheaper way
-    than to write the gradients out in full (`dense`).
+    A subclass implements the abstract methods, and overrides others where it knows a cheaper way than `dense`.
 
     `privgrad.gradient.clipping` calls `norms`, `mask`, `term_bound`, `positions`, `sum_and_rounding`, `exact_sum`,
     `dense` and `[]`. The engines call `merge`, `worth_keeping`, `written_out`, `norms`, `mask`, `dense`, `[]` and `+`.
-    `example_groups` calls `merge` and `*`. `shifted` calls `inner_products`. `diagnostics` calls `weighted_sum` and
-    `gram`.
+    `example_groups` calls `merge` and `*`, `shifted` `inner_products`, and `diagnostics` `weighted_sum` and `gram`.
 
     Attributes:
         examples: B.
         shape: P.
+        usual_terms: what clipping expects of `term_bound` at most, in C; examples with more are summed one by one.
     """
+
+    usual_terms: ClassVar[float] = 4.0
 
     def __init__(self, examples: int, shape: torch.Size) -> None:
         self.examples = examples

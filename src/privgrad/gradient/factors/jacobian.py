@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +139,8 @@ class Pulled(Factor):
         apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for half precision,
             where all examples would share the rounding errors of a large sum.
     """
+
+    usual_terms: ClassVar[float] = 32.0  # `term_bound` is several times too large, because the norm of J is
 
     def __init__(self, inner: Factor, jacobian: Jacobian, *, apart: bool) -> None:
         super().__init__(inner.examples, jacobian.parameter.shape)
