@@ -1,7 +1,8 @@
-"""How many examples the fast engine computes at once. Speed and memory only.
+"""How many examples the fast engine computes at once.
 
-`factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`. The privacy guarantee
-does not rest on this file, because `clipping` bounds each row by itself, in passes of any size.
+`factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`. `clipping` bounds each
+row by itself, in passes of any size. But the sizes follow the drawn batch, so one example can change how all others are
+rounded (docs/promise.md, "Rounding of the sum").
 """
 
 from torch import nn
