@@ -144,7 +144,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "begun": "self",
         "losses": "self loss_fn",
         "at": "self step parameters raw_mean",
-        "microbatch_size": "self engine examples",
+        "microbatch_size": "self engine examples usual_size",
         "chunks": "self engine examples size step inverse_scales",
         "gradients": "self engine examples step inverse_scales",
         "released": "self gradient",

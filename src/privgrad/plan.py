@@ -279,6 +279,18 @@ class PrivacyPlan:
         """
         return self.expected_batch_size // self.group_size
 
+    def usual_batch_size(self, processes: int = 1) -> int:
+        """Return the number of examples that 999 of 1,000 batches do not exceed: B plus three standard deviations.
+
+        PrivateGradient splits batches by this number, because the size of the drawn batch is private.
+
+        Args:
+            processes: the number of processes that share each batch; the result is for one of them.
+        """
+        expected = self.expected_batch_size / processes
+        spread = 3 * math.sqrt(expected * (1 - self.sample_rate)) if self.sampling == "poisson" else 0.0
+        return math.ceil(expected + spread)
+
     @property
     def is_covered(self) -> bool:
         """Whether the accountant covers the way batches are drawn.

@@ -370,7 +370,8 @@ class PrivateGradient:
         if batch.size == 0:
             return []
         contribution, engine = self._contribution, self._engine
-        size = self._microbatch_size or contribution.microbatch_size(engine, batch.examples)
+        usual_size = self._plan.usual_batch_size(self._processes.count)
+        size = self._microbatch_size or contribution.microbatch_size(engine, batch.examples, usual_size)
         if self._plan.group_size == 1:
             return contribution.chunks(engine, batch.examples, size, step, inverse_scales)
         return self._group_chunks(batch, step, size, inverse_scales)

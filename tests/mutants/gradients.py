@@ -25,7 +25,18 @@ from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.embedding import Rows
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers import embedding as embedding_rules
-from privgrad.types import ClippedSum
+from privgrad.types import ClippedSum, count_examples
+
+
+def passes_by_the_drawn_size(patch: Patch) -> None:
+    """The usual size is that of the batch, so one example can split a pass in two."""
+    real = Factored.microbatch_size
+
+    def planted(self: Factored, examples: Any, usual_size: int) -> int:
+        del usual_size
+        return real(self, examples, count_examples(examples))
+
+    patch.setattr(Factored, "microbatch_size", planted)
 
 
 def another_sum(planted: Callable[..., tuple[ClippedSum, Any]]) -> Callable[[Patch], None]:
@@ -461,6 +472,12 @@ CLIPPING = [
         "a total over many chunks in float32",
         chunks_added_in_float32,
         "test_rounding.test_a_change_of_one_example_is_right_however_many_chunks_a_batch_has",
+    ),
+    Mutant(
+        "passes split by the number of examples that were drawn",
+        passes_by_the_drawn_size,
+        "test_pass_sizes.test_equal_examples_round_alike_when_one_more_would_have_split_the_pass",
+        {"name": "Embedding"},
     ),
     Mutant(
         "the norm of a Jacobian kept while the weight's computation changes",

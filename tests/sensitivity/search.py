@@ -58,6 +58,8 @@ class Options:
     max_grad_norm: float
     preconditioner: str
     microbatch: int | None
+    memory_mb: float | None
+    expected: int
     loss: str
     public: bool
     dtype: torch.dtype
@@ -166,6 +168,7 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     loss = rng.choice(losses.get(profile, tuple(LOSSES)))
     if profile == "extreme":
         loss = rng.choice((loss, "linear", "linear", "linear times c"))
+    sizes = random.Random(f"sizes {seed} {number}")  # of its own, so that older cases stay as they were drawn
     contribution = "plain" if crowd else _weighted(rng, {"plain": 60, "BAM sam": 15, "BAM exact": 10, "SAT": 15})
     options = Options(
         engine="vmap" if not crowd and draw.chance(0.15) else "factored",
@@ -175,6 +178,9 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
         max_grad_norm=bound,
         preconditioner=preconditioner,
         microbatch=microbatch,
+        # Pass sizes follow the expected size and the memory, so one example more may start a new pass.
+        memory_mb=sizes.choice((None, None, None, *((1.0, 4.0) if crowd else (0.01, 0.1)))),
+        expected=max(1, min(count - 1, sizes.choice((count, count, 9 * count // 10, 1 + count // 2)))),
         loss=loss,
         public=not crowd and draw.chance(0.12),
         dtype=torch.float64 if draw.chance(0.12) or double else torch.float32,
@@ -263,15 +269,15 @@ class Oracle:
     """
 
     def __init__(self, case: Case) -> None:
-        options, count = case.options, len(case.examples[0])
+        options = case.options
         self.case = case
         self.plan = pg.PrivacyPlan(
             sample_rate=1.0,
             steps=1 << 20,
-            expected_batch_size=max(1, count - 1),
+            expected_batch_size=options.expected,
             noise_multiplier=1.0,
             max_grad_norm=options.max_grad_norm,
-            num_examples=max(1, count - 1),
+            num_examples=options.expected,
         )
         self.model, self.loss = case.drawn.model, loss_of(options.loss)
         transform: Any = None
@@ -289,6 +295,7 @@ class Oracle:
             clip=case.clip,
             engine="vmap" if options.engine == "vmap" else "factored",
             microbatch_size=options.microbatch,
+            memory_mb=options.memory_mb,
         )
         self.seen: list[Mapping[str, Tensor]] = []
         self.private_grad.register_raw_observer(lambda step: self.seen.append(step.raw_mean))

@@ -66,7 +66,7 @@ def raw_clipping_bias(
         chosen.released(released)
     if (count := count_examples(examples)) == 0:
         raise expected("raw_clipping_bias", "examples", "to be at least one", 0, "give a batch that is not empty")
-    size = engine.microbatch_size(examples)
+    size = engine.microbatch_size(examples, count)
     # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
     with chosen.at(step, parameters, partial(_refuse, type(chosen).__name__)):

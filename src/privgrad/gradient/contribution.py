@@ -2,7 +2,7 @@
 
 PrivateGradient asks its contribution for the gradients of each batch, clips them and adds them. The privacy guarantee
 rests on this: each row that a contribution returns depends on one unit, public numbers and released gradients only.
-It does not rest on the number of rows per chunk, nor on the texts of `described` and `__repr__`.
+It also rests on `microbatch_size`, which must be public. It does not rest on the texts of `described` and `__repr__`.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ class Engine(Protocol):
 
     def at(self, examples: Any, moved: Mapping[str, Factor], share: float) -> Mapping[str, Factor]: ...
 
-    def microbatch_size(self, examples: Any) -> int: ...
+    def microbatch_size(self, examples: Any, usual_size: int) -> int: ...
 
-    def moved_size(self, size: int, *, exact: bool) -> int: ...
+    def moved_size(self, examples: Any, size: int, *, exact: bool) -> int: ...
 
 
 class Schedule:
@@ -149,9 +149,18 @@ class Contribution:
         del step, parameters, raw_mean
         yield
 
-    def microbatch_size(self, engine: Engine, examples: Any) -> int:
-        """Return the number of rows to compute at once if the user gives none."""
-        return engine.microbatch_size(examples)
+    def microbatch_size(self, engine: Engine, examples: Any, usual_size: int) -> int:
+        """Return the number of rows to compute at once if the user gives none.
+
+        Args:
+            engine: computes per-example gradients.
+            examples: the batch. The answer may depend on the shape of one row, but not on the number of rows.
+            usual_size: a number of rows that batches rarely exceed. Public.
+        Privacy:
+            The bound on rounding rests on this. If the number of rows decided the split into chunks, one example could
+            change how all others are rounded.
+        """
+        return engine.microbatch_size(examples, usual_size)
 
     def chunks(
         self, engine: Engine, examples: Any, size: int, step: int, inverse_scales: Mapping[str, Tensor]

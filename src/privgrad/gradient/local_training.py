@@ -19,7 +19,7 @@ from privgrad.errors import expected, require_integer
 from privgrad.gradient.contribution import Contribution, Engine, Schedule
 from privgrad.gradient.factors.base import Dense, Factor, as_linear_map
 from privgrad.gradient.module_state import require_losses
-from privgrad.types import LossFunction, count_examples
+from privgrad.types import LossFunction
 
 
 class LocalUpdate(Contribution):
@@ -190,9 +190,9 @@ class ReportedUpdate(Contribution):
 
         return of_updates
 
-    def microbatch_size(self, engine: Engine, examples: Any) -> int:
-        """Return the number of users in the batch, because nothing is computed."""
-        return count_examples(examples)
+    def microbatch_size(self, engine: Engine, examples: Any, usual_size: int) -> int:
+        """Return the usual number of users: nothing is computed, so all can be in one chunk."""
+        return usual_size
 
     def gradients(
         self, engine: Engine, examples: Any, step: int, inverse_scales: Mapping[str, Tensor]

@@ -87,7 +87,7 @@ class BAM(Perturbation):
     ) -> Iterator[tuple[int, Mapping[str, Factor]]]:
         """Yield the `gradients` in chunks, in smaller ones where the engine needs more memory at moved points."""
         if self.radius(step) > 0:
-            size = engine.moved_size(size, exact=self.mode == "exact")
+            size = engine.moved_size(examples, size, exact=self.mode == "exact")
         return super().chunks(engine, examples, size, step, inverse_scales)
 
     def gradients(

@@ -5,8 +5,8 @@ The backward pass computes gradients at the outputs of layers only, and never th
 `diagnostics` and `federated` use it directly.
 
 `passes` computes; this file decides when to learn and to check. The privacy guarantee rests on this file: row i of
-every factor depends on example i, the model and public numbers only. `microbatch_size` and `moved_size` are not part of
-it: they choose how many examples are computed at once.
+every factor depends on example i, the model and public numbers only. The number of examples that are computed at once
+may not depend on the drawn batch, because it decides how a sum is rounded.
 """
 
 import copy
@@ -129,23 +129,33 @@ class Factored:
         """Check the next batch too; PrivateGradient calls this when the model's configuration has changed."""
         self._schedule.is_due = True
 
-    def microbatch_size(self, examples: Any) -> int:
+    def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once.
 
         Their gradients should stay near the processor's caches, but be much larger than the parameters.
         `Contribution.microbatch_size` and `diagnostics.bias` call it.
+
+        Args:
+            examples: a batch; only the shapes of one example decide.
+            usual_size: a number of examples that batches rarely exceed. Public.
         """
         if self._layouts.current.calls is None:
             self.audit(examples)
-        return self._memory.examples(count_examples(examples))
+        return self._memory.examples(usual_size, self._layouts.current.floats(examples))
 
-    def moved_size(self, size: int, *, exact: bool) -> int:
+    def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
         """Return the number of examples to compute at once in `moved`, at most `size`.
 
         It can be smaller than in `microbatch_size`, because some layers write out their weights for each example. BAM
         calls it.
+
+        Args:
+            examples: as in `microbatch_size`.
+            size: what `microbatch_size` has returned, or the user's choice.
+            exact: as in `moved`.
         """
-        return self._memory.displaced_examples(size, self._passes.written_per_example(exact=exact), exact=exact)
+        floats, written = self._layouts.current.floats(examples), self._passes.written_per_example(exact=exact)
+        return self._memory.displaced_examples(size, floats, written, exact=exact)
 
     def audit(self, examples: Any) -> None:
         """Learn from a few examples where each layer's tensors hold the examples, and have the next batch checked.
@@ -202,6 +212,7 @@ class Factored:
         own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
         passes.pulled = {id(own[name]): isinstance(f, Projected) for name, f in found.items() if isinstance(f, kinds)}
         self._layouts.current.reached = set(found)
+        self._layouts.current.measure(few, passes.floats)
 
     def _learn_displaced(self, few: Any, point: Point) -> None:
         """Learn the layouts of passes with displaced parameters, and check the gradients of a few examples."""

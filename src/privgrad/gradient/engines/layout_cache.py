@@ -5,6 +5,7 @@ methods of `LayoutCache`. The privacy guarantee of the fast engine rests on this
 attributes each row to its example.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -26,12 +27,22 @@ class Layouts:
         vmapped_units: paths of units that are computed by vmap.
         displaced: the same two for displaced parameters, by whether Hessian products are computed.
         reached: names of the parameters with gradients.
+        density: floats of output gradients per value of an example.
     """
 
     calls: Calls | None = None
     vmapped_units: set[str] = field(default_factory=set[str])
     displaced: dict[bool, tuple[Calls, set[str]]] = field(default_factory=dict[bool, tuple[Calls, set[str]]])
     reached: set[str] = field(default_factory=set[str])
+    density: float = 0.0
+
+    def floats(self, examples: Any) -> int:
+        """Return about how many floats of output gradients there are per example, by the shapes of the examples."""
+        return math.ceil(self.density * _values(examples))
+
+    def measure(self, examples: Any, floats: int) -> None:
+        """Set `density` from the floats of output gradients per example of these examples."""
+        self.density = floats / max(1, _values(examples))
 
     def copied(self) -> "Layouts":
         """Return a copy with sets and dicts of its own."""
@@ -75,3 +86,8 @@ class LayoutCache:
 def _shapes(examples: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of one example's tensors."""
     return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))
+
+
+def _values(examples: Any) -> int:
+    """Return the number of values of one example, over all its tensors."""
+    return sum(shape.numel() for shape in _shapes(examples))

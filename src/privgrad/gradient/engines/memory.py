@@ -1,8 +1,10 @@
 """How many examples the fast engine computes at once.
 
-`factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`. `clipping` bounds each
-row by itself, in passes of any size. But the sizes follow the drawn batch, so one example can change how all others are
-rounded (docs/promise.md, "Rounding of the sum").
+`factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`.
+
+The bound on rounding rests on this file (docs/promise.md, "Rounding of the sum"): the answers depend on the model, on
+the shapes of the examples and on public numbers only, never on the number of examples that were drawn. If one example
+could split a pass in two, or change how a gradient is stored, all others would be rounded differently.
 """
 
 from torch import nn
@@ -14,45 +16,45 @@ _FEW = 1 << 20  # floats of output gradients that are never split in two passes,
 class MemoryPlan:
     """The number of examples per pass, so that their data stay near the processor's caches or within a limit.
 
+    In all methods, `floats` is the number of floats of output gradients per example.
+
     Args:
         model: the module.
         memory_mb: MiB for the data that grow with the number of examples: half for output gradients, half for
             gradients that are kept from the norms to the sum. None: a multiple of the model's size.
-    Attributes:
-        floats: floats of output gradients per example, measured in the last pass.
     """
 
     def __init__(self, model: nn.Module, memory_mb: float | None) -> None:
         self._model = model
         self._room = None if memory_mb is None else int(memory_mb * 2**20) // 8  # floats, for each half
-        self.floats = 0
 
-    def examples(self, size: int) -> int:
-        """Return the number of examples per pass for a batch of `size`, in parts of nearly equal size."""
-        most = max(1, self._together // max(1, self.floats))
-        if self._room is None and size * self.floats > max(_FEW, 12 * self._size):
+    def examples(self, usual_size: int, floats: int) -> int:
+        """Return the number of examples per pass. A batch of `usual_size`, which is public, has nearly equal parts."""
+        most = max(1, self._together // max(1, floats))
+        if self._room is None and usual_size * floats > max(_FEW, 12 * self._size):
             # Inputs and output gradients of all layers are in memory together. Two parts keep the peak near that of
             # ordinary training.
-            most = min(most, -(-size // 2))
-        return -(-size // -(-size // most))
+            most = min(most, -(-usual_size // 2))
+        return -(-usual_size // -(-usual_size // most))
 
-    def displaced_examples(self, size: int, written: int, *, exact: bool) -> int:
+    def displaced_examples(self, size: int, floats: int, written: int, *, exact: bool) -> int:
         """Return the number of examples per pass with displaced parameters, at most `size`.
 
         Args:
-            size: see above.
+            size: the number of examples per pass at the weights. Public.
+            floats: see above.
             written: the number of parameters that are written out for each example.
             exact: whether Hessian products are computed.
         """
-        if exact and size * self.floats > max(_FEW, 2 * self._size):
+        if exact and size * floats > max(_FEW, 2 * self._size):
             # The graph of the backward pass needs about as much memory as the graph of the forward pass.
             size = -(-size // 2)
         # 2: the weights themselves, and their gradients.
         return max(1, min(size, self._together // max(1, 2 * written)))
 
-    def room(self, size: int) -> int:
-        """Return how many floats of written-out gradients of `size` examples may be kept from the norms to the sum."""
-        return size * self.floats // 4 if self._room is None else self._room
+    def room(self, floats: int) -> int:
+        """Return how many floats of written-out gradients per example may be kept from the norms to the sum."""
+        return floats // 4 if self._room is None else min(floats, self._room)
 
     @property
     def _together(self) -> int:

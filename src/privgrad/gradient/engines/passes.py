@@ -4,8 +4,7 @@ A pass trusts its layouts. `factored.Factored` decides when to learn and check t
 and `Point`; `self_check` calls `Passes.compute` and `Passes.learn` too.
 
 The privacy guarantee of the fast engine rests on this file: row i of every factor must depend on example i, the model
-and public numbers only. Two methods are not part of it: `written_per_example` serves memory, and `require_not_repeated`
-explains an error.
+and public numbers only. One method is not part of it: `require_not_repeated` explains an error.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -73,11 +72,12 @@ class Passes:
     Args:
         model: the module. Its forwards are replaced during a pass only.
         loss_fn: (model, examples) -> losses, shape (B,).
-        memory: chooses the number of examples per pass.
+        memory: says how many written-out gradients to keep.
     Attributes:
         layouts: where the tensors of each call hold the examples.
         pulled: by id of a parameter from which a weight is computed, whether its displacement is not written out.
         half: whether any output gradient of the last pass is in half precision.
+        floats: the number of floats of output gradients per example in the last pass.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
@@ -85,7 +85,7 @@ class Passes:
         self._norms = JacobianNorms()
         self.layouts = LayoutCache()
         self.pulled = dict[int, bool]()
-        self.half = False
+        self.half, self.floats = False, 0
 
     def compute(self, examples: Any, point: Point) -> tuple[dict[str, Factor], Displacements | None]:
         """Return the gradients at a point as factors, and the displacements of the parameters.
@@ -200,10 +200,10 @@ class Passes:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
         names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
-        self._memory.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
+        self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
-        # Gradients that are written out for their norms are kept for the sum, up to this many floats.
-        room = self._memory.room(size)
+        # Gradients that are written out for their norms are kept for the sum, up to this many floats per example.
+        room = self._memory.room(self.floats)
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 _require_unwritten(tap)
@@ -216,9 +216,8 @@ class Passes:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
-                    floats = size * int(parameter.numel())
-                    if factor.worth_keeping and floats <= room:
-                        factor, room = factor.written_out(), room - floats
+                    if factor.worth_keeping and parameter.numel() <= room:
+                        factor, room = factor.written_out(), room - int(parameter.numel())
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors
 

@@ -2,7 +2,7 @@
 
 It stores one whole gradient per example. Select it by `PrivateGradient(..., engine="vmap")`; tests compare the fast
 engine with it. The privacy guarantee rests on this file: row i of each gradient depends on example i, the model and
-public numbers only. `microbatch_size` and `moved_size` are not part of it: they serve memory.
+public numbers only. The number of examples that are computed at once may not depend on the drawn batch.
 
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
@@ -47,19 +47,20 @@ class Vmap:
         self._loss_fn = loss_fn
         self._memory_mb = memory_mb
 
-    def microbatch_size(self, examples: Any) -> int:
-        """Return the number of examples to compute at once."""
+    def microbatch_size(self, examples: Any, usual_size: int) -> int:
+        """Return the number of examples to compute at once; see `Factored.microbatch_size`."""
+        del examples
         if self._memory_mb is None:
-            return count_examples(examples)
+            return usual_size
         an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
         return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
 
     def check_again(self) -> None:
         """Do nothing: this engine needs no check, because it computes each example by itself."""
 
-    def moved_size(self, size: int, *, exact: bool) -> int:
+    def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
         """Return `size`: this engine writes out all gradients in any case."""
-        del exact
+        del examples, exact
         return size
 
     def __call__(self, examples: Any) -> dict[str, Factor]:

@@ -1,0 +1,131 @@
+"""The number of examples per pass, and what is kept in memory, do not depend on the number that was drawn."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.gradient.clipping import ClippingAccumulator
+
+
+def passes_of(
+    private_grad: pg.PrivateGradient, data: TensorDataset, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, ...]]:
+    """Return the number of examples and the kinds of factors of each pass of one step, as clipping receives them."""
+    found: list[Any] = []
+    add = ClippingAccumulator.add
+
+    def noted(self: ClippingAccumulator, chunk: Any) -> None:
+        found.append((next(iter(chunk.values())).examples, *(type(factor).__name__ for factor in chunk.values())))
+        add(self, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClippingAccumulator, "add", noted)
+        private_grad(next(iter(private_grad.plan.batches(data))))
+    return found
+
+
+def whole(size: int, **changed: Any) -> pg.PrivacyPlan:
+    """Return a plan that expects `size` examples, and draws all of a larger data set."""
+    return make_plan(sample_rate=1.0, expected_batch_size=size, num_examples=size, **changed)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "vmap": {"engine": "vmap"},
+    "little memory": {"memory_mb": 1e-3},
+    "vmap with little memory": {"engine": "vmap", "memory_mb": 1e-3},
+    "BAM": {"perturb": pg.perturb.BAM(0.1), "memory_mb": 1e-3},
+    "exact BAM": {"perturb": pg.perturb.BAM(0.1, mode="exact"), "memory_mb": 2e-3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_all_passes_but_the_last_have_a_size_that_does_not_follow_the_drawn_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = set[int]()
+    for drawn in (24, 25, 31, 47, 48, 49, 64):
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, whole(24), **OPTIONS[name])
+        *first, last = passes_of(private_grad, make_data(drawn), monkeypatch)
+        assert sum(passed[0] for passed in (*first, last)) == drawn
+        sizes |= {passed[0] for passed in first}
+        assert all(last[0] <= passed[0] for passed in first)
+    assert len(sizes) == 1
+
+
+def test_users_are_split_by_the_expected_cohort(monkeypatch: pytest.MonkeyPatch):
+    plan = pg.PrivacyPlan.for_users(
+        num_users=10, expected_cohort_size=10, rounds=1, noise_multiplier=1.0, max_update_norm=1.0, delta=1e-3
+    )
+    for drawn in (10, 11, 29):
+        inputs, labels = make_data(drawn).tensors
+        users = TensorDataset(inputs[:, None], labels[:, None], torch.ones(drawn, dtype=torch.long))
+        perturb = pg.federated.LocalUpdate(0.1, batch_size=1)
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, perturb=perturb)
+        *first, last = (passed[0] for passed in passes_of(private_grad, users, monkeypatch))
+        assert set(first) <= {10}
+        assert last <= 10
+
+
+def test_an_ordinary_batch_needs_no_pass_of_its_own_for_its_last_examples():
+    plan = make_plan(sample_rate=0.01, expected_batch_size=100, num_examples=10_000)
+    assert plan.usual_batch_size() == 130
+    assert plan.usual_batch_size(processes=4) == 40
+    assert make_plan(sample_rate=1.0, expected_batch_size=32).usual_batch_size() == 32
+    assert make_plan(sampling="fixed").usual_batch_size() == 8
+    sizes = [batch.size for batch in make_plan(**vars(plan) | {"steps": 500, "seed": 0}).batches(make_data(10_000))]
+    assert sum(size > 130 for size in sizes) <= 5
+
+
+def test_the_number_of_examples_in_a_pass_does_not_decide_what_is_kept(monkeypatch: pytest.MonkeyPatch):
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.Flatten())
+    kinds = set[Any]()
+    for drawn in (50, 51, 99, 100):
+        private_grad = pg.PrivateGradient(model, lambda m, x: m(x[0]).sum(1), whole(50), memory_mb=0.11)
+        passes = passes_of(private_grad, TensorDataset(torch.randn(drawn, 4, 3, 3)), monkeypatch)
+        kinds |= {passed[1:] for passed in passes}
+    assert len(kinds) == 1
+
+
+def row_of(share: float) -> tuple[Tensor, ...]:
+    """Return an example whose gradient in Linear(2, 220) has norm `share`."""
+    return (torch.full((1, 2), share / 440**0.5),)
+
+
+def word_of(share: float) -> tuple[Tensor, ...]:
+    """Return an example whose gradient in Embedding(2, 104) has norm `share`."""
+    return torch.zeros(1, dtype=torch.long), torch.full((1,), share / 104**0.5)
+
+
+ALIKE: dict[str, tuple[Callable[[], nn.Module], int, int, Callable[[float], tuple[Tensor, ...]], float]] = {
+    "Linear": (lambda: nn.Linear(2, 220, bias=False), 4700, 4766, row_of, 0.94),
+    "Embedding": (lambda: nn.Embedding(2, 104), 9990, 10_082, word_of, 0.9999),
+}
+
+
+def linear_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return model(batch[0]).sum(1) * (batch[1] if len(batch) > 1 else 1)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_equal_examples_round_alike_when_one_more_would_have_split_the_pass(name: str):
+    """With passes by the drawn size, the last example here split a pass in two: 1.3 C and 2.43 C."""
+    make, expected, drawn, one, share = ALIKE[name]
+    model, sums = make(), list[Tensor]()
+    for last in (None, 1.0, -1.0):
+        rows = [tensor.expand(drawn, *tensor.shape[1:]) for tensor in one(share)]
+        if last is not None:
+            rows = [torch.cat(pair) for pair in zip(rows, one(last), strict=True)]
+        private_grad = pg.PrivateGradient(model, linear_loss, whole(expected))
+        seen: list[Any] = []
+        private_grad.register_raw_observer(seen.append)
+        private_grad(next(iter(private_grad.plan.batches(TensorDataset(*rows)))))
+        sums.append(torch.cat([mean.double().flatten() for mean in seen[0].raw_mean.values()]) * expected)
+    for other in sums[1:]:
+        assert float((other - sums[0]).norm()) <= 1.005
