@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -24,7 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 import privgrad as pg
-from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan, seed_of
+from conftest import account_by_rdp, forking, loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad import ledger_file, training_run
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.diagnostics import RawGradientStats
@@ -139,8 +138,7 @@ def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options:
     """
     released, waits, tally = folder.with_name("released"), random.Random(seed_of(0)), Tally()
     released.touch()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
+    context = forking()
     while tally.kills < kills:
         begun, store = context.Event(), f"file://{folder.with_name(f'store{tally.kills}')}"
         processes = [
