@@ -108,7 +108,7 @@ def plan() -> Callable[..., pg.PrivacyPlan]:
 def forking() -> ForkServerContext:
     """Processes forked from one that has imported what they need, so that none takes seconds to begin.
 
-    That one process serves all tests of this one. Before Python 3.14 it is not told where the modules of tests are.
+    That one process serves all tests of this one. Python 3.11 does not tell it where the tests' modules are.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distributed_job", "torch._dynamo"])
