@@ -25,7 +25,7 @@ demo: .venv/installed
 	$(BIN)/privgrad compare examples/digits.toml --out report --restart
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: .venv/installed
 	$(BIN)/python -m pytest -m slow

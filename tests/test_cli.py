@@ -101,6 +101,7 @@ def test_help_everywhere(here: Here, tmp_path: Path):
         assert "--json" in here(command, "--help").stdout
 
 
+@pytest.mark.usefixtures("without_rendering")  # in this process; the command's own renders
 def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
     (tmp_path / "s.toml").write_text(SIGMA)
     done = privgrad("compare", "s.toml", "--out", "out", folder=tmp_path)
@@ -139,6 +140,7 @@ def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
     assert (tmp_path / "out-1/runs.jsonl").exists()
 
 
+@pytest.mark.usefixtures("without_rendering")
 def test_train_epsilon_and_calibrate_agree(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
     done = here("train", "one.toml", "--json")
@@ -289,6 +291,7 @@ def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
     assert "--out" in here("train", "one.toml", code=2).stderr
 
 
+@pytest.mark.usefixtures("without_rendering")
 def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Path):
     """SIGTERM to a real process; the next run makes the rest of the updates."""
     (tmp_path / "one.toml").write_text(

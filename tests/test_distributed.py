@@ -2,7 +2,6 @@
 
 import fcntl
 import math
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import distributed_job
 import privgrad as pg
-from conftest import make_plan
+from conftest import forking, make_plan
 from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, losses, same_training, wide_model
 from privgrad.integrations import distributed
 from privgrad.processes import ALONE
@@ -29,8 +28,7 @@ JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_eve
 
 def started(count: int, folder: Path, *jobs: str) -> None:
     """Do the jobs in so many processes, forked from one that has imported everything."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["distributed_job", "torch._dynamo"])
+    context = forking()
     store = folder / f"store{uuid4()}"
     processes = [context.Process(target=child, args=(rank, count, store, folder, jobs)) for rank in range(count)]
     for process in processes:

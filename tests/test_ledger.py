@@ -3,7 +3,6 @@
 import copy
 import fcntl
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan
+from conftest import forking, loss_fn, make_data, make_model, make_plan
 from privgrad import ledger_file as module
 from privgrad.accounting import Release
 
@@ -516,8 +515,7 @@ def hold(path: Path, told: Connection) -> None:
 def test_two_processes_do_not_write_one_ledger(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     written(path, "a")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
+    context = forking()
     ours = pg.Ledger(path)
     here, there = context.Pipe()
     second = context.Process(target=hold, args=(path, there))

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import multiprocessing
 import os
 import random
 import re
@@ -24,7 +23,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 import privgrad as pg
-from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan, seed_of
+from conftest import account_by_rdp, forking, loss_fn, make_data, make_model, make_plan, seed_of
 from privgrad import ledger_file, training_run
 from privgrad.checkpoint import read_checkpoint, write_checkpoint
 from privgrad.diagnostics import RawGradientStats
@@ -139,8 +138,7 @@ def kill_again_and_again(folder: Path, kills: int, *, ranks: int = 1, **options:
     """
     released, waits, tally = folder.with_name("released"), random.Random(seed_of(0)), Tally()
     released.touch()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["privgrad", "pytest", "torch._dynamo"])
+    context = forking()
     while tally.kills < kills:
         begun, store = context.Event(), f"file://{folder.with_name(f'store{tally.kills}')}"
         processes = [
@@ -187,7 +185,14 @@ KILLS = int(os.environ.get("PRIVGRAD_TEST_KILLS", "0"))
 
 @pytest.mark.timeout(300 + 15 * KILLS)
 @pytest.mark.parametrize(
-    ("seed", "kills", "ranks"), [(5, KILLS or 20, 1), (None, KILLS or 10, 1), (None, KILLS or 3, 2)]
+    ("seed", "kills", "ranks"),
+    [
+        (5, KILLS or 8, 1),
+        (None, KILLS or 6, 1),
+        (None, KILLS or 3, 2),
+        pytest.param(5, 20, 1, marks=pytest.mark.slow),
+        pytest.param(None, 10, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_random_moments_everything_released_was_charged(
     tmp_path: Path, kills: int, ranks: int, seed: int | None, monkeypatch: pytest.MonkeyPatch
@@ -656,7 +661,8 @@ def test_other_numbers_on_resume_are_refused(tmp_path: Path):
     run(tmp_path)  # the refusal left no lock behind
 
 
-def test_a_longer_run_composes(tmp_path: Path):
+def test_a_longer_run_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    account_by_rdp(monkeypatch)
     run(tmp_path)
     longer, result = run(tmp_path, steps=STEPS + 30)
     whole, _ = run(None, steps=STEPS + 30)
@@ -673,7 +679,10 @@ def test_bad_input_leaves_the_folder_usable(tmp_path: Path):
     pg.Ledger(tmp_path / "ledger.jsonl").close()
 
 
-def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFixture[str]):
+def test_progress_bar_shows_and_prints_nothing_when_off(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    account_by_rdp(monkeypatch)
     run(None)
     assert capfd.readouterr() == ("", "")
     _, result = run(None, progress=True, delta=1e-5)
@@ -685,8 +694,9 @@ def test_progress_bar_shows_and_prints_nothing_when_off(capfd: pytest.CaptureFix
     assert len(shown.strip().splitlines()) == 1  # no terminal: no flood of lines
 
 
-def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns():
+def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns(monkeypatch: pytest.MonkeyPatch):
     """On a terminal, under a bar of runs, amid a training: nothing is cut."""
+    account_by_rdp(monkeypatch)
     bar = bars(shown=True)
     bar.live.console = Console(width=80, force_terminal=True, file=io.StringIO())
     bar.add_task("runs", total=48, completed=12, note="final  DP-AdamBC  lr 0.002  seed 100")

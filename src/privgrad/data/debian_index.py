@@ -9,7 +9,6 @@ import re
 import subprocess
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from privgrad.data.sources import PathLike, find_folder, unpacked
@@ -42,7 +41,12 @@ class Package:
     tags: frozenset[str]
 
 
-def read_index(function: str, path: PathLike | None) -> tuple[str, list[Package], list[Package]]:
+_Index = tuple[str, list[Package], list[Package]]
+# The last lists that were read, by folder, sizes and times of change: a process may load several data sets from them.
+_KEPT: dict[tuple[Path, tuple[tuple[int, int], ...]], _Index] = {}
+
+
+def read_index(function: str, path: PathLike | None) -> _Index:
     """Return the suites, and the packages of the training part and of the test part, in a fixed order.
 
     Packages of one source are in the same part and next to each other.
@@ -50,17 +54,16 @@ def read_index(function: str, path: PathLike | None) -> tuple[str, list[Package]
     folder = find_folder(function, path, _LISTS, "*_dists_*_main_*Translation-en*", _REMEDY)
     lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
     stats = [file.stat() for file in lists]
-    return _parsed(function, folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
+    version = folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
+    if version not in _KEPT:
+        parsed = _parsed(function, folder)
+        _KEPT.clear()
+        _KEPT[version] = parsed
+    return _KEPT[version]
 
 
-@lru_cache(maxsize=1)  # a process may load the same lists for several experiments
-def _parsed(
-    function: str, folder: Path, versions: tuple[tuple[int, int], ...]
-) -> tuple[str, list[Package], list[Package]]:
-    """Return the result of read_index for lists with these versions (sizes and times of change).
-
-    It is cached, so callers must not change it.
-    """
+def _parsed(function: str, folder: Path) -> _Index:
+    """Return the result of read_index. It is kept, so callers must not change it."""
     lists = {kind: _lists(folder, kind) for kind in ("Packages", "Translation-en")}
     descriptions: dict[str, tuple[str, str]] = {}
     for file in lists["Translation-en"]:

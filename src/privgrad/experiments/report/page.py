@@ -7,7 +7,7 @@ states the guarantee of finished trainings.
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,7 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
     return images
 
 
+@cache
 def _template() -> jinja2.Template:
     """Return the page's template with its filters."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
