@@ -136,7 +136,8 @@ def _preconditioned(model: nn.Module) -> dict[str, Any]:
     scales = {
         name: (torch.rand(p.shape, generator=generator) + 0.5).to(p.device) for name, p in model.named_parameters()
     }
-    return {"precondition": precondition.fixed(scales)}
+    known = pg.Scales(scales, provenance="common knowledge", source="made up")
+    return {"precondition": precondition.fixed(known)}
 
 
 def _public(setup: Setup, schedule: str) -> Callable[[nn.Module], dict[str, Any]]:

@@ -115,6 +115,11 @@ def mean_of(updates: list[dict[str, Tensor]], bound: float, divisor: int) -> dic
     return {name: sum((s * u[name] for s, u in pairs), torch.zeros(())) / divisor for name in updates[0]}
 
 
+def fixed(scales: dict[str, Tensor]) -> pg.precondition.Preconditioner:
+    """A preconditioner with these scales."""
+    return pg.precondition.fixed(pg.Scales(scales, provenance="common knowledge", source="made up"))
+
+
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "AdaDPS"])
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
 @pytest.mark.parametrize("name", MODELS)
@@ -126,7 +131,7 @@ def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: 
             shape = [value.shape[:1] + (1,) * (value.dim() - 1), value.shape, value.shape[-1:]][index % 3]
             scales[parameter] = torch.linspace(0.5, 3.0, shape.numel(), dtype=torch.float64).view(shape)
     local = LocalUpdate(0.7, batch_size=3, epochs=2)
-    precondition = pg.precondition.fixed(scales, source="made up") if scales else None
+    precondition = fixed(scales) if scales else None
     plan = plan_for(len(users))
     private_grad = pg.PrivateGradient(
         model, cross_entropy, plan, perturb=local, precondition=precondition, engine=engine, microbatch_size=2
@@ -146,7 +151,7 @@ def test_scales_of_one_are_federated_averaging_to_the_bit():
     model, _, users = users_of("mlp")
     ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
     plan, found = plan_for(len(users)), list[dict[str, Tensor]]()
-    for precondition in (None, pg.precondition.fixed(ones, source="made up")):
+    for precondition in (None, fixed(ones)):
         local = LocalUpdate(0.5, batch_size=2)
         private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=precondition)
         found.append(dict(private_grad(next(plan.batches(users)))))

@@ -143,6 +143,27 @@ def test_noise_of_a_release_that_was_not_charged_is_not_drawn_again(monkeypatch:
     assert not torch.equal(seen[0]["0.weight"], later["0.weight"])
 
 
+def test_a_step_whose_observer_raises_stays_charged(tmp_path: Path):
+    """The observer has seen the released gradient, so the step cannot be free, and its noise is not drawn again."""
+    plan, seen = make_plan(delta=1e-5), list[pg.NoisyGradient]()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=tmp_path / "ledger.jsonl")
+    assert private_grad.ledger.epsilon(delta=1e-5) == 0
+
+    def observe(step: Any) -> None:
+        seen.append(step.released)
+        raise OSError("the disk is full")
+
+    handle, batch = private_grad.register_raw_observer(observe), first_batch(plan, make_data())
+    with pytest.raises(OSError, match="the disk is full"):
+        private_grad(batch)
+    assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).releases == private_grad.ledger.releases == 1
+    assert private_grad.ledger.epsilon(delta=1e-5) == private_grad.epsilon(steps=1)
+    handle.remove()
+    with pytest.raises(pg.SamplingError, match="already charged"):
+        private_grad(batch)
+    assert private_grad.ledger.releases == private_grad.state_dict()["step"] == len(seen) == 1
+
+
 def test_going_past_the_plans_steps_raises_before_release():
     plan, more = make_plan(steps=3), make_plan(steps=5)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)

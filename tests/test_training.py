@@ -307,13 +307,16 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path: Path):
     assert pg.Ledger(tmp_path / "a/ledger.jsonl", read_only=True).releases == 0
 
 
+SCALES = pg.Scales({"0.bias": torch.tensor(2.0)}, provenance="common knowledge", source="a test")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr": 0.5}, "options"),
         ({"kind": pg.optim.SGD, "lr": 0.05}, "AdamBC"),
         ({"clip": pg.clip.Automatic()}, "clip"),
-        ({"precondition": pg.precondition.fixed({"0.bias": torch.tensor(2.0)})}, "side_information"),
+        ({"precondition": pg.precondition.fixed(SCALES)}, "side_information"),
     ],
 )
 def test_another_runs_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str):

@@ -293,7 +293,9 @@ class PrivateGradient:
             PrivacyError: the loss is wrong (first batch), or the ledger cannot be written.
         Privacy:
             Each call is charged once, on the ledger, before the gradient is returned. An empty batch gets noise and a
-            charge like any other. If the call raises, nothing was released and nothing was charged.
+            charge like any other. If the call raises before the charge, nothing was released and nothing was charged.
+            If it raises after the charge, the step stays charged. Errors of a raw observer come after the charge, and
+            so do some errors of the network between processes.
         """
         processes = self._processes
         with self._turn, processes.unsharded(self._model):

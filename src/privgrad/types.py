@@ -1,7 +1,7 @@
 """The types that the parts of the library pass to each other: Batch -> ClippedSum -> NoisyGradient, and Scales.
 
 Each type carries the facts that its receiver needs, such as the sensitivity of a sum or the noise of a gradient. All
-are frozen dataclasses, except `Scales`, which is a dict.
+are frozen dataclasses.
 
 The whole library uses them. The privacy guarantee rests on three: ClippedSum states the sensitivity, Batch and Sampling
 state how the examples were drawn. It also rests on `count_examples`, with which PrivateGradient checks that a batch has
@@ -123,42 +123,75 @@ class ClippedSum:
 Provenance = Literal["public data", "common knowledge", "private-derived"]
 
 
-class Scales(dict[str, Tensor]):
-    """A mapping from parameter name to scales A, with the provenance of the scales.
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Scales(Mapping[str, Tensor]):
+    """A mapping from parameter name to scales A, with the provenance of the scales. It cannot be changed.
 
-    Users and `side_information` make them. `precondition.fixed` divides each gradient by A before clipping.
+    Users and `side_information` make them. `precondition.fixed` divides each gradient by A before clipping. It takes no
+    plain dict, such as one that was made from Scales by `{**scales}`.
 
     Args:
         values: scales by parameter name; each broadcasts to its parameter.
-        provenance: "public data"; "common knowledge" (anyone may assume it, for example the word frequencies of a
-            language); or "private-derived": computed from the private data, so that no epsilon covers the scales.
+    Attributes:
+        provenance: "public data", which includes released values; "common knowledge" (anyone may assume it, for example
+            the word frequencies of a language); or "private-derived": computed from the private data, so that no
+            epsilon covers the scales.
         source: the exact source, in a few words.
     Raises:
         PrivacyError: values is not a mapping, the provenance is unknown, or the source is empty.
     Privacy:
-        The provenance is a statement of the caller. No code can check it.
+        The provenance is a statement of the caller. No code can check it. Values that are computed from Scales and put
+        into new Scales need the provenance of the old ones.
     """
+
+    provenance: Provenance
+    source: str
+    _tensors: dict[str, Tensor]
 
     def __init__(self, values: Mapping[str, Tensor], *, provenance: Provenance, source: str) -> None:
         if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give a dict, such as {'0.weight': torch.ones(4, 5)}"
             raise expected("Scales", "values", "to be a mapping of scales by parameter name", described(values), remedy)
-        super().__init__(values)
         if f"{provenance}" not in get_args(Provenance) or not source:
             condition = f"to be one of {', '.join(get_args(Provenance))}, with a source"
             got, remedy = f"provenance {provenance!r} and source {source!r}", "say where the scales come from"
             raise expected("Scales", "provenance", condition, got, remedy)
-        self.provenance, self.source = provenance, source
+        vars(self).update(provenance=provenance, source=source, _tensors=dict(values))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"Scales({self._tensors!r}, provenance={self.provenance!r}, source={self.source!r})"
+
+    # The entries of two tensors are compared one by one, which gives no single answer.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __or__(self, other: Any) -> "Scales":
         """Return the union of both, with the less public provenance of the two and with both sources. For users."""
         if not isinstance(other, Scales):
-            remedy = "convert it to Scales, so that both sources stay known"
-            raise expected("Scales", "the right operand of |", "to be Scales", type(other).__name__, remedy)
+            raise _not_scales("right", other)
         order = get_args(Provenance)
         provenance = cast(Provenance, max(self.provenance, other.provenance, key=order.index))
         source = "; ".join(dict.fromkeys((self.source, other.source)))
         return Scales({**self, **other}, provenance=provenance, source=source)
+
+    def __ror__(self, other: Any) -> "Scales":
+        """Refuse the union with a left operand that is not Scales."""
+        raise _not_scales("left", other)
+
+
+def _not_scales(side: str, operand: object) -> Exception:
+    """Return the error for the union of Scales with something else."""
+    remedy = "convert it to Scales, so that both sources stay known"
+    return expected("Scales", f"the {side} operand of |", "to be Scales", type(operand).__name__, remedy)
 
 
 NoiseStd = float | Mapping[str, float | Tensor]

@@ -50,6 +50,11 @@ def length(values: Mapping[str, Tensor]) -> float:
     return float(torch.cat([value.flatten() for value in values.values()]).norm())
 
 
+def fixed(scale: Tensor, name: str = "weight") -> pg.precondition.Preconditioner:
+    """A preconditioner with the scales of one parameter."""
+    return pg.precondition.fixed(Scales({name: scale}, provenance="common knowledge", source="a test"))
+
+
 ENGINES = ("factored", "vmap")
 
 
@@ -60,7 +65,7 @@ def test_a_broken_value_in_a_sparse_row_spoils_nothing(scale: float | None, wron
     model, x = SparseLinear(6, 2), torch.ones(4, 2, 3)
     x[:, 0], x[3, 1, 1] = torch.tensor([1.0, 2.0, 3.0]), wrong
     y = torch.zeros(4, dtype=torch.long)
-    options = {} if scale is None else {"precondition": pg.precondition.fixed({"weight": torch.tensor(scale)})}
+    options = {} if scale is None else {"precondition": fixed(torch.tensor(scale))}
     found, wanted = (released(model, (x[:n], y[:n]), loss_fn, **options) for n in (4, 3))
     for name in wanted:
         torch.testing.assert_close(found[name], wanted[name])
@@ -144,7 +149,7 @@ def test_scales_far_apart_hide_no_norm(sparse: bool, engine: Any):
     else:
         model, x = nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 0.0]])
         scales = scales[None]
-    made = pg.precondition.fixed({"weight": scales})
+    made = fixed(scales)
     found = length(released(model, (x, large[:, None]), engine=engine, precondition=made))
     assert found == pytest.approx(1.0, rel=1e-5)
 
@@ -153,7 +158,7 @@ def test_scales_far_apart_hide_no_norm(sparse: bool, engine: Any):
 def test_values_of_sparse_rows_whose_squares_are_no_float32_hide_no_norm(value: float):
     model, x = SparseLinear(2, 1), torch.tensor([[[0.0], [value]]])
     model.bias.requires_grad_(False)
-    made = pg.precondition.fixed({"weight": torch.tensor(2.0)})
+    made = fixed(torch.tensor(2.0))
     found = length(released(model, (x, torch.tensor([[1e3 / value]])), precondition=made))
     assert found == pytest.approx(1.0, rel=1e-5)
 
@@ -164,10 +169,10 @@ def test_terms_that_cancel_are_seen_though_their_squares_are_no_float32():
     x = (torch.rand(1, 1, 4) + 1).expand(1, 2, 4).clone() * 5e-24
     x[:, 1] *= -1
     y = (torch.rand(1, 1, 4) + 0.5).expand(1, 2, 4) * 3e-5 / 5e-24
-    scales = {"weight": torch.tensor(2e-12)}
+    made = fixed(torch.tensor(2e-12))
     model = nn.Linear(4, 4, bias=False)
     with_it, without = (
-        released(model, examples, precondition=pg.precondition.fixed(scales), microbatch_size=100)["weight"]
+        released(model, examples, precondition=made, microbatch_size=100)["weight"]
         for examples in ((torch.cat([others[0], x]), torch.cat([others[1], y])), others)
     )
     assert float((with_it - without).norm()) <= 1 + 1e-3
@@ -250,7 +255,7 @@ def test_many_may_be_given_one_preconditioner_and_none_sees_another():
     data = (torch.randn(8, 4), torch.randn(8, 1))
     first, again = (released(model, data, precondition=made)["weight"] for _ in range(2))
     assert torch.equal(first, again)
-    scales = pg.precondition.fixed({"weight": torch.tensor(2.0)})
+    scales = fixed(torch.tensor(2.0))
     small, large = nn.Linear(4, 1, bias=False), nn.Linear(6, 1, bias=False)
     plan = plan_of(8)
     private_grad = pg.PrivateGradient(small, linear_loss, plan, precondition=scales)
@@ -360,7 +365,7 @@ def test_private_derived_scales_are_covered_by_no_epsilon():
 
 def test_a_ledger_with_side_information_is_not_gone_on_with_without_any(tmp_path: Any):
     plan, path = plan_of(32, noise_multiplier=1.0), tmp_path / "ledger.jsonl"
-    made = pg.precondition.fixed({"0.weight": torch.tensor(2.0)}, source="a book")
+    made = fixed(torch.tensor(2.0), "0.weight")
     pg.PrivateGradient(make_model(), loss_fn, plan, precondition=made, ledger=path).ledger.close()
     with pytest.raises(pg.PrivacyError, match="side_information"):
         pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)

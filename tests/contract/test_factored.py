@@ -438,13 +438,16 @@ def test_scales_are_taken_as_numbers_and_refused_with_a_reason():
     def private_grad(precondition: Any) -> pg.PrivateGradient:
         return pg.PrivateGradient(make_model(), loss_fn, make_plan(), precondition=precondition)
 
-    private_grad(pg.precondition.fixed({"0.bias": cast(Any, 2.0)}))
+    def fixed(scale: Any) -> pg.precondition.Preconditioner:
+        return pg.precondition.fixed(pg.Scales({"0.bias": scale}, provenance="common knowledge", source="a test"))
+
+    private_grad(fixed(2.0))
     with pytest.raises(pg.PrivacyError, match=r"precondition\.fixed"):
         private_grad({"0.bias": torch.tensor(2.0)})
-    with pytest.raises(pg.PrivacyError, match="mapping by parameter name"):
+    with pytest.raises(pg.PrivacyError, match="to be Scales, with a provenance, got list"):
         pg.precondition.fixed(cast(Any, [2.0]))
     with pytest.raises(pg.PrivacyError, match="values from -1 to -1"):
-        private_grad(pg.precondition.fixed({"0.bias": torch.tensor(-1.0)}))
+        private_grad(fixed(torch.tensor(-1.0)))
 
 
 class NearTie(nn.Module):

@@ -229,10 +229,11 @@ def test_an_example_swapped_leaves_the_others_contributions(engine: str, mode: A
 )
 @pytest.mark.parametrize("mode", ["sam", "exact"])
 def test_engines_and_microbatches_agree_with_scales_and_every_clipping(mode: Any, clip: Any):
-    scales = {"0.weight": torch.rand(4, 5, dtype=torch.float64) + 0.3}
+    values = {"0.weight": torch.rand(4, 5, dtype=torch.float64) + 0.3}
+    scales = pg.Scales(values, provenance="common knowledge", source="a test")
 
     def made(**options: Any) -> dict[str, Tensor]:
-        precondition = pg.precondition.fixed(scales, source="test")
+        precondition = pg.precondition.fixed(scales)
         return sums(pg.perturb.BAM(0.2, mode=mode), EXAMPLES, clip=clip, precondition=precondition, **options)
 
     whole = made(engine="vmap")

@@ -78,12 +78,15 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool
     assert clipped > 0
 
 
+def fixed(scales: dict[str, Tensor]) -> pg.precondition.Preconditioner:
+    """A preconditioner with these scales."""
+    return pg.precondition.fixed(pg.Scales(scales, provenance="common knowledge", source="a test"))
+
+
 def test_scales_of_one_change_no_bit():
     plan = make_plan(seed=0)
-    ones = {name: torch.ones_like(parameter) for name, parameter in make_model().named_parameters()}
-    for plain, divided in zip(
-        run(make_model(), plan), run(make_model(), plan, precondition=pg.precondition.fixed(ones)), strict=True
-    ):
+    ones = fixed({name: torch.ones_like(parameter) for name, parameter in make_model().named_parameters()})
+    for plain, divided in zip(run(make_model(), plan), run(make_model(), plan, precondition=ones), strict=True):
         assert all(torch.equal(plain[name], divided[name]) for name in plain)
 
 
@@ -106,8 +109,8 @@ def test_norms_follow_scales_that_are_written_over():
 def test_scales_and_c_together_change_the_scale_only():
     scales = {name: torch.rand_like(p) + 0.5 for name, p in make_model().named_parameters()}
     larger = {name: 8 * scale for name, scale in scales.items()}
-    some = run(make_model(), make_plan(seed=0, max_grad_norm=2.0), precondition=pg.precondition.fixed(scales))
-    others = run(make_model(), make_plan(seed=0, max_grad_norm=0.25), precondition=pg.precondition.fixed(larger))
+    some = run(make_model(), make_plan(seed=0, max_grad_norm=2.0), precondition=fixed(scales))
+    others = run(make_model(), make_plan(seed=0, max_grad_norm=0.25), precondition=fixed(larger))
     for one, other in zip(some, others, strict=True):
         for name, value in one.items():
             torch.testing.assert_close(value / 8, other[name], rtol=1e-5, atol=1e-7)

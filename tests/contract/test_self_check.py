@@ -412,9 +412,9 @@ def test_parameters_without_dimensions_train_alike_in_both_engines(perturb: str,
         torch.manual_seed(0)
         model = Temperature().double()
         plan = make_plan(seed=0, sample_rate=1.0, expected_batch_size=8, num_examples=8)
-        precondition = (
-            None if scales is None else pg.precondition.fixed({n: torch.as_tensor(s) for n, s in scales.items()})
-        )
+        precondition = None
+        if scales is not None:
+            precondition = pg.precondition.fixed(pg.Scales(scales, provenance="common knowledge", source="a test"))
         options: Any = {"engine": engine, "perturb": PERTURB[perturb], "precondition": precondition, "clip": clip}
         private_grad = pg.PrivateGradient(model, lambda m, batch: squares(m, batch[0]), plan, **options)
         optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-2)

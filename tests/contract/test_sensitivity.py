@@ -209,7 +209,8 @@ def test_clip_factors_that_float32_does_not_hold_keep_the_bound(size: float, bou
     torch.manual_seed(0)
     model, sizes = nn.Linear(1, 1), torch.full((3, 1), size)
     scales = {name: torch.full_like(parameter, scale) for name, parameter in model.named_parameters()}
-    options = {} if scale == 1 else {"precondition": precondition.fixed(scales, source="a test")}
+    known = pg.Scales(scales, provenance="common knowledge", source="a test")
+    options = {} if scale == 1 else {"precondition": precondition.fixed(known)}
     change = change_over_bound(model, weighted, (sizes, torch.randn(3, 1), sizes), 2, bound=bound, **options)
     assert change <= LIMIT
 

@@ -122,8 +122,8 @@ def joined_scales_of_the_better_source(patch: Patch) -> None:
 
     def wrong(self: pg.Scales, other: Any) -> pg.Scales:
         joined = real(self, other)
-        joined.provenance = min(self.provenance, other.provenance, key=get_args(Provenance).index)
-        return joined
+        better: Provenance = min((self.provenance, other.provenance), key=get_args(Provenance).index)
+        return pg.Scales(joined, provenance=better, source=joined.source)
 
     patch.setattr(pg.Scales, "__or__", wrong)
 

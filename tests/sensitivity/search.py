@@ -282,7 +282,7 @@ class Oracle:
         self.model, self.loss = case.drawn.model, loss_of(options.loss)
         transform: Any = None
         if options.preconditioner == "fixed":
-            transform = precondition.fixed(case.scales, source="drawn")
+            transform = precondition.fixed(pg.Scales(case.scales, provenance="common knowledge", source="drawn"))
         elif options.preconditioner == "public_adam":
             gradient = PublicGradient(self.model, self.loss, case.public_examples, source="drawn")
             transform = precondition.public_adam(gradient, keep=0.9)

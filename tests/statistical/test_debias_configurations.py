@@ -51,7 +51,11 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], 
         {},
         {
             "precondition": pg.precondition.fixed(
-                {"0.weight": torch.full((150, 60), 0.1), "2.weight": torch.tensor(5.0)}
+                pg.Scales(
+                    {"0.weight": torch.full((150, 60), 0.1), "2.weight": torch.tensor(5.0)},
+                    provenance="common knowledge",
+                    source="a test",
+                )
             )
         },
         {},

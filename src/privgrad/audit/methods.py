@@ -24,6 +24,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim.base import constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.types import Scales
 
 Mechanism = Literal["step", "training"]
 
@@ -88,7 +89,8 @@ def _public(model: nn.Module) -> PublicGradient:
 def _scaled(model: nn.Module) -> dict[str, Any]:
     """Return arguments for PrivateGradient: fixed scales."""
     scales = {name: torch.linspace(0.5, 2.0, p.numel()).view_as(p) for name, p in model.named_parameters()}
-    return {"precondition": precondition.fixed(scales)}
+    known = Scales(scales, provenance="common knowledge", source="made up")
+    return {"precondition": precondition.fixed(known)}
 
 
 def _by(rule: Callable[..., precondition.Preconditioner], **options: Any) -> Callable[[nn.Module], dict[str, Any]]:

@@ -140,19 +140,19 @@ class Fixed(Preconditioner):
         return self._made
 
 
-def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Preconditioner:
+def fixed(scales: Scales, *, source: str | None = None) -> Preconditioner:
     """Return a preconditioner with constant scales A: each example's gradient g becomes g / A before it is clipped.
 
     Users call it through `privgrad.precondition`; `experiments.build`, `audit.methods` and `papers.toy_regression` call
     it too.
 
     Args:
-        scales: tensors by parameter name, with values from 1e-12 to 1e12, that broadcast to their parameters. Where a
-            name is missing, A = 1. Scales from `privgrad.side_information` record their own source.
-        source: where the scales come from, in a few words; recorded.
+        scales: Scales, with values from 1e-12 to 1e12, that broadcast to their parameters. Where a name is missing,
+            A = 1. `privgrad.side_information` makes such Scales.
+        source: more about where the scales come from, in a few words; recorded after their own source.
     Raises:
-        PrivacyError: `scales` is not a mapping; or, when PrivateGradient is constructed, a name, shape or value does
-            not fit.
+        PrivacyError: `scales` are not Scales, for instance a dict, which has no provenance; or, when PrivateGradient is
+            constructed, a name, shape or value does not fit.
     Privacy:
         This function gives no guarantee of its own: the scales must be public, or post-processing of released values.
         The bound C then holds in the preconditioned space, and the released gradient stays in that space. If the
@@ -161,13 +161,14 @@ def fixed(scales: Mapping[str, Tensor], *, source: str | None = None) -> Precond
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 2.
     """
-    if not isinstance(scales, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        got, remedy = type(scales).__name__, 'give {"layer.weight": scale, ...}'
-        raise expected("precondition.fixed", "scales", "to be a mapping by parameter name", got, remedy)
-    known = f"{scales.provenance}: {scales.source}" if isinstance(scales, Scales) else None
+    if not isinstance(scales, Scales):  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = (
+            'give privgrad.Scales({"layer.weight": scale}, provenance="public data", source="..."), if that is true'
+        )
+        raise expected("precondition.fixed", "scales", "to be Scales, with a provenance", type(scales).__name__, remedy)
     # The text becomes a fact of the ledger, and a resumed run must have equal facts: do not change it.
-    recorded = "; ".join(part for part in (known, source) if part) or "given; source unknown"
-    is_public = not (isinstance(scales, Scales) and scales.provenance == "private-derived")
+    recorded = "; ".join(part for part in (f"{scales.provenance}: {scales.source}", source) if part)
+    is_public = scales.provenance != "private-derived"
     return Fixed({name: torch.as_tensor(scale) for name, scale in scales.items()}, recorded, is_public=is_public)
 
 

@@ -8,9 +8,14 @@ find mistakes, but they prove nothing.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import FunctionType, MethodType
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +34,15 @@ _FROZEN = "has no trainable parameter"
 _DRAWS = 4  # number of random draws: a model that mixes examples only sometimes does so in some of them
 _HALVED = 64  # most examples for the comparison of a batch with its first half
 _SAME = 1e-3  # relative change of a loss that is too large for rounding
+# What the hash of the configuration sees.
+_PLAIN = frozenset({bool, str, type(None)})
+_CONTAINERS = frozenset({dict, OrderedDict, set, list, tuple})
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+_SEEN = _HOOKS | {"_buffers", "_parameters"}
+_SMALL = 64  # most entries of a tensor whose values are read
+_DEPTH = 3  # of functions in the closures and arguments of functions
+_SERIALS: dict[int, tuple[ref[object], int]] = {}  # by id, which Python may use again
+_COUNT = count()
 
 
 @dataclass(frozen=True)
@@ -147,20 +161,99 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
 
 
 def configuration(model: nn.Module) -> int:
-    """Return a hash of the modules' settings; if it changes, the model may compute differently from now on.
+    """Return a hash of what decides how the modules compute; if it changes, the model may compute differently.
 
-    It is computed from each module's mode and its other flags and strings, and for a number, whether it is zero. So a
-    layer that is switched on changes the hash, and a counter of steps does not. PrivateGradient checks the loss again
-    if the hash changes.
+    PrivateGradient checks the loss again if the hash changes. It is computed from these facts:
+
+    - the path and the class of each module, and the code of the class' forward;
+    - the flags and strings of each module, and for a number, whether it is zero. So a layer that is switched on changes
+      the hash, and a counter of steps does not;
+    - the same for each entry of a small tensor on the CPU: a buffer, a frozen parameter or an attribute;
+    - the functions among the attributes and the hooks.
+
+    It does not see state elsewhere: in globals, in lists and other objects, in large tensors or on a GPU, in loss_fn.
     """
-    found: list[tuple[int, str, object]] = []
-    for index, module in enumerate(model.modules()):
+    found: list[object] = []
+    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        owner = type(module)
+        found.append((path, _serial(owner), _serial(getattr(getattr(owner, "forward", None), "__code__", owner))))
         for name, value in vars(module).items():
-            if value is None or isinstance(value, bool | str):
-                found.append((index, name, value))
-            elif isinstance(value, int | float):
-                found.append((index, name, value != 0))
+            kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+            if kind in _CONTAINERS:
+                if value and name in _SEEN:
+                    found.append((name, *_states_in(name, value)))
+            elif kind in _PLAIN:
+                found.append((name, value))
+            elif kind is int or kind is float:
+                found.append((name, value != 0))
+            elif (state := _state_of(value, _DEPTH)) is not None:
+                found.append((name, state))
     return hash(tuple(found))
+
+
+def _states_in(name: str, values: Mapping[Any, Any]) -> Iterator[object]:
+    """Yield what the hash of the configuration sees of a module's hooks, buffers or parameters."""
+    if name in _HOOKS:  # their keys are never used again
+        yield from (_state_of(value, _DEPTH) for value in values.values())
+    else:
+        yield from ((key, _nonzero(value)) for key, value in values.items() if isinstance(value, Tensor))
+
+
+def _state_of(value: object, depth: int) -> object:
+    """Return what the hash of the configuration sees of a value. Functions of one code are equal."""
+    own: object
+    parts: Iterable[object] = ()
+    if isinstance(value, FunctionType):
+        own, defaults = _serial(value.__code__), value.__defaults__ or ()
+        if value.__closure__ or defaults or value.__kwdefaults__:
+            parts = (*_enclosed(value), *defaults, *(value.__kwdefaults__ or {}).values())
+    elif isinstance(value, MethodType):
+        return _state_of(value.__func__, depth)
+    elif isinstance(value, partial):
+        own, parts = partial, (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, type):
+        return _serial(value)
+    elif isinstance(value, Tensor):
+        return _nonzero(value)
+    elif callable(value):  # a function of C, or an object of a class with __call__
+        return _serial(type(value)), str(getattr(value, "__qualname__", ""))
+    elif value is None or isinstance(value, bool | str):
+        return value
+    else:
+        return value != 0 if isinstance(value, int | float) else None
+    return own, *(_state_of(part, depth - 1) for part in parts if depth > 0)
+
+
+def _enclosed(function: FunctionType) -> Iterator[object]:
+    """Yield the values of a function's closure; None for a variable that has no value yet."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield None
+
+
+def _nonzero(value: Tensor) -> object:
+    """Return which entries of a small tensor on the CPU are not zero; nothing for a large one or one that is trained.
+
+    To read a tensor on a GPU, the CPU would have to wait for it in every step.
+    """
+    if value.requires_grad or value.numel() > _SMALL or not value.is_cpu or value.layout is not torch.strided:
+        return None
+    if type(value) not in (Tensor, nn.Parameter):  # a tensor of several processes, for instance
+        return None
+    try:
+        return tuple(map(bool, cast("list[object]", value.flatten().tolist()))) if value.dim() else bool(value.item())
+    except RuntimeError:  # a quantized type
+        return None
+
+
+def _serial(value: object) -> int:
+    """Return the number of a class or of a function's code; no other object gets it, even if this one is deleted."""
+    known = _SERIALS.get(id(value))
+    if known is None or known[0]() is not value:
+        known = _SERIALS[id(value)] = ref(value), next(_COUNT)
+    return known[1]
 
 
 def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
