@@ -147,7 +147,7 @@ class PrivateGradient:
             got, remedy = type(perturb).__name__, "give perturb.BAM(radius) or perturb.SAT(radius)"
             raise expected("PrivateGradient", "perturb", "to be a Contribution", got, remedy)
         if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed({...})"
+            got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed(scales)"
             raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
         if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
