@@ -355,9 +355,10 @@ def test_few_of_our_frames_lie_between_a_batch_and_the_first_layer():
     def count(*_: Any) -> None:
         found.append(sum(frame.filename.startswith(ours) for frame in inspect.stack()))
 
+    next(model.children()).register_forward_pre_hook(count)
     private_grad, batches = pg.PrivateGradient(model, loss_fn, plan), plan.batches(make_data())
     for _ in range(2):
         private_grad(next(batches))
-    next(model.children()).register_forward_pre_hook(count)
+    found.clear()
     private_grad(next(batches))
     assert found == [8]

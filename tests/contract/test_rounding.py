@@ -137,7 +137,9 @@ def test_positions_are_added_up_in_an_order_that_no_other_example_decides(name: 
         parameter.data.zero_()
     for size in (64, 63):
         plan = make_plan(sample_rate=1.0, expected_batch_size=63, num_examples=63)
-        private_grad = pg.PrivateGradient(model, lambda m, batch: (m(batch[0]) * batch[1]).flatten(1).sum(1), plan)
+        private_grad = pg.PrivateGradient(
+            model, lambda m, batch: (m(batch[0]) * batch[1]).flatten(1).sum(1), plan, microbatch_size=64
+        )
         private_grad.register_raw_observer(lambda step: norms.append(step.clipping.raw_norms[:63]))
         private_grad(next(iter(plan.batches(TensorDataset(x[:size], y[:size])))))
     assert torch.equal(norms[0], norms[1])

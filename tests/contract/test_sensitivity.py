@@ -67,9 +67,10 @@ def clipped_sum_of(
 def change_over_bound(
     model: nn.Module, loss_fn: Any, examples: Examples, place: int, *, bound: float = 1.0, **options: Any
 ) -> float:
-    """Return by how many C the sum moves without the example at a place."""
+    """Return by how many C the sum moves without the example at a place. By default, a batch is one pass."""
     fewer = tuple(torch.cat([x[:place], x[place + 1 :]]) for x in examples)
     count = len(fewer[0])
+    options.setdefault("microbatch_size", count + 1)
     sums = [clipped_sum_of(model, loss_fn, each, count, bound, **options) for each in (examples, fewer)]
     return float((sums[0] - sums[1]).norm()) / bound
 

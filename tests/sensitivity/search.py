@@ -152,7 +152,10 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     first = rng.choice(favored) if asked is None and favored and draw.chance(0.6) else asked
     drawn = draw_model(draw, first, alone=alone)
     count = 2 ** rng.choice((10, 11, 12, 12, 12, 13)) if crowd else rng.choice((2, 3, 5, 8, 9, 16, 17, 24, 33, 64))
+    sizes = random.Random(f"sizes {seed} {number}")  # of its own, so that older cases stay as they were drawn
     microbatch = None if crowd else rng.choice((None, None, None, 1, 2, 4, 8, 16, count, count - 1))
+    if crowd and sizes.random() < 0.4:
+        microbatch = count  # one pass, as an ordinary batch of a plan that expects as many
     if microbatch is not None and microbatch < count // 16 and draw.chance(0.9):
         microbatch = None
     preconditioner = _weighted(rng, _PRECONDITIONERS.get(profile, _PRECONDITIONERS["plain"]))
@@ -168,7 +171,6 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     loss = rng.choice(losses.get(profile, tuple(LOSSES)))
     if profile == "extreme":
         loss = rng.choice((loss, "linear", "linear", "linear times c"))
-    sizes = random.Random(f"sizes {seed} {number}")  # of its own, so that older cases stay as they were drawn
     contribution = "plain" if crowd else _weighted(rng, {"plain": 60, "BAM sam": 15, "BAM exact": 10, "SAT": 15})
     options = Options(
         engine="vmap" if not crowd and draw.chance(0.15) else "factored",
