@@ -301,9 +301,16 @@ def test_an_exception_loses_nothing(tmp_path: Path):
 def test_what_cannot_work_is_refused_before_anything_is_spent(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="numbers by name"):
         run(tmp_path / "a", evaluate=lambda model: 0.5)
+    with pytest.raises(pg.PrivacyError, match="other names than step and epsilon, got epsilon"):
+        run(tmp_path / "a", evaluate=lambda model: {"epsilon": 0.0})
     model = make_model()
     with pytest.raises(pg.PrivacyError, match=r"optimizer.*grad\.assign"):
         pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), torch.optim.Adam(model.parameters()), make_data())  # pyright: ignore[reportArgumentType]
+    part = pg.optim.SGD(((n, p) for n, p in model.named_parameters() if n.startswith("0.")), lr=0.1)
+    with pytest.raises(
+        pg.PrivacyError, match=r"every trainable parameter, got an optimizer without 2\.weight, 2\.bias"
+    ):
+        pg.fit(pg.PrivateGradient(model, loss_fn, make_plan()), part, make_data())
     assert pg.Ledger(tmp_path / "a/ledger.jsonl", read_only=True).releases == 0
 
 
@@ -313,7 +320,7 @@ SCALES = pg.Scales({"0.bias": torch.tensor(2.0)}, provenance="common knowledge",
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": 0.5}, "options"),
+        ({"lr": 0.5}, r"got a checkpoint with optimizer lr 0\.05, now 0\.5; resume"),
         ({"kind": pg.optim.SGD, "lr": 0.05}, "AdamBC"),
         ({"clip": pg.clip.Automatic()}, "clip"),
         ({"precondition": pg.precondition.fixed(SCALES)}, "side_information"),
@@ -404,6 +411,34 @@ def test_a_schedule_resumes_where_it_was(name: str, tmp_path: Path, monkeypatch:
     kind = type(SCHEDULES[name](adam())).__name__
     with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with scheduler {kind}, now None"):
         run(tmp_path)
+    changed = {
+        "one cycle": (
+            lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=STEPS + 1),
+            "scheduler total_steps",
+        ),
+        "cosine": (lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS + 1), "scheduler T_max"),
+    }
+    schedule, message = changed[name]
+    with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with {message} {STEPS}, now {STEPS + 1}"):
+        run(tmp_path, schedule=schedule)
+
+
+def test_a_run_that_is_called_again_with_the_same_objects_goes_on(tmp_path: Path):
+    """As in a notebook: the scheduler has moved since it was made, but it is the same."""
+    model, stops = make_model(), [KeyboardInterrupt]
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
+    scheduler = SCHEDULES["one cycle"](optimizer)
+
+    def interrupt(row: Any) -> None:
+        if row["step"] == 20 and stops:
+            raise stops.pop()
+
+    private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=STEPS, seed=5))
+    options: dict[str, Any] = {"scheduler": scheduler, "evaluate": lambda model: {}, "on_evaluate": interrupt}
+    options |= {"num_evaluations": STEPS, "output_dir": tmp_path, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        pg.fit(private_grad, optimizer, make_data(), **options)
+    assert pg.fit(private_grad, optimizer, make_data(), **options).updates == STEPS
 
 
 def test_lost_steps_count_in_the_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -426,7 +461,10 @@ def adam() -> pg.optim.PrivateOptimizer:
 
 def test_schedulers_that_cannot_be_stepped_here_are_refused():
     optimizer = adam()
-    with pytest.raises(pg.PrivacyError, match="to need no metric, got ReduceLROnPlateau; step it yourself"):
+    short = "scheduler to last for all 60 steps, got total_steps = 10; give it total_steps=plan.steps"
+    with pytest.raises(pg.PrivacyError, match=short):
+        run(None, schedule=lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=10))
+    with pytest.raises(pg.PrivacyError, match="to need no metric, got ReduceLROnPlateau; give one without"):
         run(None, scheduler=ReduceLROnPlateau(optimizer))
     with pytest.raises(
         pg.PrivacyError, match="scheduler to be of the same optimizer, got the scheduler of a different AdamBC"

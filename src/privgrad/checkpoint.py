@@ -11,13 +11,15 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from privgrad.errors import expected, file_problem
 
 _DIGEST = "sha256"  # fast, because processors have instructions for it
+# The state of torch's schedulers that changes from step to step.
+_MOVING = {"last_epoch", "T_cur", "T_i", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"}
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
@@ -92,14 +94,39 @@ def require_resumable(
     if state["seed"] != seed:
         raise OtherRunError(f"seed {state['seed']}, now {seed}")
     if state["settings"] != settings:
-        changed = [name for name, value in settings.items() if state["settings"].get(name) != value]
-        was = ", ".join(f"{n} {state['settings'].get(n)}, now {settings[n]}" for n in changed)
-        raise OtherRunError(was)
+        before = state["settings"]
+        changed = [name for name in {**settings, **before} if before.get(name) != settings.get(name)]
+        raise OtherRunError(", ".join(f"{n} {before.get(n)}, now {settings.get(n)}" for n in changed))
     if state["private_grad"]["step"] > ledger.releases:
         steps = state["private_grad"]["step"]
         raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.releases})")
     if not ledger.went_through(state["ledger"]):
         raise ValueError("written with a different ledger, or the ledger has lost lines since")
+
+
+def settings_of(name: str, part: object | None, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class and each option of an optimizer or scheduler, for `settings` of `require_resumable`.
+
+    An error then names the one option that differs. `fit` and `integrations.external_loop` call it.
+
+    Args:
+        name: "optimizer" or "scheduler".
+        part: the object itself.
+        options: by name. What a scheduler changes as it goes on is left out, and so is what is not plain data.
+    """
+    found = {f"{name} {key}": repr(value) for key, value in _plain(options).items()}
+    return {name: "None" if part is None else type(part).__name__} | found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without what a scheduler changes; the name of its class if it is not plain data."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in cast("Mapping[Any, Any]", value).items() if key not in _MOVING}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in cast("list[Any]", value)]
+    return type(value).__name__
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
+from privgrad.checkpoint import settings_of
 from privgrad.errors import (
     described,
     expected,
@@ -75,8 +76,9 @@ def fit(
         on_evaluate: called with each new row of the curve, in the first process: integrations.tensorboard, say.
         output_dir: the folder of checkpoint.pt, and of ledger.jsonl unless `private_grad` records in a file already.
             None saves nothing.
-        save_seconds: a killed process loses at most this much training (an exception loses none in a single process).
-            Steps that were released and lost stay charged. The run then ends with fewer updates, and warns. Under a
+        save_seconds: a killed process loses at most this much training. So does an exception inside an update, in an
+            optimizer's hook or a scheduler, say; any other exception loses none in a single process. Steps that were
+            released and lost stay charged. The run then ends with fewer updates, and warns. Under a
             research seed, lost steps are computed again, identically, and cost nothing again.
         progress: show a progress bar on standard error; or the bars (privgrad.progress) to add it to.
     Returns:
@@ -95,7 +97,8 @@ def fit(
     The first process writes ledger and checkpoint, with whole tensors, so another number of processes can resume. Under
     a research seed, if steps were lost, only the same number can: the lost steps must be computed identically.
     """
-    _require_arguments(private_grad, optimizer, scheduler, evaluate, on_evaluate)
+    _require_arguments(private_grad, optimizer, evaluate, on_evaluate)
+    _require_scheduler(scheduler, optimizer, private_grad.plan.steps)
     require_integer("fit", "num_evaluations", num_evaluations, 0)
     if output_dir is not None:
         require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
@@ -114,9 +117,8 @@ def fit(
     try:
         result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
         settings = private_grad.settings | {
-            "optimizer": type(optimizer).__name__,
-            "options": repr(optimizer.defaults),
-            "scheduler": "None" if scheduler is None else type(scheduler).__name__,
+            **settings_of("optimizer", optimizer, optimizer.defaults),
+            **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
             "ema_decay": repr(ema_decay),
         }
         if not model.training:
@@ -159,7 +161,6 @@ def fit(
 def _require_arguments(
     private_grad: object,
     optimizer: object,
-    scheduler: object,
     evaluate: object,
     on_evaluate: object,
 ) -> None:
@@ -173,23 +174,35 @@ def _require_arguments(
     if not isinstance(optimizer, PrivateOptimizer):
         got, remedy = type(optimizer).__name__, "take one of privgrad.optim, or write the loop and use grad.assign"
         raise expected("fit", "optimizer", "to be one for released gradients", got, remedy)
-    own = set(private_grad.model.parameters())
-    foreign = sum(p not in own for group in optimizer.param_groups for p in group["params"])
-    if foreign:
+    own = dict(private_grad.model.named_parameters())
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if foreign := len(held - {id(p) for p in own.values()}):
         got, remedy = f"{foreign} parameters of other modules", "make it from the same model's named_parameters()"
         raise expected("fit", "optimizer", "to update the model that is trained", got, remedy)
+    if left_out := [name for name, p in own.items() if p.requires_grad and id(p) not in held]:
+        remedy = "give it model.named_parameters(), or freeze these by requires_grad_(False): they would get noise only"
+        got = f"an optimizer without {', '.join(left_out)}"
+        raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
+
+
+def _require_scheduler(scheduler: object, optimizer: object, steps: int) -> None:
+    """Raise PrivacyError unless `fit` can step this scheduler after every step of the plan."""
     if scheduler is None:
         return
     if not isinstance(scheduler, LRScheduler):
         got, remedy = described(scheduler), "give one of torch.optim.lr_scheduler, or leave it out"
         raise expected("fit", "scheduler", "to be a torch scheduler", got, remedy)
     if isinstance(scheduler, ReduceLROnPlateau):
-        remedy = "step it yourself: on_evaluate=lambda row: scheduler.step(row['loss'])"
+        remedy = "give one without a metric, such as CosineAnnealingLR(optimizer, T_max=plan.steps), or write the loop"
         raise expected("fit", "scheduler", "to need no metric", "ReduceLROnPlateau", remedy)
     if scheduler.optimizer is not optimizer:
         got = f"the scheduler of a different {type(scheduler.optimizer).__name__}"
         remedy = "make it from the optimizer that you give to fit"
         raise expected("fit", "scheduler", "to be of the same optimizer", got, remedy)
+    lasts = getattr(scheduler, "total_steps", steps)  # OneCycleLR raises after so many steps
+    if lasts < steps - 1:
+        remedy = "give it total_steps=plan.steps"
+        raise expected("fit", "scheduler", f"to last for all {steps} steps", f"total_steps = {lasts}", remedy)
 
 
 def _average_of(model: nn.Module, decay: float) -> AveragedModel:
@@ -236,6 +249,9 @@ def _evaluate(model: nn.Module, evaluate: Evaluate, private_grad: PrivateGradien
     if not isinstance(measured, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         got = type(measured).__name__
         raise expected("fit", "evaluate", "to return numbers by name", got, 'return {"accuracy": ...}, say')
+    if own := sorted({"step", "epsilon"} & measured.keys()):
+        remedy = "choose another name: fit gives these two itself"
+        raise expected("fit", "evaluate", "to return other names than step and epsilon", ", ".join(own), remedy)
     # A checkpoint can hold plain numbers, but no numpy numbers.
     plain: dict[str, Any] = {
         name: value.item() if isinstance(value, np.generic) else value for name, value in measured.items()

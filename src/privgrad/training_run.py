@@ -29,7 +29,7 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.processes import Processes
 from privgrad.types import Batch
 
-_CHECKPOINT_VERSION = 4
+_CHECKPOINT_VERSION = 5
 
 
 @dataclass
@@ -204,7 +204,8 @@ class TrainingRun:
         for name in sorted(own.keys() | state["model"].keys()):
             shapes = [tuple(held[name].shape) if name in held else None for held in (state["model"], own)]
             if shapes[0] != shapes[1]:
-                raise OtherRunError(f"model with {name} of shape {shapes[0]}, now {shapes[1]}")
+                told = ["no such tensor" if shape is None else f"shape {shape}" for shape in shapes]
+                raise OtherRunError(f"{told[0]} for {name!r} of the model, now {told[1]}")
         self.model.load_state_dict(place(state["model"], own))
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])

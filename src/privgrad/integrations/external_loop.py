@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from privgrad.checkpoint import damage_refused, require_resumable
+from privgrad.checkpoint import damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
@@ -76,8 +76,7 @@ class ExternalLoopStep:
         self._require_held()
         self._settings = {
             "clip": private_grad.settings["clip"],
-            "optimizer": type(optimizer).__name__,
-            "options": repr(optimizer.defaults),
+            **settings_of("optimizer", optimizer, optimizer.defaults),
         }
         self._gradient: NoisyGradient | None = None
         self._unmoved: dict[str, tuple[float, float]] | None = None
