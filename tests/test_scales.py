@@ -67,6 +67,15 @@ def test_scales_cannot_be_changed(change: str):
     assert (list(scales), scales.provenance, scales.source) == (["0.weight"], "public data", "a book")
 
 
+def test_scales_do_not_follow_tensors_that_are_overwritten():
+    tensor = torch.tensor(2.0)
+    scales = pg.Scales({"0.weight": tensor}, provenance="public data", source="a book")
+    tensor.fill_(7.0)
+    scales["0.weight"].fill_(7.0)
+    next(iter(scales.values())).fill_(7.0)
+    assert float(scales["0.weight"]) == 2.0
+
+
 def test_scales_do_not_follow_the_mapping_that_they_were_made_from():
     values = {"0.weight": torch.tensor(2.0)}
     scales = Scales(values, provenance="public data", source="a book")

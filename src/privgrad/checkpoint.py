@@ -112,7 +112,8 @@ def settings_of(name: str, part: object | None, options: Mapping[str, Any]) -> d
     Args:
         name: "optimizer" or "scheduler".
         part: the object itself.
-        options: by name. What a scheduler changes as it goes on is left out, and so is what is not plain data.
+        options: by name. Values that a scheduler changes from step to step are left out, and so are values that are not
+            plain data.
     """
     found = {f"{name} {key}": repr(value) for key, value in _plain(options).items()}
     return {name: "None" if part is None else type(part).__name__} | found

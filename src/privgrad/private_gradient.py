@@ -346,6 +346,7 @@ class PrivateGradient:
     ) -> tuple[ClippedSum, RawClipping]:
         """Return the clipped sum of this process's examples, and the PRIVATE norms and factors."""
         plan, contribution = self._plan, self._contribution
+        self._engine.begin_step()
         transform = self._transform(batch, step, seed, parameters)
         scales = require_scales_only(transform) if contribution.applies_scales else transform.inverse_scales
         accumulator = ClippingAccumulator(

@@ -76,9 +76,9 @@ def fit(
         on_evaluate: called with each new row of the curve, in the first process: integrations.tensorboard, say.
         output_dir: the folder of checkpoint.pt, and of ledger.jsonl unless `private_grad` records in a file already.
             None saves nothing.
-        save_seconds: a killed process loses at most this much training. So does an exception inside an update, in an
-            optimizer's hook or a scheduler, say; any other exception loses none in a single process. Steps that were
-            released and lost stay charged. The run then ends with fewer updates, and warns. Under a
+        save_seconds: a killed process loses at most this much training. An exception inside an update (in a hook of the
+            optimizer, or in the scheduler) loses as much; any other exception loses none in a single process. Steps
+            that were released and lost stay charged. The run then ends with fewer updates, and warns. Under a
             research seed, lost steps are computed again, identically, and cost nothing again.
         progress: show a progress bar on standard error; or the bars (privgrad.progress) to add it to.
     Returns:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -156,10 +157,12 @@ class Scales(Mapping[str, Tensor]):
             condition = f"to be one of {', '.join(get_args(Provenance))}, with a source"
             got, remedy = f"provenance {provenance!r} and source {source!r}", "say where the scales come from"
             raise expected("Scales", "provenance", condition, got, remedy)
-        vars(self).update(provenance=provenance, source=source, _tensors=dict(values))
+        # Copies, here and below: a tensor that is overwritten would change the scales, and not their provenance.
+        tensors: dict[str, Tensor] = {name: torch.as_tensor(value).detach().clone() for name, value in values.items()}
+        vars(self).update(provenance=provenance, source=source, _tensors=tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
+        return self._tensors[name].clone()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.gradient.clipping import ClippingAccumulator
+from privgrad.gradient.factors import jacobian
 
 
 def passes_of(
@@ -71,6 +73,45 @@ def test_users_are_split_by_the_expected_cohort(monkeypatch: pytest.MonkeyPatch)
         *first, last = (passed[0] for passed in passes_of(private_grad, users, monkeypatch))
         assert set(first) <= {10}
         assert last <= 10
+
+
+def test_a_user_of_an_earlier_step_does_not_decide_how_later_users_are_split(monkeypatch: pytest.MonkeyPatch):
+    """A user with more examples trains in wider mini-batches, of which the engine learns anew."""
+    plan = pg.PrivacyPlan.for_users(
+        num_users=10, expected_cohort_size=10, rounds=2, noise_multiplier=1.0, max_update_norm=1.0, delta=1e-3
+    )
+    sizes, inputs = list[Any](), torch.randn(12, 8, 1)
+    for extra in (1, 3):
+        model, perturb = nn.Linear(1, 30, bias=False), pg.federated.LocalUpdate(0.1, batch_size=8)
+        private_grad = pg.PrivateGradient(model, lambda m, x: m(x[0]).sum(1), plan, perturb=perturb, memory_mb=0.0145)
+        for counts in ([1] * 11 + [extra], [1] * 12):
+            passes_of(private_grad, TensorDataset(inputs, torch.tensor(counts)), monkeypatch)
+            sizes.append(private_grad._engine.microbatch_size((inputs, torch.tensor(counts)), 10))
+    assert sizes[0] == 5
+    assert len(set(sizes)) == 1
+
+
+def test_the_number_of_passes_does_not_decide_when_the_norm_of_a_jacobian_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """A weight that is computed has a norm that grows with the training; all passes of a step have the same."""
+    measured: list[list[int]] = []
+    measure = jacobian.Jacobian.measured_norm
+
+    for extra in (0, 1):
+        model = parametrizations.weight_norm(nn.Linear(5, 3))
+        private_grad = pg.PrivateGradient(model, loss_fn, whole(8, steps=70))
+        steps, step = list[int](), 0
+
+        def noted(self: jacobian.Jacobian, start: Tensor) -> float:
+            steps.append(step)  # noqa: B023
+            return measure(self, start)
+
+        monkeypatch.setattr(jacobian.Jacobian, "measured_norm", noted)
+        for step in range(70):
+            data = make_data(8 + extra if step == 1 else 8)
+            private_grad(next(iter(private_grad.plan.batches(data))))
+        measured.append(steps)
+    assert measured[0] == measured[1]
+    assert {step for step in measured[0] if step > 0} == {32, 64}
 
 
 def test_an_ordinary_batch_needs_no_pass_of_its_own_for_its_last_examples():

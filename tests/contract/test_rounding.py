@@ -178,16 +178,30 @@ def test_the_norm_of_a_jacobian_is_bounded_and_not_by_far(name: str):
 
 
 def test_the_norm_of_a_jacobian_is_measured_again_after_a_while():
-    norms, parameter = JacobianNorms(), torch.ones(3, requires_grad=True)
-    found = [norms.of("key", Jacobian(1 / scale * parameter, parameter, 0.0)) for scale in range(1, 41)]
+    norms, parameter, found = JacobianNorms(), torch.ones(3, requires_grad=True), list[float]()
+    for scale in range(1, 41):
+        norms.begin_step()
+        found.append(norms.of("key", Jacobian(1 / scale * parameter, parameter, 0.0)))
     assert found[:32] == pytest.approx([2.0] * 32)
     assert found[32:] == pytest.approx([2 / 33] * 8)
 
 
-def test_the_norm_of_a_jacobian_that_grows_is_measured_again_at_once():
-    norms, parameter = JacobianNorms(), torch.ones(3, requires_grad=True)
-    found = [norms.of("key", Jacobian(gate * parameter, parameter, 0.0)) for gate in (0.0, 0.0, 1e-3, 1.0, 1.1, 40.0)]
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_the_norm_of_a_jacobian_that_grows_is_measured_again_at_once(in_steps: bool):
+    norms, parameter, found = JacobianNorms(), torch.ones(3, requires_grad=True), list[float]()
+    for gate in (0.0, 0.0, 1e-3, 1.0, 1.1, 40.0):
+        if in_steps:
+            norms.begin_step()
+        found.append(norms.of("key", Jacobian(gate * parameter, parameter, 0.0)))
     assert found == pytest.approx([0.0, 0.0, 2e-3, 2.0, 2.0, 80.0])
+
+
+def test_all_passes_of_a_step_have_the_same_norm_of_a_jacobian():
+    norms, parameter = JacobianNorms(), torch.ones(3, requires_grad=True)
+    norms.begin_step()
+    assert [norms.of("key", Jacobian(gate * parameter, parameter, 0.0)) for gate in (1.0, 40.0)] == pytest.approx(
+        [2.0, 2.0]
+    )
 
 
 def test_a_computed_weight_draws_nothing_from_a_stream_that_the_user_seeds():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
@@ -37,6 +38,29 @@ def passes_by_the_drawn_size(patch: Patch) -> None:
         return real(self, examples, count_examples(examples))
 
     patch.setattr(Factored, "microbatch_size", planted)
+
+
+def sizes_by_the_last_pass(patch: Patch) -> None:
+    """Each audit measures the floats per value again."""
+    real = Factored.audit
+
+    def planted(self: Factored, examples: Any) -> None:
+        real(self, examples)
+        values = sum(leaf[0].numel() for leaf in tree_leaves(examples))
+        self._density = self._passes.floats / values
+
+    patch.setattr(Factored, "audit", planted)
+
+
+def measured_after_passes(patch: Patch) -> None:
+    """Each pass counts as a step."""
+    real = jacobian.JacobianNorms.of
+
+    def planted(self: jacobian.JacobianNorms, key: object, found: jacobian.Jacobian) -> float:
+        self.begin_step()
+        return real(self, key, found)
+
+    patch.setattr(jacobian.JacobianNorms, "of", planted)
 
 
 def another_sum(planted: Callable[..., tuple[ClippedSum, Any]]) -> Callable[[Patch], None]:
@@ -478,6 +502,16 @@ CLIPPING = [
         passes_by_the_drawn_size,
         "test_pass_sizes.test_equal_examples_round_alike_when_one_more_would_have_split_the_pass",
         {"name": "Embedding"},
+    ),
+    Mutant(
+        "pass sizes by the floats of the last pass",
+        sizes_by_the_last_pass,
+        "test_pass_sizes.test_a_user_of_an_earlier_step_does_not_decide_how_later_users_are_split",
+    ),
+    Mutant(
+        "the norm of a computed weight's Jacobian measured again after a number of passes",
+        measured_after_passes,
+        "test_pass_sizes.test_the_number_of_passes_does_not_decide_when_the_norm_of_a_jacobian_is_measured",
     ),
     Mutant(
         "the norm of a Jacobian kept while the weight's computation changes",

@@ -108,8 +108,8 @@ class Preconditioner(ABC):
 class Fixed(Preconditioner):
     """A preconditioner with given, constant scales: see `fixed`."""
 
-    def __init__(self, scales: Mapping[str, Tensor], source: str, *, is_public: bool = True) -> None:
-        self.scales, self.source, self.is_public = scales, source, is_public
+    def __init__(self, scales: Mapping[str, Tensor], source: str, *, is_public: bool) -> None:
+        self._scales, self.source, self.is_public = scales, source, is_public
         self._made = Transform()
 
     def __repr__(self) -> str:
@@ -119,18 +119,18 @@ class Fixed(Preconditioner):
         The ledger records `source` only. The privacy guarantee does not rest on the text.
         """
         state = hashlib.blake2b(digest_size=8)
-        for _, scale in sorted(self.scales.items()):
+        for _, scale in sorted(self._scales.items()):
             state.update(repr(tuple(scale.shape)).encode() + scale.detach().cpu().double().numpy().tobytes())
-        return f"fixed({', '.join(sorted(self.scales))}; {state.hexdigest()}; {self.source})"
+        return f"fixed({', '.join(sorted(self._scales))}; {state.hexdigest()}; {self.source})"
 
     def begun(self, model: nn.Module) -> "Fixed":
         """Return a copy that holds 1 / A for this model; raise PrivacyError if the scales do not fit it."""
         parameters, twin = trainable(model), copy.copy(self)
-        unknown = sorted(set(self.scales) - set(parameters))
+        unknown = sorted(set(self._scales) - set(parameters))
         if unknown:
             remedy = "name them as model.named_parameters() does"
             raise expected("precondition", "scales", "to be for trainable parameters", ", ".join(unknown), remedy)
-        inverse = {name: _inverse(name, scale, parameters[name]) for name, scale in self.scales.items()}
+        inverse = {name: _inverse(name, scale, parameters[name]) for name, scale in self._scales.items()}
         # Where A = 1, leave the division out: this is ordinary clipping, equal to the last bit.
         twin._made = Transform({name: value for name, value in inverse.items() if bool((value != 1).any())})
         return twin

@@ -10,6 +10,7 @@ may not depend on the drawn batch, because it decides how a sum is rounded.
 """
 
 import copy
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.engines.layout_cache import shapes_of
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.engines.passes import Passes, Point
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
@@ -65,6 +67,7 @@ class Factored:
         self._layouts = self._passes.layouts
         self._schedule = CheckSchedule()
         self._randomness: Randomness = "none"  # random draws of a forward pass in the last audit
+        self._density: float | None = None  # floats of output gradients per value of an example
 
     def __call__(self, examples: Any, point: Point = _WEIGHTS) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss as factors, by parameter name.
@@ -125,9 +128,13 @@ class Factored:
         """
         return self(examples, Point(along=moved, share=share))
 
+    def begin_step(self) -> None:
+        """Count a step of the training. PrivateGradient calls it, whatever batch was drawn."""
+        self._passes.norms.begin_step()
+
     def check_again(self) -> None:
         """Check the next batch too; PrivateGradient calls this when the model's configuration has changed."""
-        self._schedule.is_due = True
+        self._schedule.is_due, self._density = True, None
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once.
@@ -139,9 +146,7 @@ class Factored:
             examples: a batch; only the shapes of one example decide.
             usual_size: a number of examples that batches rarely exceed. Public.
         """
-        if self._layouts.current.calls is None:
-            self.audit(examples)
-        return self._memory.examples(usual_size, self._layouts.current.floats(examples))
+        return self._memory.examples(usual_size, self._floats(examples))
 
     def moved_size(self, examples: Any, size: int, *, exact: bool) -> int:
         """Return the number of examples to compute at once in `moved`, at most `size`.
@@ -154,8 +159,20 @@ class Factored:
             size: what `microbatch_size` has returned, or the user's choice.
             exact: as in `moved`.
         """
-        floats, written = self._layouts.current.floats(examples), self._passes.written_per_example(exact=exact)
+        floats, written = self._floats(examples), self._passes.written_per_example(exact=exact)
         return self._memory.displaced_examples(size, floats, written, exact=exact)
+
+    def _floats(self, examples: Any) -> int:
+        """Return about how many floats of output gradients there are per example, by the shapes of the examples.
+
+        They are measured on the first batch of a configuration. If each pass measured them again, the pass sizes of a
+        step would depend on the examples of an earlier step.
+        """
+        values = sum(shape.numel() for shape in shapes_of(examples))
+        if self._density is None:
+            self.audit(examples)
+            self._density = self._passes.floats / max(1, values)
+        return math.ceil(self._density * values)
 
     def audit(self, examples: Any) -> None:
         """Learn from a few examples where each layer's tensors hold the examples, and have the next batch checked.
@@ -175,7 +192,7 @@ class Factored:
                 twin._learn(map_examples(doubled, few))
             displaced, self._layouts.current = self._layouts.current.displaced, twin._layouts.current
             self._layouts.current.displaced = displaced
-            self._randomness = twin._randomness
+            self._randomness, self._passes.floats = twin._randomness, twin._passes.floats
         self._schedule.is_due = True
         self._layouts.remember(examples)
 
@@ -212,7 +229,6 @@ class Factored:
         own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
         passes.pulled = {id(own[name]): isinstance(f, Projected) for name, f in found.items() if isinstance(f, kinds)}
         self._layouts.current.reached = set(found)
-        self._layouts.current.measure(few, passes.floats)
 
     def _learn_displaced(self, few: Any, point: Point) -> None:
         """Learn the layouts of passes with displaced parameters, and check the gradients of a few examples."""

@@ -5,7 +5,6 @@ methods of `LayoutCache`. The privacy guarantee of the fast engine rests on this
 attributes each row to its example.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,22 +26,12 @@ class Layouts:
         vmapped_units: paths of units that are computed by vmap.
         displaced: the same two for displaced parameters, by whether Hessian products are computed.
         reached: names of the parameters with gradients.
-        density: floats of output gradients per value of an example.
     """
 
     calls: Calls | None = None
     vmapped_units: set[str] = field(default_factory=set[str])
     displaced: dict[bool, tuple[Calls, set[str]]] = field(default_factory=dict[bool, tuple[Calls, set[str]]])
     reached: set[str] = field(default_factory=set[str])
-    density: float = 0.0
-
-    def floats(self, examples: Any) -> int:
-        """Return about how many floats of output gradients there are per example, by the shapes of the examples."""
-        return math.ceil(self.density * _values(examples))
-
-    def measure(self, examples: Any, floats: int) -> None:
-        """Set `density` from the floats of output gradients per example of these examples."""
-        self.density = floats / max(1, _values(examples))
 
     def copied(self) -> "Layouts":
         """Return a copy with sets and dicts of its own."""
@@ -67,27 +56,22 @@ class LayoutCache:
 
     def remember(self, examples: Any) -> None:
         """Keep the current layouts for examples of these shapes."""
-        self._known[_shapes(examples)] = self.current.copied()
+        self._known[shapes_of(examples)] = self.current.copied()
 
     def note_change(self, examples: Any) -> None:
         """Note that examples of these shapes need other layouts than the current ones, and switch to them if known."""
-        self._changed.add(_shapes(examples))
+        self._changed.add(shapes_of(examples))
         self.recall(examples)
 
     def recall(self, examples: Any) -> None:
         """Switch to the layouts of examples of these shapes, if such examples needed other layouts before."""
-        shapes = _shapes(examples)
+        shapes = shapes_of(examples)
         if shapes in self._changed and (known := self._known.get(shapes)) is not None:
             found = known.copied()
             found.displaced = self.current.displaced | found.displaced
             self.current = found
 
 
-def _shapes(examples: Any) -> tuple[torch.Size, ...]:
+def shapes_of(examples: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of one example's tensors."""
     return tuple(cast(Tensor, leaf).shape[1:] for leaf in tree_leaves(examples))
-
-
-def _values(examples: Any) -> int:
-    """Return the number of values of one example, over all its tensors."""
-    return sum(shape.numel() for shape in _shapes(examples))

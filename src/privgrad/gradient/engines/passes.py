@@ -78,11 +78,12 @@ class Passes:
         pulled: by id of a parameter from which a weight is computed, whether its displacement is not written out.
         half: whether any output gradient of the last pass is in half precision.
         floats: the number of floats of output gradients per example in the last pass.
+        norms: the norms of the Jacobians of computed weights.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
         self._model, self._loss_fn, self._memory = model, loss_fn, memory
-        self._norms = JacobianNorms()
+        self.norms = JacobianNorms()
         self.layouts = LayoutCache()
         self.pulled = dict[int, bool]()
         self.half, self.floats = False, 0
@@ -98,7 +99,7 @@ class Passes:
         displacements = self._displacements(examples, point)
         known = self.layouts.current
         calls, units = (known.calls, known.vmapped_units) if displacements is None else known.displaced[False]
-        capture = Capture(self._model, calls, count_examples(examples), units, displacements, norms=self._norms)
+        capture = Capture(self._model, calls, count_examples(examples), units, displacements, norms=self.norms)
         with self._forward(capture, examples) as losses:
             edges = [tap.edge for tap in capture.taps]
             if not edges or not losses.requires_grad:
@@ -171,7 +172,7 @@ class Passes:
     def _curved(self, examples: Any, radius: float) -> tuple[dict[str, Factor], Displacements]:
         """Return the gradients plus their Hessians' products with the displacements, in one forward pass."""
         calls, vmapped = self.layouts.current.displaced[True]
-        capture = Capture(self._model, calls, count_examples(examples), vmapped, curved=True, norms=self._norms)
+        capture = Capture(self._model, calls, count_examples(examples), vmapped, curved=True, norms=self.norms)
         with differentiable(twice=True), self._forward(capture, examples) as losses:
             if not capture.taps or not losses.requires_grad:
                 return {}, Displacements({}, torch.zeros(0))

@@ -33,8 +33,8 @@ from privgrad.types import LossFunction, count_examples, map_examples
 class Vmap:
     """The reference engine: any module, with one gradient per example in memory. See `per_sample_gradients`.
 
-    It implements `contribution.Engine`. `PrivateGradient` calls `check_again`. Contributions call the engine itself
-    and `microbatch_size`. `BAM` calls `moved` and `moved_size`, and `LocalUpdate` calls `at`.
+    It implements `contribution.Engine`. `PrivateGradient` calls `begin_step` and `check_again`. Contributions call the
+    engine itself and `microbatch_size`. `BAM` calls `moved` and `moved_size`, and `LocalUpdate` calls `at`.
 
     Args:
         model: as in `per_sample_gradients`.
@@ -54,6 +54,9 @@ class Vmap:
             return usual_size
         an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
         return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
+
+    def begin_step(self) -> None:
+        """Do nothing: this engine keeps nothing from step to step."""
 
     def check_again(self) -> None:
         """Do nothing: this engine needs no check, because it computes each example by itself."""

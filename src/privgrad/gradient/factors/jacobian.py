@@ -33,7 +33,7 @@ from privgrad.gradient.factors.norms import (
 )
 
 _ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
-_PASSES, _GROWTH = 32, 1.25  # the norm of J is measured again after so many passes, or if J grew by this factor
+_STEPS, _GROWTH = 32, 1.25  # the norm of J is measured again after so many steps, or if J grew by this factor
 _SHARES = random.Random()  # independent of every stream that a user seeds
 
 
@@ -95,25 +95,36 @@ class Jacobian:
 
 
 class JacobianNorms:
-    """A cache of the norms of Jacobians, each kept for some passes.
+    """A cache of the norms of Jacobians, each kept for some steps.
 
-    A step usually changes weights little, but may change J at once, for instance where a gate opens. So each pass
+    A step usually changes weights little, but may change J at once, for instance where a gate opens. So each step
     computes |J^T u| for a fixed u. If this has grown too much, the norm is measured again.
+
+    Privacy:
+        The norm decides how each example is summed, so all passes of a step have the same one. The number of passes is
+        private. If norms were measured again after so many passes, one example could decide when.
     """
 
     def __init__(self) -> None:
         self._found: dict[object, _Measured] = {}
+        self._step: int | None = None
+
+    def begin_step(self) -> None:
+        """Count a step of the training. Without steps, every pass compares |J^T u|. `Factored.begin_step` calls it."""
+        self._step = 0 if self._step is None else self._step + 1
 
     def of(self, key: object, jacobian: Jacobian) -> float:
         """Return the norm of the key's Jacobian, from the cache or measured now."""
-        known = self._found.get(key)
+        step, known = self._step, self._found.get(key)
         if known is not None and known.start.shape != jacobian.weight.shape:
             known = None
+        if known is not None and step is not None and known.step == step:
+            return known.norm
         start = _unit_vector(jacobian.weight) if known is None else known.start.to(jacobian.weight)
-        stretch = jacobian.stretch(start)
-        if known is None or known.left == 0 or not stretch <= _GROWTH * known.stretch:
-            known = _Measured(jacobian.measured_norm(start), start, stretch, _PASSES)
-        self._found[key] = known._replace(left=known.left - 1)
+        stretch, period = jacobian.stretch(start), None if step is None else step // _STEPS
+        if known is None or known.period != period or not stretch <= _GROWTH * known.stretch:
+            known = _Measured(jacobian.measured_norm(start), start, stretch, period, step)
+        self._found[key] = known._replace(step=step)
         return known.norm
 
 
@@ -121,7 +132,8 @@ class _Measured(NamedTuple):
     norm: float
     start: Tensor  # of length 1
     stretch: float  # |J^T start| when the norm was measured
-    left: int  # passes until the norm is measured again
+    period: int | None  # the period of _STEPS steps in which the norm was measured
+    step: int | None  # the last step that used the norm
 
 
 def _unit_vector(like: Tensor) -> Tensor:
