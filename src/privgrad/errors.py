@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
-# What users write for a name that is spelled differently, without hyphens and underscores.
+# Names that users give for an option that is spelled differently, by the name without hyphens and underscores.
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "gpu": ("cuda",),  # by its spelling alone, "gpu" is nearest to "cpu"
     **dict.fromkeys(("learningrate", "stepsize"), ("lr",)),
