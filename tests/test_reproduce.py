@@ -141,6 +141,7 @@ def test_an_unknown_item_is_refused_with_the_list(tmp_path: Path):
 
 def test_the_items_are_listed_on_request():
     assert RUNNER.invoke(app, ["reproduce", "--list"]).stdout.split() == items()
+    assert json.loads(RUNNER.invoke(app, ["reproduce", "--list", "--json"]).stdout) == {"items": items()}
     both = RUNNER.invoke(app, ["reproduce", "heavy-tail/fig2", "--list"])
     assert both.exit_code
     assert "leave one out" in f"{both.exception}"

@@ -33,7 +33,10 @@ def reproduce(
         remedy = "leave one out: --list lists all items, and PAPER/ITEM runs one"
         raise expected("privgrad reproduce", "--list or PAPER/ITEM", "to be given alone", f"--list and {item}", remedy)
     if item is None:
-        STDOUT.print("\n".join(papers.items()))
+        if as_json:
+            print_json({"items": papers.items()})
+        else:
+            STDOUT.print("\n".join(papers.items()))
         return
     folder = Path("runs") / item.replace("/", "-") if out is None else out
     if smoke and out is None:
