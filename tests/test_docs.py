@@ -87,6 +87,16 @@ def test_the_guides_rule_is_right():
         torch.testing.assert_close(factors["scale"].dense(), rows["scale"].dense())
 
 
+def test_the_guides_fit_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    account_by_rdp(monkeypatch)
+    torch.manual_seed(0)
+    (block,) = (block for block in blocks("docs/guide.md", "python") if "pg.fit(" in block.text)
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    assert names["result"].curve[-1]["accuracy"] > 0.8
+
+
 def names_of_tests() -> set[str]:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     return set(re.findall(r"^def (test_\w+)\(", sources, re.MULTILINE))

@@ -2,6 +2,7 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import accounting, errors
-from privgrad.experiments.load_spec import load_spec
+from privgrad.experiments.load_spec import _SUCH_AS, load_spec
+from privgrad.experiments.spec import Spec
 
 HUGE = 10**400  # no float holds it
 UNWRITTEN = 10**5000  # nor does Python write it out
@@ -317,9 +319,32 @@ NAMES: dict[str, tuple[str, str, str]] = {
     "device": ('"cpu"', '"gpu"', "expected run.device .*; did you mean 'cuda'"),
     "sampling": ("steps = 6", 'steps = 6\nsampling = "poison"', "expected privacy.sampling .*; did you mean 'poisson'"),
     "far off": ('"digits"', '"mine.csv"', "expected data.name .*, got 'mine.csv'; choose one"),
-    "option": ("lr = 0.01", "lrr = 0.01", "got 'methods.lrr'; did you mean 'lr'"),
+    "option": ("lr = 0.01", "lrr = 0.01", r"got 'methods\.first\.lrr'; did you mean 'lr'"),
+    "option of no name": (
+        'name = "first"\noptimizer = "AdamBC"',
+        'optimiser = "AdamBC"',
+        r"got 'methods \(entry 1\)\.optimiser'; did you mean 'optimizer'",
+    ),
+    "option of an inner table": (
+        "radius = 0.1",
+        "radios = 0.1",
+        r"got 'methods\.first\.perturb\.radios'; did you mean 'radius'",
+    ),
+    "learning_rate": ("lr = 0.01", "learning_rate = 0.01", r"'methods\.first\.learning_rate'; did you mean 'lr'\?"),
+    "learning-rate": ("lr = 0.01", "learning-rate = 0.01", "did you mean 'lr'"),
+    "learningrate": ("lr = 0.01", "learningrate = 0.01", "did you mean 'lr'"),
+    "LR": ("lr = 0.01", "LR = 0.01", "did you mean 'lr'"),
+    "width": ('"mlp"', '"mlp"\nwidth = 3', r"got 'model\.width'; did you mean 'hidden'"),
+    "units": ('"mlp"', '"mlp"\nunits = 3', "did you mean 'hidden'"),
+    "batch_size": ("expected_batch_size", "batch_size", "did you mean 'expected_batch_size'"),
+    "epsilon": ("target_epsilon", "epsilon", "did you mean 'target_epsilon'"),
+    "C": ("max_grad_norm", "C", "did you mean 'max_grad_norm'"),
+    "clipping_norm": ("max_grad_norm", "clipping_norm", "did you mean 'max_grad_norm'"),
+    "epochs": ("steps", "epochs", "did you mean 'steps'"),
+    "non-private": ("lr = 0.01", "lr = 0.01\nnonprivate = true", "did you mean 'non_private'"),
+    "private": ("lr = 0.01", "lr = 0.01\nprivate = true", r"got 'methods\.first\.private'; choose one of name, "),
+    "nothing near": ("lr = 0.01", "lr = 0.01\nxyz = 1", r"'methods\.first\.xyz'; choose one of name, .*non_private"),
     "no name": ('name = "first"\n', "", r"expected methods \(entry 1\).name to be given, got None; add it to"),
-    "missing": ("delta = 1e-5\n", "", "expected privacy.delta to be given, got None; add it to"),
     "a string": (
         "target_epsilon = 1.0",
         'target_epsilon = "1"',
@@ -337,6 +362,49 @@ def test_what_a_file_has_wrong_is_named_with_what_was_meant(old: str, new: str, 
     path.write_text(SPEC.replace(old, new))
     with pytest.raises(pg.PrivacyError, match=match):
         load_spec(path)
+
+
+WITHOUT = {  # by the option that is missing: what the file has, and what remains of it
+    "title": ('title = "test"\n', ""),
+    "data.name": ('name = "digits"\n', ""),
+    "model.name": ('name = "mlp"\n', ""),
+    "privacy.delta": ("delta = 1e-5\n", ""),
+    "privacy.max_grad_norm": ("max_grad_norm = 1.0\n", ""),
+    "privacy.expected_batch_size": ("expected_batch_size = 120\n", ""),
+    "privacy.steps": ("steps = 6\n", ""),
+    "methods.name": ('name = "first"\n', ""),
+    "methods.optimizer": ('optimizer = "AdamBC"\n', ""),
+    "methods.perturb.rule": ('rule = "BAM", ', ""),
+    "methods.perturb.radius": ("radius = 0.1, ", ""),
+    "methods.precondition.rule": ("lr = 0.01", "lr = 0.01\nprecondition = { }"),
+    "methods.local.lr": ("lr = 0.01", "lr = 0.01\nlocal = { batch_size = 20 }"),
+    "methods.local.batch_size": ("lr = 0.01", "lr = 0.01\nlocal = { lr = 0.1 }"),
+    "methods.warm_start.lr": ("lr = 0.01", "lr = 0.01\nwarm_start = { epochs = 5, batch_size = 20 }"),
+    "methods.warm_start.epochs": ("lr = 0.01", "lr = 0.01\nwarm_start = { lr = 0.1, batch_size = 20 }"),
+    "methods.warm_start.batch_size": ("lr = 0.01", "lr = 0.01\nwarm_start = { lr = 0.1, epochs = 5 }"),
+    "tuning.seeds": ("[run]", "[tuning]\nlr = [0.1]\n[run]"),
+}
+
+
+def test_each_example_of_a_missing_value_is_tried():
+    assert WITHOUT.keys() == _SUCH_AS.keys()
+
+
+@pytest.mark.parametrize("option", WITHOUT)
+def test_what_a_file_lacks_is_shown_with_a_value_that_works(option: str, tmp_path: Path):
+    path = tmp_path / "spec.toml"
+    assert WITHOUT[option][0] in SPEC
+    path.write_text(SPEC.replace(*WITHOUT[option], 1))
+    with pytest.raises(pg.PrivacyError, match=r"to be given, got None; add it to .*, such as ") as caught:
+        load_spec(path)
+    place, (name, value) = option.split(".")[:-1], f"{caught.value}".rpartition(", such as ")[2][:-1].split(" = ")
+    raw = tomllib.loads(path.read_text())
+    table = raw
+    for part in place:
+        table = table[part][0] if part == "methods" else table[part]
+    table[name] = tomllib.loads(f"value = {value}")["value"]
+    assert option == ".".join([*place, name])
+    Spec.model_validate(raw)
 
 
 CHOICES: dict[str, Callable[[], object]] = {

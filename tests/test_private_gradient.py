@@ -54,6 +54,50 @@ def test_a_batch_serves_once():
         private_grad(first_batch(seeded, make_data()))  # the same draw, iterated anew
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+def test_the_remedy_for_a_used_batch_works(seed: int | None):
+    plan = make_plan(steps=4, seed=seed)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
+    batches = plan.batches(make_data())
+    batch = next(batches)
+    private_grad(batch)
+    with pytest.raises(pg.SamplingError, match=r"take the next batch .* start=private_grad\.ledger\.releases"):
+        private_grad(batch)
+    private_grad(next(batches))
+    for batch in plan.batches(make_data(), start=private_grad.ledger.releases):
+        private_grad(batch)
+    assert private_grad.ledger.releases == 4
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_a_batch_of_another_plan_with_the_same_numbers_is_accepted(seed: int | None):
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan(steps=4, seed=seed))
+    private_grad(first_batch(make_plan(steps=7, seed=seed), make_data()))
+    assert private_grad.ledger.releases == 1
+
+
+@pytest.mark.parametrize(("seed", "error"), [(None, pg.BudgetExceededError), (1, pg.SamplingError)])
+def test_a_second_loop_draws_batches_that_are_refused(seed: int | None, error: type[pg.PrivacyError]):
+    plan = make_plan(steps=2, seed=seed)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
+    for batch in plan.batches(make_data()):
+        private_grad(batch)
+    with pytest.raises(error):
+        private_grad(next(plan.batches(make_data())))
+
+
+def test_a_loss_with_swapped_arguments_is_told_the_order():
+    plan = make_plan(sample_rate=1.0, expected_batch_size=32)
+
+    def swapped(batch: Any, model: Any) -> torch.Tensor:
+        return model(batch[0]).square().sum(1)
+
+    private_grad = pg.PrivateGradient(make_model(), swapped, plan)
+    with pytest.raises(TypeError, match=r"loss_fn\(model, examples\)"):
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 0
+
+
 def test_one_draw_serves_one_release_of_all_oracles_on_a_ledger():
     plan, ledger = make_plan(), pg.Ledger()
     batch = first_batch(plan, make_data())

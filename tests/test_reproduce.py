@@ -139,6 +139,14 @@ def test_an_unknown_item_is_refused_with_the_list(tmp_path: Path):
     assert RUNNER.invoke(app, ["reproduce"]).stdout.split() == items()
 
 
+def test_the_items_are_listed_on_request():
+    assert RUNNER.invoke(app, ["reproduce", "--list"]).stdout.split() == items()
+    assert json.loads(RUNNER.invoke(app, ["reproduce", "--list", "--json"]).stdout) == {"items": items()}
+    both = RUNNER.invoke(app, ["reproduce", "heavy-tail/fig2", "--list"])
+    assert both.exit_code
+    assert "leave one out" in f"{both.exception}"
+
+
 def test_noise_moments_beside_the_paper(tmp_path: Path):
     found, table = reproduce("dp-adam/table1", tmp_path, smoke=True, progress=False)
     last = found["t=5000"]

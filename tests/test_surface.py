@@ -177,7 +177,7 @@ FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --json",
-    "reproduce": "item --out --data --smoke --so-far --restart --json",
+    "reproduce": "item --list --out --data --smoke --so-far --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",

@@ -15,7 +15,20 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
-_ALIASES = {"gpu": "cuda"}  # by its spelling alone, "gpu" is nearest to "cpu"
+# Names that users give for an option that is spelled differently, by the name without hyphens and underscores.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "gpu": ("cuda",),  # by its spelling alone, "gpu" is nearest to "cpu"
+    **dict.fromkeys(("learningrate", "stepsize"), ("lr",)),
+    **dict.fromkeys(("width", "units", "hiddensize", "hiddendim", "hiddenunits"), ("hidden",)),
+    **dict.fromkeys(("layers", "numlayers", "hiddenlayers"), ("depth",)),
+    **dict.fromkeys(("batch", "batchsize"), ("expected_batch_size", "batch_size")),
+    **dict.fromkeys(("epsilon", "eps"), ("target_epsilon", "eps")),
+    **dict.fromkeys(("sigma", "noise"), ("noise_multiplier",)),
+    **dict.fromkeys(("c", "clip", "clipping", "clipnorm", "clippingnorm", "maxnorm"), ("max_grad_norm",)),
+    **dict.fromkeys(("epochs", "iterations", "maxsteps"), ("steps",)),
+    "numepochs": ("epochs", "steps"),
+    **dict.fromkeys(("n", "numsamples", "datasetsize"), ("num_examples",)),
+}
 
 
 class PrivacyError(ValueError):
@@ -77,13 +90,14 @@ def described(value: object) -> str:
 
 
 def did_you_mean(name: object, choices: Sequence[str], remedy: str) -> str:
-    """Return the remedy, preceded by "did you mean 'x'?" if a choice is spelled like the name.
+    """Return the remedy, preceded by "did you mean 'x'?" if a choice is a synonym of the name or is spelled like it.
 
     Besides `require_choice`, the readers of names in `experiments`, `audit.methods` and `papers.reproduce` call it.
     """
     by_lower = {choice.lower(): choice for choice in choices}
     typed = f"{name}".lower()
-    near = [_ALIASES[typed]] if _ALIASES.get(typed) in by_lower else difflib.get_close_matches(typed, by_lower, n=1)
+    synonyms = _SYNONYMS.get(typed.replace("-", "").replace("_", ""), ())
+    near = [synonym for synonym in synonyms if synonym in by_lower] or difflib.get_close_matches(typed, by_lower, n=1)
     return f"did you mean {by_lower[near[0]]!r}? {remedy[0].upper()}{remedy[1:]}" if near else remedy
 
 

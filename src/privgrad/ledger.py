@@ -164,7 +164,10 @@ class Ledger:
             is_known, spent = draw in self._draws, self.releases
         if is_known:
             if not repeatable:
-                remedy = "draw a new batch: the accounting counts each draw once"
+                remedy = (
+                    "take the next batch of the iterator; to continue with a new iterator, draw plan.batches(..., "
+                    "start=private_grad.ledger.releases)"
+                )
                 got = f"draw {draw}, which is already charged"
                 raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
         elif spent >= limit:

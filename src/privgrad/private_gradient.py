@@ -288,7 +288,9 @@ class PrivateGradient:
         Returns:
             The averaged noisy gradient by parameter name, and the standard deviation of its noise.
         Raises:
-            SamplingError: it is not a Batch, was not drawn by this plan, or was used before.
+            SamplingError: it is not a Batch, or its draw was charged before; or its sampling scheme, sample rate,
+                expected batch size, seed or process is not that of the plan. A batch of another plan that agrees in
+                these is accepted, and costs the same.
             BudgetExceededError: the plan's steps are spent.
             PrivacyError: the loss is wrong (first batch), or the ledger cannot be written.
         Privacy:

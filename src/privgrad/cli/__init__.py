@@ -7,15 +7,30 @@ the function of the command. The privacy guarantee does not rest on this package
 import sys
 import warnings
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from privgrad.cli import audit, doctor, privacy, reproduce, train
 from privgrad.cli.console import STDOUT, note_once, tell
-from privgrad.errors import PrivacyError
+from privgrad.errors import PrivacyError, did_you_mean
+
+
+class _Commands(TyperGroup):
+    """The commands. An unknown one is an error that names the valid ones."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, ...]:
+        """Return what typer found for the arguments; click calls it. An unknown command ends in a usage error."""
+        names = self.list_commands(ctx)
+        if args[0] not in names and not args[0].startswith("-"):
+            remedy = did_you_mean(args[0], names, f"choose one of {', '.join(names)}")
+            ctx.fail(f"No such command {args[0]!r}; {remedy}.")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="Differentially private training for PyTorch that corrects the bias in private gradients.",
     no_args_is_help=True,
     add_completion=False,

@@ -15,9 +15,8 @@ from privgrad.errors import expected
 
 
 def reproduce(
-    item: Annotated[
-        str | None, typer.Argument(metavar="PAPER/ITEM", help="The table or figure. Without it, list all of them.")
-    ] = None,
+    item: Annotated[str | None, typer.Argument(metavar="PAPER/ITEM", help="The table or figure.")] = None,
+    as_list: Annotated[bool, typer.Option("--list", help="List all tables and figures.")] = False,
     out: OutFolder = None,
     data: Annotated[Path | None, typer.Option(help="The paper's own data, where the default is a stand-in.")] = None,
     smoke: Annotated[
@@ -30,8 +29,14 @@ def reproduce(
     """Reproduce a table or figure of a paper and show it next to the paper's numbers. Run it again to resume."""
     from privgrad.papers import reproduce as papers
 
+    if as_list and item is not None:
+        remedy = "leave one out: --list lists all items, and PAPER/ITEM runs one"
+        raise expected("privgrad reproduce", "--list or PAPER/ITEM", "to be given alone", f"--list and {item}", remedy)
     if item is None:
-        STDOUT.print("\n".join(papers.items()))
+        if as_json:
+            print_json({"items": papers.items()})
+        else:
+            STDOUT.print("\n".join(papers.items()))
         return
     folder = Path("runs") / item.replace("/", "-") if out is None else out
     if smoke and out is None:

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -24,6 +24,29 @@ from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable,
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments
+
+# Values that a required option may have, for errors.
+_SUCH_AS = {
+    "title": '"My experiment"',
+    "data.name": '"digits"',
+    "model.name": '"mlp"',
+    "privacy.delta": "1e-5",
+    "privacy.max_grad_norm": "1.0",
+    "privacy.expected_batch_size": "256",
+    "privacy.steps": "1000",
+    "methods.name": '"DP-AdamBC"',
+    "methods.optimizer": '"AdamBC"',
+    "methods.perturb.rule": '"BAM"',
+    "methods.perturb.radius": "0.02",
+    "methods.precondition.rule": '"public_rmsprop"',
+    "methods.local.lr": "0.1",
+    "methods.local.batch_size": "20",
+    "methods.warm_start.lr": "0.1",
+    "methods.warm_start.epochs": "5",
+    "methods.warm_start.batch_size": "20",
+    "tuning.seeds": "[0, 1]",
+}
+_NEAR = 0.8  # how similar a name must be to `non_private` to mean it; a suggestion must not switch privacy off
 
 
 def load_spec(path: str | Path) -> Spec:
@@ -59,7 +82,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     Raises:
         PrivacyError: an unknown option, a wrong value, or public examples that are also the private ones.
     """
-    _require_known(raw, Spec, "")
+    _require_known(raw, Spec, (), raw)
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
@@ -94,7 +117,9 @@ def _explained(
     first = error.errors()[0]
     place = _place((*table, *first["loc"]), raw)
     if first["type"] == "missing":
-        return expected("load_spec", place, "to be given", None, f"add it to {path}")
+        option = ".".join(part for part in (*table, *first["loc"]) if isinstance(part, str))
+        example = f", such as {option.rpartition('.')[2]} = {_SUCH_AS[option]}" if option in _SUCH_AS else ""
+        return expected("load_spec", place, "to be given", None, f"add it to {path}{example}")
     if first["type"] == "literal_error" and "ctx" in first:
         return _unknown_name(place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"]), path)
     got = repr(first["input"])[:80]
@@ -147,19 +172,31 @@ def _place(loc: tuple[int | str, ...], raw: Any) -> str:
     return ".".join(words)
 
 
-def _require_known(raw: Mapping[str, Any], table: type[BaseModel], place: str) -> None:
-    """Raise PrivacyError for the first key, at any depth, that is no field of its table and no option of the loader."""
-    known = {name: field.annotation for name, field in table.model_fields.items()}
-    if table is DataTable:
-        loader = raw.get("name")
+def _require_known(
+    table: Mapping[str, Any], kind: type[BaseModel], loc: tuple[int | str, ...], raw: Mapping[str, Any]
+) -> None:
+    """Raise PrivacyError for the first key, at any depth, that is no field of its table and no option of the loader.
+
+    Args:
+        table: a table of the file.
+        kind: what the table should be.
+        loc: place of the table in the file.
+        raw: the file's tables.
+    """
+    known = {name: field.annotation for name, field in kind.model_fields.items()}
+    if kind is DataTable:
+        loader = table.get("name")
         # A wrong name is an error of its own; which options it has is then unknown.
-        known |= _loader_options(loader) if isinstance(loader, str) and loader in LOADERS else dict.fromkeys(raw, Any)
-    for name, value in raw.items():
-        _require_option(name, list(known), f"{place}{name}")
+        known |= _loader_options(loader) if isinstance(loader, str) and loader in LOADERS else dict.fromkeys(table, Any)
+    for name, value in table.items():
+        _require_option(name, list(known), _place((*loc, name), raw))
         for inner in _tables_in(known[name]):
-            for item in value if isinstance(value, list) else [value]:
+            places = [((*loc, name), value)]
+            if isinstance(value, list):
+                places = [((*loc, name, index), item) for index, item in enumerate(cast("list[Any]", value))]
+            for place, item in places:
                 if isinstance(item, dict):
-                    _require_known(item, inner, f"{place}{name}.")
+                    _require_known(cast("dict[str, Any]", item), inner, place, raw)
 
 
 def _tables_in(annotation: Any) -> list[type[BaseModel]]:
@@ -171,9 +208,10 @@ def _tables_in(annotation: Any) -> list[type[BaseModel]]:
 def _require_option(name: str, valid: list[str], place: str) -> None:
     """Raise PrivacyError, with the nearest valid name, unless the option is valid."""
     if name not in valid:
-        near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-        remedy = f"did you mean {near[0]!r}? Choose one of {', '.join(valid)}" if near else "remove it: there are none"
-        raise expected("load_spec", "options", "to be known", f"{place!r}", remedy)
+        is_near = difflib.SequenceMatcher(None, name.lower(), "non_private").ratio() >= _NEAR
+        suggested = [option for option in valid if option != "non_private" or is_near]
+        remedy = f"choose one of {', '.join(valid)}" if valid else "remove it: there are none"
+        raise expected("load_spec", "options", "to be known", f"{place!r}", did_you_mean(name, suggested, remedy))
 
 
 def _require_method(method: MethodTable, spec: Spec) -> None:

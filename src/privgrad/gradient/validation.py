@@ -138,7 +138,11 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     """
     few = few_of(examples, fill=False)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
-    losses = losses_on_copies(model, loss_fn, few, parameters)
+    try:
+        losses = losses_on_copies(model, loss_fn, few, parameters)
+    except TypeError as error:
+        error.add_note("PrivateGradient calls loss_fn(model, examples); check the order of its arguments.")
+        raise
     if not losses.requires_grad:
         remedy = "compute the loss from the model's output, without no_grad or detach"
         raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
