@@ -128,7 +128,7 @@ def with_public(data: DataSet, count: int) -> DataSet:
     """
     if count == 0:
         return data
-    if len(data.train.tensors) > 2:
+    if len(data.train.tensors) != 2:
         remedy = "leave it out, or choose data without users"
         raise expected("data", "public", "to be 0 for data by user", count, remedy)
     inputs, labels = data.train.tensors
