@@ -22,7 +22,7 @@ NAMES = {
     "PublicGradient SamplingError Scales UnsupportedModuleError audit clip federated fit optim perturb precondition "
     "side_information",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
-    "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias default_floor",
+    "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
@@ -48,12 +48,12 @@ SIGNATURES = {
     "other_public score counts_provenance",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
-    pg.optim.AdamBC: "params lr betas debias_floor floor_rule",
-    pg.optim.AdamWBC: "params lr betas weight_decay debias_floor floor_rule",
-    pg.optim.NAdamBC: "params lr betas momentum_decay debias_floor floor_rule",
-    pg.optim.RMSpropBC: "params lr alpha debias_floor",
-    pg.optim.AdagradBC: "params lr debias_floor",
-    pg.optim.MomentumSGD: "params lr momentum",
+    pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",
+    pg.optim.AdamWBC: "params lr noise_step betas weight_decay debias_floor gamma_prime floor_rule",
+    pg.optim.NAdamBC: "params lr noise_step betas momentum_decay debias_floor gamma_prime floor_rule",
+    pg.optim.RMSpropBC: "params lr noise_step alpha debias_floor gamma_prime",
+    pg.optim.AdagradBC: "params lr debias_floor gamma_prime",
+    pg.optim.MomentumSGD: "params lr noise_step momentum",
     pg.optim.Yogi: "params lr betas eps",
     pg.optim.RMSpropPub: "params lr public alpha eps",
     pg.optim.AdamPub: "params lr public betas eps numerator keep bias_correction",
@@ -164,7 +164,8 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "gather_state": "self state",
     },
     pg.optim.PrivateOptimizer: {
-        "__init__": "self params args kwargs",
+        "__init__": "self params args noise_step kwargs",
+        "noise_step": "property",
         "add_param_group": "self param_group",
         "step": "self closure grad",
         "load_state_dict": "self state_dict",

@@ -93,7 +93,7 @@ perturb = { rule = "BAM", radius = [0.01, 0.05], mode = "exact" }
 name = "AdaDPS"
 optimizer = "AdamBC"
 lr = 0.01
-options = { betas = [0.9, 0.99], debias_floor = 1e-8 }
+options = { betas = [0.9, 0.99], debias_floor = 0.5, gamma_prime = 1e-8 }
 precondition = { rule = "public_rmsprop", options = { alpha = 0.9, eps = 1e-5 } }
 public = { examples = 100, batch_size = 10 }
 group_size = 4

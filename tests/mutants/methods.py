@@ -17,7 +17,7 @@ from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.moments import Moments
 from privgrad.optim.adaptive import Debiased
 from privgrad.optim.base import PrivateOptimizer
-from privgrad.optim.debias import debias, default_floor
+from privgrad.optim.debias import debias, noise_floor
 from privgrad.types import NoisyGradient, Provenance
 
 
@@ -208,7 +208,7 @@ def another_debias(planted: Callable[..., Tensor]) -> Callable[[Patch], None]:
 
 
 def without_a_floor(patch: Patch) -> None:
-    everywhere(patch, default_floor, lambda noise_std, beta2: 1e-16)
+    everywhere(patch, noise_floor, lambda noise_std, multiple: 1e-16)
 
 
 def bare_gradients_taken(patch: Patch) -> None:

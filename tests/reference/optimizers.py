@@ -51,6 +51,7 @@ class Yogi(Plain):
 class Moments(Plain):
     beta1, beta2, gamma = 0.9, 0.999, 1e-8
     weight_decay = 0.0
+    floor = 1.0  # in variances of the noise
     gamma_prime: float | None = None
     rule = "max"
     m: Array | float = 0.0
@@ -66,7 +67,7 @@ class Moments(Plain):
         return self.m / (1 - self.beta1**self.t), self.v / correction, self.phi / correction
 
     def floored(self, v_hat: Array, phi_hat: Array, m_hat: Array) -> Array:
-        floor = 1.3 * phi_hat * np.sqrt(2 * (1 - self.beta2) / (1 + self.beta2))
+        floor = self.floor * phi_hat
         floor = floor if self.gamma_prime is None else self.gamma_prime
         d = v_hat - phi_hat
         return {
@@ -108,7 +109,7 @@ class NAdam(Moments):
 
 
 class RMSprop(Plain):
-    alpha, eps = 0.99, 1e-8
+    alpha, eps, floor = 0.99, 1e-8, 1.0
     debiased = False
     v: Array | float = 0.0
     phi: Array | float = 0.0
@@ -119,13 +120,12 @@ class RMSprop(Plain):
         self.phi = self.alpha * self.phi + (1 - self.alpha) * np.asarray(s) ** 2
         if not self.debiased:
             return theta - self.lr * g / (np.sqrt(self.v) + self.eps)
-        scale = np.sqrt(2 * (1 - self.alpha) / (1 + self.alpha))
-        floor = 1.3 * self.phi / (1 - self.alpha**self.t) * scale
+        floor = self.floor * self.phi / (1 - self.alpha**self.t)
         return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))
 
 
 class Adagrad(Plain):
-    eps = 1e-10
+    eps, floor = 1e-10, 1.0
     debiased = False
     v: Array | float = 0.0
     phi: Array | float = 0.0
@@ -136,7 +136,7 @@ class Adagrad(Plain):
         self.phi = self.phi + np.asarray(s) ** 2
         if not self.debiased:
             return theta - self.lr * g / (np.sqrt(self.v) + self.eps)
-        floor = 1.3 * self.phi * np.sqrt(2 / self.t)
+        floor = self.floor * self.phi
         return theta - self.lr * g / np.sqrt(np.maximum(self.v - self.phi, floor))
 
 

@@ -45,7 +45,8 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
     ),
     "DP-AdaGrad": (pg.optim.Adagrad, {}, plain.Adagrad, {}, {"v": "sum"}),
     "AdamBC": (pg.optim.AdamBC, {"betas": (0.8, 0.99)}, plain.AdamBC, {"beta1": 0.8, "beta2": 0.99}, DEBIASED),
-    "AdamBC, floor": (pg.optim.AdamBC, {"debias_floor": 0.3}, plain.AdamBC, {"gamma_prime": 0.3}, DEBIASED),
+    "AdamBC, floor": (pg.optim.AdamBC, {"debias_floor": 0.1}, plain.AdamBC, {"floor": 0.1}, DEBIASED),
+    "AdamBC, gamma'": (pg.optim.AdamBC, {"gamma_prime": 0.3}, plain.AdamBC, {"gamma_prime": 0.3}, DEBIASED),
     "AdamBC, negative only": (
         pg.optim.AdamBC,
         {"floor_rule": "negative_only"},
@@ -113,14 +114,14 @@ def test_a_floor_that_decays_is_set_as_learning_rates_are():
     """gamma'_t = gamma' 0.9**(t - 1) (SPEC 4.2), by the param group."""
     rng = np.random.default_rng(1)
     theta, parameter = np.zeros(9), nn.Parameter(torch.zeros(9, dtype=torch.float64))
-    optimizer = pg.optim.AdamBC([("p", parameter)], lr=0.1, debias_floor=0.5)
+    optimizer = pg.optim.AdamBC([("p", parameter)], lr=0.1, gamma_prime=0.5)
     twin = plain.AdamBC(0.1, gamma_prime=0.5)
     for t in range(1, 21):
         gradient = 0.2 + 0.3 * rng.normal(size=9)
         optimizer.step(grad=NoisyGradient({"p": torch.from_numpy(gradient)}, 0.3))
         theta = twin.step(theta, gradient, 0.3)
         np.testing.assert_allclose(parameter.detach().numpy(), theta, rtol=1e-10, atol=1e-13)
-        optimizer.param_groups[0]["debias_floor"] *= 0.9
+        optimizer.param_groups[0]["gamma_prime"] *= 0.9
         twin.gamma_prime = 0.5 * 0.9**t
 
 

@@ -76,7 +76,7 @@ def test_step_of_a_coordinate_without_signal():
 
     floored = nn.Parameter(torch.zeros(50, dtype=torch.float64))
     momentum, m = torch.zeros(50, dtype=torch.float64), 0.0
-    optimizer = pg.optim.AdamBC([("p", floored)], lr=0.5, debias_floor=4.0)
+    optimizer = pg.optim.AdamBC([("p", floored)], lr=0.5, gamma_prime=4.0)
     for t, gradient in enumerate(gradients(torch.zeros(50, dtype=torch.float64), 0.1, 20), start=1):
         optimizer.step(grad=gradient)
         m = 0.9 * m + 0.1 * gradient["p"]

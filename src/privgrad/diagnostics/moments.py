@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import expected, require_decays
-from privgrad.optim.debias import debias, default_floor
+from privgrad.optim.adaptive import DEFAULT_FLOOR
+from privgrad.optim.debias import debias, noise_floor
 from privgrad.private_gradient import PrivateGradient, RawStep
 
 
@@ -76,19 +77,19 @@ class RawMoments:
         beta2 = self.betas[1] if corrected else 0.0
         return {name: five_numbers(self._corrected(values, beta2)) for name, values in rows.items()}
 
-    def updates(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
+    def updates(self, *, debias_floor: float = DEFAULT_FLOOR, gamma_prime: float | None = None) -> dict[str, Tensor]:
         """Return Adam's step divided by its learning rate, with three denominators: clean, noisy and debiased.
 
         The numerator is always clean. Users and `papers.moments` call it.
 
         Args:
-            debias_floor: as in AdamBC.
+            debias_floor, gamma_prime: as in AdamBC.
         Returns:
             "raw_clean", "raw_noisy", "raw_debiased": one number per coordinate, shape (P,). NOT private.
         """
         beta1, beta2 = self.betas
         numerator = self._corrected(self.raw_exp_avg, beta1)
-        debiased = [self._debiased(name, debias_floor).flatten() for name in self.exp_avg_sq]
+        debiased = [self._debiased(name, debias_floor, gamma_prime).flatten() for name in self.exp_avg_sq]
         tiny = torch.finfo(numerator.dtype).tiny
         return {
             "raw_clean": numerator / self._corrected(self.raw_exp_avg_sq, beta2).clamp(min=tiny).sqrt(),
@@ -96,13 +97,13 @@ class RawMoments:
             "raw_debiased": numerator / torch.cat(debiased).sqrt(),
         }
 
-    def over_noise(self, *, debias_floor: float | None = None) -> dict[str, Tensor]:
+    def over_noise(self, *, debias_floor: float = DEFAULT_FLOOR, gamma_prime: float | None = None) -> dict[str, Tensor]:
         """Return v of all coordinates in units of the noise's variance: 1 is a coordinate without signal.
 
         Users and `diagnostics.recorder` call it.
 
         Args:
-            debias_floor: as in AdamBC.
+            debias_floor, gamma_prime: as in AdamBC.
         Returns:
             "raw_clean" (NOT private), "noisy" and "debiased" (at its floor or above): one number per coordinate, shape
             (P,); not finite where there is no noise.
@@ -111,16 +112,16 @@ class RawMoments:
         found: dict[str, list[Tensor]] = {"raw_clean": [], "noisy": [], "debiased": []}
         for name, v in self.exp_avg_sq.items():
             correction = 1 - self.betas[1] ** self.steps[name]
-            debiased = self._debiased(name, debias_floor) * correction
+            debiased = self._debiased(name, debias_floor, gamma_prime) * correction
             for kind, values in (("raw_clean", self.raw_exp_avg_sq[name]), ("noisy", v), ("debiased", debiased)):
                 found[kind].append((values / self.noise_var[name]).flatten())
         return {kind: torch.cat(values) for kind, values in found.items()}
 
-    def _debiased(self, name: str, debias_floor: float | None) -> Tensor:
+    def _debiased(self, name: str, debias_floor: float, gamma_prime: float | None) -> Tensor:
         """Return the square of AdamBC's denominator."""
         correction = 1 - self.betas[1] ** self.steps[name]
         noise_std = (self.noise_var[name] / correction) ** 0.5
-        floor = default_floor(noise_std, self.betas[1]) if debias_floor is None else debias_floor
+        floor = noise_floor(noise_std, debias_floor) if gamma_prime is None else gamma_prime
         return debias(self.exp_avg_sq[name] / correction, noise_std, floor=floor)
 
     def _corrected(self, values: Mapping[str, Tensor], beta: float) -> Tensor:

@@ -75,8 +75,9 @@ class RawRecorder:
         """
         if self._twins is None:
             return {}
-        floor = self._optimizer.param_groups[0].get("debias_floor")
-        kinds = self._twins.over_noise(debias_floor=floor)
+        group = self._optimizer.param_groups[0]
+        floor = {name: group[name] for name in ("debias_floor", "gamma_prime") if name in group}
+        kinds = self._twins.over_noise(**floor)
         if not isinstance(self._optimizer, Debiased):
             del kinds["debiased"]
         if not all(bool(torch.isfinite(values).all()) for values in kinds.values()):

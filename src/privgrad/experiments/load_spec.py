@@ -225,7 +225,7 @@ def _require_method(method: MethodTable, spec: Spec) -> None:
 def _require_options(method: MethodTable) -> None:
     """Raise PrivacyError unless the options suit the optimizer, the perturbation and the preconditioner."""
     arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
-    valid = [name for name in arguments if name not in ("params", "lr", "public", "horizon")]
+    valid = [name for name in arguments if name not in ("params", "lr", "noise_step", "public", "horizon")]
     if method.perturb is not None and method.perturb.mode is not None and method.perturb.rule != "BAM":
         place = f"methods.{method.name}.perturb.mode"
         raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")

@@ -5,9 +5,10 @@ released gradients only.
 """
 
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
-from privgrad.optim.base import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, PrivateOptimizer, RMSprop, Yogi
-from privgrad.optim.debias import debias, default_floor
+from privgrad.optim.base import PrivateOptimizer
+from privgrad.optim.debias import debias, noise_floor
 from privgrad.optim.public_data import AdamPub, MirrorDescent, RMSpropPub
+from privgrad.optim.standard import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, RMSprop, Yogi
 
 __all__ = [
     "OPTIMIZERS",
@@ -29,7 +30,7 @@ __all__ = [
     "RMSpropPub",
     "Yogi",
     "debias",
-    "default_floor",
+    "noise_floor",
 ]
 
 # By the name that a TOML file gives; audits attack each of them.

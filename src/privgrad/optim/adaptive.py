@@ -16,12 +16,15 @@ from torch import Tensor
 
 from privgrad.errors import require_decays, require_nonnegative, require_positive
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
-from privgrad.optim.debias import FloorRule, debias, default_floor, require_rule
+from privgrad.optim.debias import FloorRule, debias, noise_floor, require_rule
 from privgrad.threads import blocks
 from privgrad.types import NoisyGradient
 
 Group = dict[str, Any]
 State = dict[str, Any]
+
+# The default floor in variances of the noise. docs/choosing.md reports how it was chosen.
+DEFAULT_FLOOR = 1.0
 
 
 class Debiased(PrivateOptimizer):
@@ -31,6 +34,10 @@ class Debiased(PrivateOptimizer):
     of_gradient and of_average for a group:
         v = keep v + add g**2;  n = keep n + add noise_std**2;  m = beta m + (1 - beta) g (if the subclass has a beta)
         p = (1 - decay) p - (of_gradient g + of_average m) / sqrt(debias(v, sqrt(n), floor))
+
+    A coordinate without signal is on the floor if `debias_floor` is well above the relative spread of v, which is
+    sqrt(2 (1 - beta2) / (1 + beta2)): 0.03 for 0.999. From about 0.3 on, the noise step is lr / sqrt(debias_floor).
+    Below, most coordinates of a real model are not on the floor, and the noise step does not describe their steps.
     """
 
     _square: ClassVar[str] = "exp_avg_sq"
@@ -38,9 +45,10 @@ class Debiased(PrivateOptimizer):
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         """Raise PrivacyError if an option is out of its range."""
-        function, floor = type(self).__name__, group["debias_floor"]
-        if floor is not None:
-            require_positive(function, "debias_floor", floor, "give None for the default floor on the noise's scale")
+        function = type(self).__name__
+        require_positive(function, "debias_floor", group["debias_floor"], f"{DEFAULT_FLOOR:g} is the default")
+        if group["gamma_prime"] is not None:
+            require_positive(function, "gamma_prime", group["gamma_prime"], "leave it out to use debias_floor")
         if "floor_rule" in group:
             require_rule(function, group["floor_rule"])
         for option, usual in (("betas", (0.9, 0.999)), ("alpha", 0.99)):
@@ -127,8 +135,29 @@ class Debiased(PrivateOptimizer):
         raise NotImplementedError
 
     def _floor(self, group: Group, state: State) -> float | Tensor:
-        """Return the floor in the units of the stored second moment, startup correction included."""
-        raise NotImplementedError
+        """Return the floor in the units of the stored second moment.
+
+        debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor), so `_coefficients` can apply a startup correction c to
+        the step size.
+        """
+        if group["gamma_prime"] is not None:
+            return self._correction(group, state) * group["gamma_prime"]
+        return noise_floor(state[self._noise] ** 0.5, group["debias_floor"])
+
+    def _correction(self, group: Group, state: State) -> float:
+        """Return the factor that the stored second moment has and the corrected one has not."""
+        return 1.0
+
+    def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
+        if group["gamma_prime"] is None:
+            return group["debias_floor"] ** -0.5 * (noise_std > 0)
+        return noise_std / group["gamma_prime"] ** 0.5
+
+    def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
+        if group["gamma_prime"] is not None and group["lr_is_noise_step"]:
+            return "gamma_prime, which is in gradient units; give debias_floor in its place"
+        rule = group.get("floor_rule", "max")
+        return self._without_noise_step or ("" if rule == "max" else f"floor_rule={rule!r}")
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         """Return (of_gradient, of_average), the factors of g and m in the update. May update numbers in the state."""
@@ -150,47 +179,44 @@ class AdamBC(Debiased):
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0. Give this or noise_step.
+        noise_step: in place of lr, see PrivateOptimizer. It is lr / sqrt(debias_floor), see Debiased.
         betas: decays (beta1, beta2), each in [0, 1).
-        debias_floor: smallest debiased second moment, gradient**2, > 0 (the paper's gamma'). None derives it from the
-            noise, see `default_floor`: one default for every model and budget.
+        debias_floor: smallest debiased second moment, in variances of the noise, > 0. It is the method's main
+            parameter: a large floor gives SGD with momentum, a small one Adam with a debiased denominator.
+        gamma_prime: smallest debiased second moment in gradient**2, > 0, in place of debias_floor: the papers'
+            gamma'. None: debias_floor.
         floor_rule: how the floor is applied, see `debias`; all rules except "max" are for ablations.
     Raises:
         PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
         Post-processing: the state holds moments of released gradients and public constants only.
     Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: n tracks noise that changes over time; the default
-        floor is relative to the noise.
+        Tang, Lecuyer 2023 (DP-AdamBC), algorithm 1. Deviations: n tracks noise that changes over time; the floor is
+        relative to the noise, unless gamma_prime is given.
     """
+
+    _default_lr: ClassVar[float | None] = 1e-3
 
     def __init__(
         self,
         params: NamedParameters,
-        lr: float = 1e-3,
+        lr: float | None = None,
         *,
+        noise_step: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
-        debias_floor: float | None = None,
+        debias_floor: float = DEFAULT_FLOOR,
+        gamma_prime: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        super().__init__(params, defaults=_adam_options(lr, betas, debias_floor, floor_rule))
+        options = _adam_options(lr, betas, debias_floor, gamma_prime, floor_rule)
+        super().__init__(params, defaults=options, noise_step=noise_step)
 
     def _beta(self, group: Group) -> float:
         return group["betas"][0]
 
     def _weights(self, group: Group) -> tuple[float, float]:
         return group["betas"][1], 1 - group["betas"][1]
-
-    def _floor(self, group: Group, state: State) -> float | Tensor:
-        """Return c times the floor, where c is the startup correction.
-
-        debias(c v, sqrt(c) s, c floor) = c debias(v, s, floor), so `_coefficients` can apply c to the step size.
-        """
-        correction = self._correction(group, state)
-        floor = group["debias_floor"]
-        if floor is None:
-            floor = default_floor((state[self._noise] / correction) ** 0.5, group["betas"][1])
-        return correction * floor
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         step_size = group["lr"] / (1 - group["betas"][0] ** state["step"])
@@ -209,7 +235,7 @@ class AdamWBC(AdamBC):
 
     Args:
         weight_decay: >= 0; multiplied by lr.
-        params, lr, betas, debias_floor, floor_rule, Raises, Privacy: as AdamBC.
+        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC.
     Reference:
         Loshchilov, Hutter 2019 (AdamW), with the denominator of Tang, Lecuyer 2023.
     """
@@ -217,15 +243,17 @@ class AdamWBC(AdamBC):
     def __init__(
         self,
         params: NamedParameters,
-        lr: float = 1e-3,
+        lr: float | None = None,
         *,
+        noise_step: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 1e-2,
-        debias_floor: float | None = None,
+        debias_floor: float = DEFAULT_FLOOR,
+        gamma_prime: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        options = _adam_options(lr, betas, debias_floor, floor_rule)
-        Debiased.__init__(self, params, defaults=options | {"weight_decay": weight_decay})
+        options = _adam_options(lr, betas, debias_floor, gamma_prime, floor_rule)
+        Debiased.__init__(self, params, defaults=options | {"weight_decay": weight_decay}, noise_step=noise_step)
 
 
 class NAdamBC(AdamBC):
@@ -236,23 +264,27 @@ class NAdamBC(AdamBC):
 
     Args:
         momentum_decay: >= 0.
-        params, lr, betas, debias_floor, floor_rule, Raises, Privacy: as AdamBC. lr is 2e-3 by default.
+        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC. lr is 2e-3 by default.
     Reference:
         Dozat 2016 (NAdam), with the denominator of Tang, Lecuyer 2023.
     """
 
+    _default_lr = 2e-3
+
     def __init__(
         self,
         params: NamedParameters,
-        lr: float = 2e-3,
+        lr: float | None = None,
         *,
+        noise_step: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         momentum_decay: float = 4e-3,
-        debias_floor: float | None = None,
+        debias_floor: float = DEFAULT_FLOOR,
+        gamma_prime: float | None = None,
         floor_rule: FloorRule = "max",
     ) -> None:
-        options = _adam_options(lr, betas, debias_floor, floor_rule)
-        Debiased.__init__(self, params, defaults=options | {"momentum_decay": momentum_decay})
+        options = _adam_options(lr, betas, debias_floor, gamma_prime, floor_rule)
+        Debiased.__init__(self, params, defaults=options | {"momentum_decay": momentum_decay}, noise_step=noise_step)
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         def mu(t: int) -> float:
@@ -273,10 +305,10 @@ class RMSpropBC(Debiased):
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0.
+        lr: learning rate, >= 0. Give this or noise_step.
+        noise_step: in place of lr, see PrivateOptimizer. It is lr / sqrt(debias_floor), see Debiased.
         alpha: decay of the second moment, in [0, 1).
-        debias_floor: smallest debiased second moment, gradient**2, > 0. None: derived from the noise, see
-            `default_floor`.
+        debias_floor, gamma_prime: as in AdamBC.
     Raises:
         PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
@@ -285,19 +317,29 @@ class RMSpropBC(Debiased):
         Ours, after Tang, Lecuyer 2023; its biased form is RMSprop.
     """
 
+    _default_lr = 1e-2
+
     def __init__(
-        self, params: NamedParameters, lr: float = 1e-2, *, alpha: float = 0.99, debias_floor: float | None = None
+        self,
+        params: NamedParameters,
+        lr: float | None = None,
+        *,
+        noise_step: float | None = None,
+        alpha: float = 0.99,
+        debias_floor: float = DEFAULT_FLOOR,
+        gamma_prime: float | None = None,
     ) -> None:
-        super().__init__(params, defaults={"lr": lr, "alpha": alpha, "debias_floor": debias_floor})
+        options = {"lr": lr, "alpha": alpha, "debias_floor": debias_floor, "gamma_prime": gamma_prime}
+        super().__init__(params, defaults=options, noise_step=noise_step)
 
     def _weights(self, group: Group) -> tuple[float, float]:
         return group["alpha"], 1 - group["alpha"]
 
     def _floor(self, group: Group, state: State) -> float | Tensor:
-        if group["debias_floor"] is not None:
-            return group["debias_floor"]
+        if group["gamma_prime"] is not None:
+            return group["gamma_prime"]
         noise_var = state[self._noise] / (1 - group["alpha"] ** state["step"])
-        return default_floor(noise_var**0.5, group["alpha"])
+        return noise_floor(noise_var**0.5, group["debias_floor"])
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         return group["lr"], 0.0
@@ -311,8 +353,8 @@ class AdagradBC(Debiased):
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
         lr: learning rate, >= 0.
-        debias_floor: smallest debiased sum of squares, gradient**2, > 0. None: derived from the noise, as 1.3 standard
-            deviations of the sum for a coordinate without signal under constant noise.
+        debias_floor: smallest debiased sum of squares, in variances of the noise in this sum, > 0.
+        gamma_prime: smallest debiased sum of squares in gradient**2, > 0, in place of debias_floor. None: debias_floor.
     Raises:
         PrivacyError: parameters lack names, or a number is out of its range.
     Privacy:
@@ -323,25 +365,32 @@ class AdagradBC(Debiased):
 
     _square = "sum"
     _noise = "noise_var_sum"
+    _without_noise_step = "AdagradBC, whose steps shrink over time"
 
-    def __init__(self, params: NamedParameters, lr: float = 1e-2, *, debias_floor: float | None = None) -> None:
-        super().__init__(params, defaults={"lr": lr, "debias_floor": debias_floor})
+    def __init__(
+        self,
+        params: NamedParameters,
+        lr: float = 1e-2,
+        *,
+        debias_floor: float = DEFAULT_FLOOR,
+        gamma_prime: float | None = None,
+    ) -> None:
+        super().__init__(params, defaults={"lr": lr, "debias_floor": debias_floor, "gamma_prime": gamma_prime})
 
     def _weights(self, group: Group) -> tuple[float, float]:
         return 1.0, 1.0
-
-    def _floor(self, group: Group, state: State) -> float | Tensor:
-        if group["debias_floor"] is not None:
-            return group["debias_floor"]
-        # A sum of t terms has the same relative standard deviation as an average with decay (t - 1) / (t + 1).
-        return default_floor(state[self._noise] ** 0.5, (state["step"] - 1) / (state["step"] + 1))
 
     def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
         return group["lr"], 0.0
 
 
 def _adam_options(
-    lr: float, betas: tuple[float, float], debias_floor: float | None, floor_rule: FloorRule
+    lr: float | None,
+    betas: tuple[float, float],
+    debias_floor: float,
+    gamma_prime: float | None,
+    floor_rule: FloorRule,
 ) -> dict[str, Any]:
     """Return the options that AdamBC, AdamWBC and NAdamBC share, by name."""
-    return {"lr": lr, "betas": betas, "debias_floor": debias_floor, "floor_rule": floor_rule}
+    floor = {"debias_floor": debias_floor, "gamma_prime": gamma_prime, "floor_rule": floor_rule}
+    return {"lr": lr, "betas": betas, **floor}

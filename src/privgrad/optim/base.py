@@ -1,6 +1,6 @@
-"""The mixin that makes a torch optimizer accept only released gradients, and the optimizers without debiasing.
+"""The mixin that makes a torch optimizer accept only released gradients, and that counts its steps in units of the noise.
 
-`adaptive` and `public_data` build on it. Users and `papers` make the optimizers; `experiments.spec` and `audit.methods`
+`standard`, `adaptive` and `public_data` build on it. Users and `papers` make the optimizers; `experiments.spec` and `audit.methods`
 make them by name, through `optim.OPTIMIZERS`.
 
 The privacy guarantee rests on `step` and `_clear` only: nothing but a released gradient may move a parameter. The rest
@@ -10,7 +10,7 @@ of this file is post-processing of released gradients.
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from privgrad.errors import PrivacyError, expected, require_decays, require_nonn
 from privgrad.types import NoisyGradient
 
 # Keys that torch's schedulers add to param groups.
+_OF_GROUPS = {"params", "param_names", "noise_std", "name", "lr_is_noise_step"}
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
@@ -32,16 +33,43 @@ class PrivateOptimizer(torch.optim.Optimizer):
     deviation of the noise in the group's last gradient: a number, or a mapping by parameter name. It is None before
     the first step.
 
+    With `noise_step=u` in place of `lr`, a group's `lr` is u, and schedulers act on u. Each step divides the gradient
+    by its noise_std first, and so all options in gradient units (`eps`, say) then count standard deviations of the
+    noise. The rate is the one at which u is the noise step: the root mean square displacement of a weight after T
+    updates of pure noise, divided by sqrt(T), for large T. Noise that changes over time, or differs between parameters
+    or coordinates, is divided out before it enters any state, so that each release moves each weight by u.
+
     Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
+        params: `model.named_parameters()`, or param groups of named parameters. A group may have its own `lr` or
+            `noise_step`.
         args, kwargs: options of the torch optimizer, `lr` first.
+        noise_step: u >= 0, in units of the weights. Give this or `lr`.
     Raises:
-        PrivacyError: parameters lack names or share a name, or an option is unknown or out of its range.
+        PrivacyError: parameters lack names or share a name; an option is unknown or out of its range; `lr` and
+            `noise_step` are both given; or noise_step is given to an optimizer that has none.
     Privacy:
         Post-processing: state and updates are functions of released gradients and public constants.
     """
 
-    def __init__(self, params: NamedParameters, *args: Any, **kwargs: Any) -> None:
+    # Why the optimizer has no noise step; empty if it has one.
+    _without_noise_step: ClassVar[str] = ""
+    _default_lr: ClassVar[float | None] = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse `noise_step` by name where the constructor of a subclass does not take it."""
+        if kwargs.get("noise_step") is not None and cls._without_noise_step:
+            raise _no_noise_step(cls.__name__, cls._without_noise_step)
+        return super().__new__(cls)
+
+    def __init__(
+        self, params: NamedParameters, *args: Any, noise_step: float | None = None, **kwargs: Any
+    ) -> None:
+        # A subclass of ours gives `defaults`; a class of torch's takes lr by itself, and may have a default for it.
+        options = kwargs.get("defaults", kwargs)
+        lr = self._require_one_rate(args[0] if args else options.pop("lr", None), noise_step)
+        if not args and (lr is not None or options is not kwargs):
+            options["lr"] = lr
+        self._lr_is_noise_step = noise_step is not None
         try:
             super().__init__(cast(Any, params), *args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -50,16 +78,43 @@ class PrivateOptimizer(torch.optim.Optimizer):
             remedy = "give model.named_parameters(), and options in their ranges"
             function = type(self).__name__
             raise expected(function, "params and options", "to be valid for torch", error, remedy) from error
+        self.defaults["lr_is_noise_step"] = self._lr_is_noise_step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch, after the checks that the class describes.
 
         torch's constructor calls it for each param group; users can call it later.
         """
-        super().add_param_group(param_group)
+        group = dict(param_group)
+        noise_step = group.pop("noise_step", None)
+        if noise_step is not None:
+            group["lr"] = self._require_one_rate(group.get("lr"), noise_step)
+        by_default = self.defaults.get("lr_is_noise_step", self._lr_is_noise_step)
+        is_noise_step = noise_step is not None or ("lr" not in group and by_default)
+        super().add_param_group({"lr_is_noise_step": is_noise_step} | group)
         group = self.param_groups.pop()
         self._require_group(group)
         self.param_groups.append(group)
+
+    @property
+    def noise_step(self) -> float:
+        """The noise step u of the current rates, in units of the weights.
+
+        Users and `experiments.runner` read it, also where `lr` was given. It is the root mean square over all trainable
+        coordinates, if param groups or coordinates differ. It is nan for an optimizer without a noise step and, where
+        `lr` was given, before the first step.
+        """
+        squares, count = 0.0, 0
+        for group in self.param_groups:
+            for name, parameter in self._active(group):
+                std = group["noise_std"] if not isinstance(group["noise_std"], Mapping) else group["noise_std"][name]
+                if self._why_no_noise_step(group) or (std is None and not group["lr_is_noise_step"]):
+                    return math.nan
+                per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, std)
+                steps = torch.as_tensor(float(_number(group["lr"])) * per_lr, dtype=torch.float64)
+                squares += float(steps.square().mean()) * parameter.numel()
+                count += parameter.numel()
+        return math.sqrt(squares / count) if count else math.nan
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], NoisyGradient] | None = None, *, grad: NoisyGradient | None = None
@@ -75,7 +130,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             grad: the gradient. It must hold a value for each trainable parameter; frozen parameters are skipped.
         Raises:
             PrivacyError: neither or both are given, the gradient is not a NoisyGradient, a trainable parameter has no
-                value in it, or noise_std is not a finite number >= 0. The parameters have not moved.
+                value in it, or noise_std is not a finite number >= 0 (> 0 for a group with a noise step). The
+                parameters have not moved.
         Privacy:
             Post-processing.
         """
@@ -94,12 +150,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
         active = [[name for name, _ in self._active(group)] for group in self.param_groups]
         _require_covered(function, gradient, [name for names in active for name in names])
+        by_noise = [names for group, names in zip(self.param_groups, active, strict=True) if group["lr_is_noise_step"]]
+        _require_noise(function, gradient, [name for names in by_noise for name in names])
         self._clear()
         try:
             for group, names in zip(self.param_groups, active, strict=True):
                 std = gradient.noise_std
                 group["noise_std"] = std if isinstance(std, float | int) else {name: std[name] for name in names}
-            self._update(gradient)
+            if by_noise:
+                self._update_in_noise_units(gradient, [name for names in by_noise for name in names])
+            else:
+                self._update(gradient)
         finally:
             # Otherwise a later step could use this gradient again.
             self._clear()
@@ -137,6 +198,51 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     # torch has rounded this state to the parameter's precision; see `widened`.
                     self.state[parameter][name] = value.detach().to(parameter.device, torch.float32, copy=True)
 
+    def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
+        """Update by the gradient divided by its noise_std, at the rates whose noise steps the groups hold.
+
+        Args:
+            gradient: the released gradient.
+            names: the parameters of groups with a noise step; the other ones are updated as usual.
+        """
+        tensors, stds = dict(gradient.tensors), {name: gradient.noise_std_of(name) for name in gradient}
+        for name in names:
+            tensors[name], stds[name] = gradient[name] / stds[name], 1.0
+        groups = [group for group in self.param_groups if group["lr_is_noise_step"]]
+        steps = [group["lr"] for group in groups]
+        try:
+            for group in groups:
+                group["lr"] = group["lr"] / self._noise_step_per_lr(group, 1.0)
+            self._update(NoisyGradient(tensors, stds))
+        finally:
+            for group, step in zip(groups, steps, strict=True):
+                group["lr"] = step
+
+    def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
+        """Return the noise step at lr = 1. Subclasses with a noise step override it.
+
+        `noise_step` and `_update_in_noise_units` call it.
+
+        Args:
+            group: a param group.
+            noise_std: the standard deviation of the noise, >= 0, in the units of the group's options.
+        """
+        raise NotImplementedError
+
+    def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
+        """Return why the optimizer with these options has no noise step; an empty string if it has one."""
+        return self._without_noise_step
+
+    def _require_one_rate(self, lr: float | None, noise_step: float | None) -> float | None:
+        """Return the one of lr and noise_step that is given, else the default lr; raise PrivacyError for both."""
+        if lr is not None and noise_step is not None:
+            got, remedy = f"lr {_number(lr)} and noise_step {noise_step}", "leave one of the two out"
+            raise expected(type(self).__name__, "lr or noise_step", "to be given, not both", got, remedy)
+        if noise_step is None:
+            return self._default_lr if lr is None else lr
+        require_nonnegative(type(self).__name__, "noise_step", noise_step, "give the noise step of a weight, 0.01 say")
+        return noise_step
+
     def _update(self, gradient: NoisyGradient) -> None:
         """Move the parameters by the gradient: torch's own step, unless a subclass overrides this."""
         for group in self.param_groups:
@@ -163,14 +269,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
             remedy = "use one optimizer per model, or prefix the names"
             condition, got = "to differ between groups", f"{', '.join(repeated)} twice"
             raise expected(function, "names of parameters", condition, got, remedy)
-        unknown = group.keys() - self.defaults.keys() - {"params", "param_names", "noise_std", "name"} - _SCHEDULED
+        unknown = group.keys() - self.defaults.keys() - _OF_GROUPS - _SCHEDULED
         if unknown:
             remedy = f"choose among {', '.join(sorted(self.defaults))}"
             raise expected(function, "options of a param group", "to be known", ", ".join(sorted(unknown)), remedy)
         group |= {key: value.item() for key, value in group.items() if isinstance(value, np.generic)}
         group["noise_std"] = None
+        if group["lr"] is None:
+            remedy = "give lr, or noise_step"
+            raise expected(function, "lr or noise_step", "to be given", None, remedy)
         require_nonnegative(function, "lr", _number(group["lr"]), "give the learning rate")
         self._require_options(group)
+        if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):
+            raise _no_noise_step(function, why)
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
         """Raise PrivacyError if an option is out of its range.
@@ -213,6 +324,20 @@ def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -
             raise expected(function, f"noise_std of {name!r}", "to be finite numbers >= 0", got, remedy)
 
 
+def _require_noise(function: str, gradient: NoisyGradient, names: list[str]) -> None:
+    """Raise PrivacyError unless the gradient has noise in every coordinate of these parameters."""
+    for name in names:
+        std = torch.as_tensor(gradient.noise_std_of(name))
+        if not bool((std > 0).all()):
+            remedy = "give lr in place of noise_step: without noise there is no noise step"
+            raise expected(function, f"noise_std of {name!r}", "to be > 0 for a noise step", float(std.min()), remedy)
+
+
+def _no_noise_step(function: str, why: str) -> PrivacyError:
+    """Return the error for a noise step of an optimizer that has none."""
+    return expected(function, "noise_step", "to be absent for an optimizer without one", why, "give lr in its place")
+
+
 def widened(parameter: Tensor) -> Tensor:
     """Return zeros shaped like a parameter, in float32 or wider.
 
@@ -220,111 +345,6 @@ def widened(parameter: Tensor) -> Tensor:
     gradients.
     """
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-
-
-class SGD(PrivateOptimizer, torch.optim.SGD):
-    """The torch.optim.SGD for released gradients: DP-SGD, or DP-GDM with momentum."""
-
-
-class MomentumSGD(PrivateOptimizer):
-    """An SGD with momentum and Adam's startup correction. DP-Adam behaves like it where noise dominates.
-
-    Computes: b = momentum * b + g;  p = p - lr * b / (1 - momentum**t). With lr = lr_adam (1 - momentum) / noise_std
-    this is DP-Adam when the noise dominates its denominator. (SGD(momentum=...) is DP-GDM, without the correction.)
-
-    Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0.
-        momentum: in [0, 1).
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing.
-    Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), their comparison of DP-Adam with DP-SGD.
-    """
-
-    def __init__(self, params: NamedParameters, lr: float, *, momentum: float = 0.9) -> None:
-        super().__init__(params, defaults={"lr": lr, "momentum": momentum})
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        require_decays("MomentumSGD", "momentum", group["momentum"], 0.9)
-
-    @torch.no_grad()
-    def _update(self, gradient: NoisyGradient) -> None:
-        for group in self.param_groups:
-            for name, parameter in self._active(group):
-                state = self.state[parameter]
-                if not state:
-                    state["step"], state["momentum_buffer"] = 0, widened(parameter)
-                state["step"] += 1
-                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
-                correction = 1 - group["momentum"] ** state["step"]
-                parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / correction)
-
-
-class Yogi(PrivateOptimizer):
-    """An Adam whose second moment changes per step by at most (1 - beta2) g**2: FedYogi's server optimizer.
-
-    Computes, elementwise, from m = 0 and v = eps**2:
-        m = beta1 m + (1 - beta1) g;  v = v - (1 - beta2) sign(v - g**2) g**2;  p = p - lr m / (sqrt(v) + eps)
-
-    Args:
-        params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0.
-        betas: decays (beta1, beta2), each in [0, 1).
-        eps: > 0, gradient units.
-    Raises:
-        PrivacyError: parameters lack names, or a number is out of its range.
-    Privacy:
-        Post-processing. The noise biases the second moment, as in Adam.
-    Reference:
-        Zaheer et al. 2018 (Yogi); Reddi et al. 2021 (arXiv 2003.00295), algorithm 2, without startup correction.
-    """
-
-    def __init__(
-        self, params: NamedParameters, lr: float, *, betas: tuple[float, float] = (0.9, 0.99), eps: float = 1e-3
-    ) -> None:
-        super().__init__(params, defaults={"lr": lr, "betas": betas, "eps": eps})
-
-    def _require_options(self, group: Mapping[str, Any]) -> None:
-        require_decays("Yogi", "betas", group["betas"], (0.9, 0.99))
-        require_positive("Yogi", "eps", group["eps"], "give 1e-3, the usual value")
-
-    @torch.no_grad()
-    def _update(self, gradient: NoisyGradient) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for name, parameter in self._active(group):
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"], state["exp_avg_sq"] = widened(parameter), widened(parameter) + group["eps"] ** 2
-                moment, second = state["exp_avg"], state["exp_avg_sq"]
-                given = gradient[name].to(moment.dtype)
-                square = given.square()
-                moment.lerp_(given, 1 - beta1)
-                second.addcmul_(torch.sign(second - square), square, value=beta2 - 1)
-                parameter.addcdiv_(moment, second.sqrt().add_(group["eps"]), value=-group["lr"])
-
-
-class Adam(PrivateOptimizer, torch.optim.Adam):
-    """The torch.optim.Adam for released gradients: DP-Adam. The noise biases its second moment (see AdamBC)."""
-
-
-class AdamW(PrivateOptimizer, torch.optim.AdamW):
-    """The torch.optim.AdamW for released gradients. The noise biases its second moment (see AdamWBC)."""
-
-
-class NAdam(PrivateOptimizer, torch.optim.NAdam):
-    """The torch.optim.NAdam for released gradients. The noise biases its second moment (see NAdamBC)."""
-
-
-class RMSprop(PrivateOptimizer, torch.optim.RMSprop):
-    """The torch.optim.RMSprop for released gradients: DP-RMSProp. Its second moment is biased (see RMSpropBC)."""
-
-
-class Adagrad(PrivateOptimizer, torch.optim.Adagrad):
-    """The torch.optim.Adagrad for released gradients: DP-AdaGrad. Its sum of squares is biased (see AdagradBC)."""
 
 
 def constructor_arguments(kind: Callable[..., PrivateOptimizer]) -> list[str]:

@@ -1,10 +1,9 @@
 """The formula of debiasing: second moment minus noise variance, with a floor.
 
 All `*BC` optimizers, in `adaptive`, call the functions of this file. `diagnostics.moments` calls `debias` and
-`default_floor`; users can call both. The privacy guarantee does not rest on this file.
+`noise_floor`; users can call both. The privacy guarantee does not rest on this file.
 """
 
-import math
 from typing import Literal, get_args
 
 import torch
@@ -48,7 +47,7 @@ def debias(
     Privacy:
         Post-processing of noisy gradients; uses public constants only.
     Reference:
-        Tang, Lecuyer 2023 (DP-AdamBC), eq. (3). Deviation: the default floor is relative to noise_std.
+        Tang, Lecuyer 2023 (DP-AdamBC), eq. (3).
     """
     require_nonnegative("debias", "noise_std", _smallest(noise_std), "give sigma C / B")
     require_positive("debias", "floor", _smallest(floor), "give the smallest denominator squared")
@@ -74,27 +73,21 @@ def require_rule(function: str, rule: str) -> None:
         )
 
 
-def default_floor(noise_std: float | Tensor, beta2: float) -> float | Tensor:
-    """Return the default floor, which is proportional to the noise variance.
-
-    Computes: 1.3 s with s = noise_std**2 * sqrt(2 (1 - beta2) / (1 + beta2)), the standard deviation of v for a
-    coordinate without signal. About nine in ten such coordinates end on the floor. 1e-16 where there is no noise.
+def noise_floor(noise_std: float | Tensor, multiple: float) -> float | Tensor:
+    """Return a floor that is a multiple of the noise's variance; 1e-16 where there is no noise.
 
     Args:
         noise_std: sigma C / B, scalar or (P,). >= 0.
-        beta2: decay of the second moment, in [0, 1).
+        multiple: the floor in variances of the noise, > 0: `debias_floor` of the optimizers.
     Returns:
         The floor, in gradient**2, shaped like noise_std.
     Privacy:
         Public constants only.
-    Reference:
-        Ours; reproduces the tuned gamma' of Tang, Lecuyer 2023 on CIFAR-10 and SNLI.
     """
-    relative = 1.3 * math.sqrt(2 * (1 - beta2) / (1 + beta2))
     if isinstance(noise_std, Tensor):
         variance = noise_std**2
-        return torch.where(variance > 0, relative * variance, _NOISELESS_FLOOR)
-    return relative * noise_std**2 if noise_std > 0 else _NOISELESS_FLOOR
+        return torch.where(variance > 0, multiple * variance, _NOISELESS_FLOOR)
+    return multiple * noise_std**2 if noise_std > 0 else _NOISELESS_FLOOR
 
 
 def _smallest(value: float | Tensor) -> float:

@@ -27,6 +27,8 @@ Numerator = Literal["private", "public"]
 class _WithPublic(PrivateOptimizer):
     """A base class that takes one public gradient per step, before any parameter moves."""
 
+    _without_noise_step = "an optimizer with public gradients, whose steps do not follow the noise"
+
     def __init__(self, params: NamedParameters, public: Public, defaults: dict[str, Any]) -> None:
         name = type(self).__name__
         if not callable(public):
