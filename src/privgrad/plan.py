@@ -2,35 +2,25 @@
 
 Users, `experiments`, audits, `papers.toy_regression` and `integrations.opacus` make one plan per training.
 PrivateGradient, `fit` and the bridges read it. The privacy guarantee rests on this file: noise, draws and charges
-follow the plan.
+follow the plan. `plan_numbers` checks the numbers.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad import accounting
 from privgrad.accounting import Accountant, Release
-from privgrad.errors import (
-    expected,
-    require_choice,
-    require_delta,
-    require_integer,
-    require_nonnegative,
-    require_positive,
-    require_rate,
-)
+from privgrad.errors import expected, require_integer, require_positive
+from privgrad.plan_numbers import is_infinite, require_numbers
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
-
-_LARGEST_NOISE_STD = 1e15  # float32 can hold its square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +28,7 @@ class PrivacyPlan:
     """All public numbers that decide the privacy of a training run, fixed before it starts.
 
     PrivateGradient, `fit` and the ledger read their numbers from the plan. The guarantee rests on these numbers and on
-    the checks made here.
+    the checks of `plan_numbers`.
 
     Args:
         sample_rate: q in (0, 1], the probability that an example is in a batch; 1.0 is the full batch.
@@ -88,60 +78,10 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         """Check all numbers, alone and together, before any of them is used."""
-        function = "PrivacyPlan"
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
                 object.__setattr__(self, name, value.item())
-        require_rate(function, self.sample_rate)
-        require_integer(function, "steps", self.steps, 1)
-        require_integer(function, "expected_batch_size", self.expected_batch_size, 1)
-        require_integer(function, "num_examples", self.num_examples, 1)
-        require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
-        if not (self.noise_multiplier == 0 and _is_infinite(self.max_grad_norm)):
-            require_positive(function, "max_grad_norm", self.max_grad_norm, "give the clip norm C")
-        if self.max_grad_norm < 1e-10:
-            remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
-            raise expected(function, "max_grad_norm", "to be at least 1e-10", self.max_grad_norm, remedy)
-        if self.noise_multiplier > 0 and self.noise_multiplier * self.max_grad_norm > _LARGEST_NOISE_STD:
-            got, remedy = self.noise_multiplier * self.max_grad_norm, "lower one of the two"
-            raise expected(
-                function, "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}", got, remedy
-            )
-        if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
-            raise expected(
-                function,
-                "expected_batch_size",
-                f"to be sample_rate * num_examples = {self.sample_rate * self.num_examples:g}",
-                self.expected_batch_size,
-                "correct one of the three",
-            )
-        require_integer(function, "group_size", self.group_size, 1)
-        if self.expected_batch_size % self.group_size:
-            condition = f"to divide expected_batch_size = {self.expected_batch_size}"
-            raise expected(function, "group_size", condition, self.group_size, "change one of the two")
-        if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            condition = "to be True or False, and to be False if noise_multiplier is 0"
-            remedy = "set noise_on_grid=False: there is nothing to hide without noise"
-            raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
-        require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
-        if self.privacy_unit == "user" and self.group_size > 1:
-            remedy = "set group_size=1: all examples of a user are clipped as one anyway"
-            raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", self.group_size, remedy)
-        require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
-        if self.seed is not None:
-            require_integer(function, "seed", self.seed, -math.inf)
-        if self.target_epsilon is not None:
-            remedy = "give the epsilon that the noise was calibrated for, or None"
-            require_positive(function, "target_epsilon", self.target_epsilon, remedy)
-        if self.delta is not None:
-            require_delta(function, self.delta)
-            if self.delta > 1 / self.num_examples:
-                count, whole = ("num_users", "user") if self.privacy_unit == "user" else ("num_examples", "record")
-                warnings.warn(
-                    f"delta = {self.delta:g} is above 1 / {count} = {1 / self.num_examples:.3g}: such a delta allows "
-                    f"a mechanism that publishes one whole {whole}; lower delta",
-                    stacklevel=3,
-                )
+        require_numbers(self)
 
     @classmethod
     def for_budget(
@@ -252,7 +192,7 @@ class PrivacyPlan:
         require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
         require_integer("for_users", "num_users", num_users, 1)
         require_integer("for_users", "rounds", rounds, 1)
-        if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and _is_infinite(max_update_norm)):
+        if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and is_infinite(max_update_norm)):
             require_positive("for_users", "max_update_norm", max_update_norm, "give the bound on a user's update")
         _require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         numbers: dict[str, Any] = {
@@ -383,10 +323,6 @@ class PrivacyPlan:
             collate=collate,
             processes=processes,
         )
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and value == math.inf
 
 
 def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:

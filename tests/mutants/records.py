@@ -12,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, ledger_file, plan, training_run
+from privgrad import accounting, checkpoint, ledger_file, plan_numbers, training_run
 from privgrad.accounting import Release
 
 
@@ -209,7 +209,7 @@ def rate_of_whole_steps(patch: Patch) -> None:
 
 
 def numbers_unchecked(patch: Patch) -> None:
-    patch.setattr(plan, "require_positive", lambda *_: None)
+    patch.setattr(plan_numbers, "require_positive", lambda *_: None)
 
 
 ACCOUNTING = [
