@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from privgrad import accounting
 from privgrad.accounting import Accountant, Release
 from privgrad.errors import expected, require_integer, require_positive
+from privgrad.noise import std_of_noise
 from privgrad.plan_numbers import is_infinite, require_numbers
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
@@ -218,6 +219,16 @@ class PrivacyPlan:
         PrivateGradient gives it to `noise.add_noise`.
         """
         return self.expected_batch_size // self.group_size
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in one coordinate of the released mean gradient: sigma C / B.
+
+        With group_size k > 1 it is sigma 2C / (B / k). It equals `noise_std` of the released gradients, except that
+        `noise_on_grid` adds at most 1/500 to these. Users compare plans by it.
+        """
+        sensitivity = self.max_grad_norm if self.group_size == 1 else 2 * self.max_grad_norm
+        return std_of_noise(self.noise_multiplier, sensitivity, self.divisor)
 
     def usual_batch_size(self, processes: int = 1) -> int:
         """Return the number of examples that 999 of 1,000 batches do not exceed: B plus three standard deviations.
