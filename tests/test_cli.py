@@ -185,6 +185,12 @@ def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-5])
     assert "cut off" in here("epsilon", path, "--delta", "1e-5").stderr
     assert "ledger.jsonl in a run's folder" in here("epsilon", tmp_path, "--delta", "1e-5", code=2).stderr
+    simulation = Ledger(tmp_path / "simulation.jsonl")
+    simulation.bind(make_plan().scaled(1 / 2).public_facts)
+    simulation.charge(Release(0.0, 0.125), draw="a", limit=9)
+    told = here("epsilon", "simulation.jsonl", "--delta", "1e-5")
+    assert "simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite" in told.stderr
+    assert "inf" in told.stdout
     (tmp_path / "notes.txt").write_text("my notes")
     assert "give a ledger's path" in here("epsilon", "notes.txt", "--delta", "1e-5", code=2).stderr
 

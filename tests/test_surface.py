@@ -26,13 +26,14 @@ NAMES = {
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
-    "target_epsilon sampling seed group_size noise_on_grid privacy_unit",
+    "target_epsilon sampling seed group_size noise_on_grid privacy_unit simulates",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
     "sampling seed group_size noise_on_grid privacy_unit",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
     "noise_multiplier sampling seed noise_on_grid",
     pg.PrivacyPlan.batches: "self dataset start collate processes",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
+    pg.PrivacyPlan.scaled: "self factor",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "processes",
     pg.NoisyGradient: "tensors noise_std",

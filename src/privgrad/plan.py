@@ -7,7 +7,7 @@ follow the plan. `plan_numbers` checks the numbers.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,11 +17,13 @@ from privgrad import accounting
 from privgrad.accounting import Accountant, Release
 from privgrad.errors import expected, require_integer, require_positive
 from privgrad.noise import std_of_noise
-from privgrad.plan_numbers import is_infinite, require_numbers
+from privgrad.plan_numbers import is_infinite, require_numbers, scaled_numbers
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
+
+_SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class PrivacyPlan:
         privacy_unit: the unit whose presence is hidden: "example"; or "user", all examples of one person or device
             together (see federated). With "user", read "user" for every "example" above: n users, B the expected
             cohort size, T rounds, C the bound on one user's update.
+        simulates: the plan that this one simulates in smaller batches, or None. `scaled` sets it; do not set it by
+            hand. With it, epsilon is infinite.
     Raises:
         PrivacyError: a number is out of its range, or sample_rate, expected_batch_size and num_examples contradict
             each other.
@@ -74,6 +78,7 @@ class PrivacyPlan:
     group_size: int = 1
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"
+    simulates: "PrivacyPlan | None" = None
 
     neighboring_relation = "add or remove one"
 
@@ -212,6 +217,27 @@ class PrivacyPlan:
         sample_rate = expected_cohort_size / num_users
         return cls(sample_rate=sample_rate, noise_multiplier=cast(float, noise_multiplier), **numbers)
 
+    def scaled(self, factor: float) -> "PrivacyPlan":
+        """Return a plan that simulates this one in smaller batches. It is NOT private: its epsilon is infinite.
+
+        Its expected batch size, sample rate and noise multiplier are those of this plan times `factor`. The mean
+        gradient then has the same noise (`noise_std`), and a step takes about `factor` of the time. The mean itself
+        varies more, because it is taken over fewer examples. For tuning on public data, and for research. Users and
+        `experiments.spec` call it.
+
+        Args:
+            factor: in (0, 1], such as 1 / 16. The scaled batch size must be a whole number that group_size divides.
+                1 returns this plan.
+        Returns:
+            A plan with `simulates` set to this plan, and without target_epsilon.
+        Raises:
+            PrivacyError: the factor does not fit, or this plan simulates another one.
+        Privacy:
+            NOT private. Each release of the returned plan is charged as a release without noise.
+        """
+        numbers = scaled_numbers(self, factor)
+        return self if factor == 1 else replace(self, **numbers)
+
     @property
     def divisor(self) -> int:
         """The public divisor of a clipped sum: the expected number of contributions, B / k.
@@ -251,27 +277,43 @@ class PrivacyPlan:
         return self.sampling == "poisson"
 
     @property
+    def epoch_steps(self) -> int:
+        """The number of steps that draw each example once on average. A plan that simulates another has its number.
+
+        PrivateGradient and `integrations.external_loop` read it. The guarantee does not rest on it.
+        """
+        plan = self if self.simulates is None else self.simulates
+        return max(1, round(1 / plan.sample_rate))
+
+    @property
     def release(self) -> Release:
-        """The release that one step charges to the ledger. PrivateGradient reads it."""
-        return Release(self.noise_multiplier, self.sample_rate, self.sampling)
+        """The release that one step charges to the ledger; one without noise if the plan simulates another.
+
+        PrivateGradient reads it.
+        """
+        charged = self.noise_multiplier if self.simulates is None else 0.0
+        return Release(charged, self.sample_rate, self.sampling)
 
     @property
     def public_facts(self) -> dict[str, Any]:
         """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later.
 
-        PrivateGradient adds its own facts and gives all to the ledger.
+        PrivateGradient adds its own facts and gives all to the ledger. If the plan simulates another, noise_multiplier
+        is 0, so that every epsilon of the ledger is infinite, and `simulates` has the numbers of the simulated plan.
         """
+        simulated = self.simulates
         return {
             "sampling": self.sampling,
             "sample_rate": self.sample_rate,
             "expected_batch_size": self.expected_batch_size,
-            "noise_multiplier": self.noise_multiplier,
+            "noise_multiplier": self.release.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,
             "group_size": self.group_size,
             "noise_on_grid": self.noise_on_grid,
             "neighboring_relation": self.neighboring_relation,
             "privacy_unit": self.privacy_unit,
+            "simulates": None if simulated is None else {name: getattr(simulated, name) for name in _SCALED},
         }
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
@@ -284,7 +326,7 @@ class PrivacyPlan:
             steps: >= 0. None: all steps of the plan.
             accountant: as in accounting.epsilon.
         Returns:
-            Epsilon >= 0.
+            Epsilon >= 0; infinite if the plan simulates another one.
         Raises:
             PrivacyError: neither the plan nor the call has a delta, or a number is out of its range.
         Privacy:
@@ -295,7 +337,7 @@ class PrivacyPlan:
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         steps = self.steps if steps is None else steps
-        release = Release(self.noise_multiplier, self.sample_rate, count=steps)
+        release = Release(self.release.noise_multiplier, self.sample_rate, count=steps)
         return accounting.epsilon([release], delta=delta, accountant=accountant)
 
     def batches(

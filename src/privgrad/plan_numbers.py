@@ -1,14 +1,17 @@
-"""Check the numbers of a plan, alone and together.
+"""Check the numbers of a plan, alone and together, and compute those of a plan that simulates it in smaller batches.
 
-`PrivacyPlan` calls `require_numbers` when it is made. The privacy guarantee rests on this file: noise, draws and
-charges follow numbers that it has checked.
+`PrivacyPlan` calls `require_numbers` when it is made, and `PrivacyPlan.scaled` calls `scaled_numbers`. The privacy
+guarantee rests on `require_numbers` and `is_infinite`: noise, draws and charges follow numbers that they have checked.
+It does not rest on the rest of this file: no number of a plan that simulates another one can make its epsilon finite.
 """
 
 import math
 import warnings
-from typing import TYPE_CHECKING, get_args
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
 
 from privgrad.errors import (
+    described,
     expected,
     require_choice,
     require_delta,
@@ -81,8 +84,77 @@ def require_numbers(plan: "PrivacyPlan") -> None:
                 f"a mechanism that publishes one whole {whole}; lower delta",
                 stacklevel=4,
             )
+    if plan.simulates is not None:
+        _require_scaled(plan, plan.simulates)
 
 
 def is_infinite(value: object) -> bool:
     """Return whether value is positive infinity. `plan` also calls it."""
     return isinstance(value, float) and value == math.inf
+
+
+def scaled_numbers(plan: "PrivacyPlan", factor: float) -> dict[str, Any]:
+    """Return the fields in which a plan that simulates `plan` differs from it.
+
+    Args:
+        plan: the plan to simulate.
+        factor: as in PrivacyPlan.scaled.
+    Raises:
+        PrivacyError: as in PrivacyPlan.scaled.
+    """
+    function, size, groups = "PrivacyPlan.scaled", plan.expected_batch_size, plan.group_size
+    if plan.simulates is not None:
+        got = f"batches of {size} that simulate batches of {plan.simulates.expected_batch_size}"
+        remedy = "scale the simulated plan: plan.simulates.scaled(factor)"
+        raise expected(function, "the plan", "to simulate no plan", got, remedy)
+    if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "give the share of the batch size to keep, such as 1 / 16"
+        raise expected(function, "factor", "to be in (0, 1]", described(factor), remedy)
+    share = float(factor)
+    left = round(size * share)
+    if left < 1 or left % groups or not math.isclose(left, size * share, rel_tol=1e-9):
+        condition = "to be a whole number >= 1" + (f" that group_size = {groups} divides" if groups > 1 else "")
+        got, remedy = f"{size} * {share:.6g} = {size * share:.6g}", _working_factors(plan.divisor, share)
+        raise expected(function, "expected_batch_size * factor", condition, got, remedy)
+    return _numbers_at(plan, left)
+
+
+def _numbers_at(plan: "PrivacyPlan", batch_size: int) -> dict[str, Any]:
+    """Return the fields of the plan with this expected batch size that simulates `plan`."""
+    share = batch_size / plan.expected_batch_size
+    return {
+        "expected_batch_size": batch_size,
+        "sample_rate": plan.sample_rate * share,
+        "noise_multiplier": plan.noise_multiplier * share,
+        "target_epsilon": None,
+        "simulates": plan,
+    }
+
+
+def _working_factors(contributions: int, factor: float) -> str:
+    """Return, for an error, a remedy with up to four factors 1 / K near `factor` that the plan can be scaled by.
+
+    Args:
+        contributions: the expected number of contributions to a batch.
+        factor: the factor that does not fit.
+    """
+    if contributions == 1:
+        return "plan with a larger expected_batch_size"
+    whole = [k for k in range(2, min(contributions, 4096) + 1) if contributions % k == 0] or [contributions]
+    near = sorted(sorted(whole, key=lambda k: abs(math.log(k * factor)))[:4])
+    return f"give a factor such as {', '.join(f'1/{k}' for k in near)}"
+
+
+def _require_scaled(plan: "PrivacyPlan", simulated: object) -> None:
+    """Raise PrivacyError unless `simulated` is a plan, and `plan` has the numbers that `scaled` gives."""
+    function = "PrivacyPlan"
+    if not isinstance(simulated, type(plan)) or simulated.simulates is not None:
+        remedy = "leave it out: plan.scaled(factor) sets it"
+        raise expected(function, "simulates", "to be a plan that simulates no plan", described(simulated), remedy)
+    follows = vars(simulated) | _numbers_at(simulated, min(plan.expected_batch_size, simulated.expected_batch_size))
+    differing = [name for name, value in follows.items() if vars(plan)[name] != value]
+    if differing:
+        condition = f"to follow from the simulated plan ({', '.join(f'{n} {follows[n]}' for n in differing)})"
+        remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
+        got = ", ".join(f"{name} {getattr(plan, name)}" for name in differing)
+        raise expected(function, "the numbers", condition, got, remedy)

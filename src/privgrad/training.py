@@ -284,11 +284,12 @@ def _progress_bar(
             spent = private_grad.epsilon(steps=covered)
         elif not live and last.get("step") == step:
             spent = last["epsilon"]
-        # Rounded up, never down.
-        told = "" if spent is None else f"ε ≤ {math.ceil(100 * spent) / 100:.2f}  " if spent < math.inf else "no ε  "
-        numbers = (f"  {k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
+        told = _epsilon_note(private_grad, spent)
         rate = f"{result.examples_per_second:,.0f} {'users' if of_users else 'examples'}/s"
-        bar.update(task, advance=1, note=f"{told}{rate}{next(numbers, '')}")
+        numbers = (f"{k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
+        # A line has 80 columns. The words about a simulation take the room of the speed.
+        shown = (told, "" if "simulates" in told else rate, next(numbers, ""))
+        bar.update(task, advance=1, note="  ".join(filter(None, shown)))
 
     try:
         with nullcontext() if bar is progress else bar:
@@ -296,3 +297,15 @@ def _progress_bar(
     finally:
         if bar is progress:
             bar.remove_task(task)
+
+
+def _epsilon_note(private_grad: PrivateGradient, spent: float | None) -> str:
+    """Return the epsilon spent, for the progress bar; rounded up, never down."""
+    if spent is None:
+        return ""
+    if spent < math.inf:
+        return f"ε ≤ {math.ceil(100 * spent) / 100:.2f}"
+    simulated = private_grad.simulated_epsilon
+    if simulated is None or math.isinf(simulated):
+        return "no ε"
+    return f"ε = ∞ (simulates {math.ceil(100 * simulated) / 100:.2f})"

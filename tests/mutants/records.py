@@ -212,6 +212,14 @@ def numbers_unchecked(patch: Patch) -> None:
     patch.setattr(plan_numbers, "require_positive", lambda *_: None)
 
 
+def simulation_charged_with_noise(patch: Patch) -> None:
+    patch.setattr(
+        pg.PrivacyPlan,
+        "release",
+        property(lambda self: Release(self.noise_multiplier, self.sample_rate, self.sampling)),
+    )
+
+
 ACCOUNTING = [
     Mutant(
         "sigma calibrated to the unsafe side",
@@ -256,6 +264,12 @@ ACCOUNTING = [
         numbers_unchecked,
         "test_plan_and_sampling.test_numbers_out_of_range_are_refused_at_construction",
         {"changed": {"max_grad_norm": float("nan")}, "message": "max_grad_norm"},
+    ),
+    Mutant(
+        "a simulation in smaller batches charged with its noise",
+        simulation_charged_with_noise,
+        "test_plan_and_sampling.test_a_scaled_plan_has_the_same_noise_and_no_epsilon",
+        {"factor": 0.5, "group_size": 1},
     ),
 ]
 
