@@ -234,6 +234,8 @@ class PrivacyPlan:
             PrivacyError: the factor does not fit, or this plan simulates another one.
         Privacy:
             NOT private. Each release of the returned plan is charged as a release without noise.
+        Reference:
+            Sander, Stock, Sablayrolles 2023 (arXiv 2210.03403), which tune at a constant sigma / B.
         """
         numbers = scaled_numbers(self, factor)
         return self if factor == 1 else replace(self, **numbers)

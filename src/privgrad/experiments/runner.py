@@ -224,6 +224,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             stacklevel=2,
         )
     record = _record(run, plan, data, result, optimizer, validated=validated)
+    record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss:
         record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())

@@ -80,7 +80,8 @@ class PrivacyTable(_Table):
     """The table [privacy]: the numbers that decide the guarantee.
 
     Apart from sampling, grid and unit they have no defaults. Give either `target_epsilon` or `noise_multiplier`. With
-    `privacy_unit` "user", every number of examples is a number of users; see PrivacyPlan.
+    `privacy_unit` "user", every number of examples is a number of users; see PrivacyPlan. With `simulate` K > 1, the
+    trainings simulate this plan in batches of 1/K of its size, and have no privacy; see PrivacyPlan.scaled.
     """
 
     target_epsilon: float | None = None
@@ -93,6 +94,7 @@ class PrivacyTable(_Table):
     sampling: SamplingScheme = "poisson"
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"
+    simulate: int = Field(default=1, ge=1)
 
 
 class PreconditionTable(_Table):
@@ -292,7 +294,8 @@ class Spec(_Table):
     ) -> PrivacyPlan:
         """Return the plan of the experiment.
 
-        The plan of a `non_private` method has no noise and an infinite clipping norm: its epsilon is infinite.
+        The plan of a `non_private` method has no noise and an infinite clipping norm: its epsilon is infinite. With
+        `simulate` in [privacy], the plan is scaled, and epsilon is infinite too.
         `runner`, `audit_spec`, `papers.stops` and `report.metadata` call it.
 
         Args:
@@ -303,16 +306,17 @@ class Spec(_Table):
             PrivacyError: [privacy] gives neither or both of target_epsilon and noise_multiplier, or a number is wrong.
         """
         plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm)
-        if method is None:
-            return plan
-        if method.non_private:
+        if method is not None and method.non_private:
             no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
-            return replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
-        return replace(plan, group_size=method.group_size)
+            plan = replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
+        elif method is not None:
+            plan = replace(plan, group_size=method.group_size)
+        return plan.scaled(1 / self.privacy.simulate)
 
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
         """Return the plan of [privacy] with one clipping norm, without regard to a method."""
-        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True) | {"max_grad_norm": max_grad_norm}
+        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate"})
+        numbers["max_grad_norm"] = max_grad_norm
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
             name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"
             got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"
