@@ -19,8 +19,8 @@ from privgrad.processes import Processes
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales UnsupportedModuleError audit clip federated fit optim perturb precondition "
-    "side_information",
+    "PublicGradient SamplingError Scales Schedule UnsupportedModuleError audit clip federated fit optim perturb "
+    "precondition side_information",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias default_floor",
 }
@@ -83,6 +83,8 @@ SIGNATURES = {
     pg.audit.one_step: "private_grad",
     pg.audit.method_game: "name mechanism epsilon delta canaries",
     pg.audit.rows: "methods epsilons delta trials confidence",
+    pg.Schedule: "decay warmup",
+    pg.Schedule.of: "self optimizer steps",
     pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
     "output_dir save_seconds progress",
 }

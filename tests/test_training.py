@@ -388,9 +388,30 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
     assert result.ledger.releases == STEPS
 
 
-SCHEDULES: dict[str, Callable[[pg.optim.PrivateOptimizer], LRScheduler]] = {
+SCHEDULES: dict[str, Callable[[pg.optim.PrivateOptimizer], Any]] = {
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS),
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS),
+    "linear by name": lambda optimizer: "linear",
+    "cosine with warm-up": lambda optimizer: pg.Schedule("cosine", warmup=0.25),
+}
+# A schedule that is another one from a number on, and what is said of it on resume.
+CHANGED: dict[str, tuple[Callable[[pg.optim.PrivateOptimizer], Any], str]] = {
+    "one cycle": (
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=STEPS + 1),
+        f"scheduler total_steps {STEPS}, now {STEPS + 1}",
+    ),
+    "cosine": (
+        lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS + 1),
+        f"scheduler T_max {STEPS}, now {STEPS + 1}",
+    ),
+    "linear by name": (
+        lambda optimizer: "cosine",
+        "scheduler lr_lambdas .*'decay': 'linear'.*, now .*'decay': 'cosine'",
+    ),
+    "cosine with warm-up": (
+        lambda optimizer: pg.Schedule("cosine", warmup=0.5),
+        "scheduler lr_lambdas .*'warmup_steps': 15.*, now .*'warmup_steps': 30",
+    ),
 }
 
 
@@ -409,26 +430,21 @@ def test_a_schedule_resumes_where_it_was(name: str, tmp_path: Path, monkeypatch:
     resumed, result = run(tmp_path, schedule=SCHEDULES[name])
     assert result.updates == STEPS
     assert equal(whole, resumed)
-    kind = type(SCHEDULES[name](adam())).__name__
+    made = SCHEDULES[name](adam())
+    kind = type(made).__name__ if isinstance(made, LRScheduler) else "LambdaLR"
     with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with scheduler {kind}, now None"):
         run(tmp_path)
-    changed = {
-        "one cycle": (
-            lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=STEPS + 1),
-            "scheduler total_steps",
-        ),
-        "cosine": (lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS + 1), "scheduler T_max"),
-    }
-    schedule, message = changed[name]
-    with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with {message} {STEPS}, now {STEPS + 1}"):
+    schedule, message = CHANGED[name]
+    with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with {message}"):
         run(tmp_path, schedule=schedule)
 
 
-def test_a_run_that_is_called_again_with_the_same_objects_goes_on(tmp_path: Path):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_that_is_called_again_with_the_same_objects_goes_on(name: str, tmp_path: Path):
     """As in a notebook: the scheduler has moved since it was made, but it is the same."""
     model, stops = make_model(), [KeyboardInterrupt]
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    scheduler = SCHEDULES["one cycle"](optimizer)
+    scheduler = SCHEDULES[name](optimizer)
 
     def interrupt(row: Any) -> None:
         if row["step"] == 20 and stops:
@@ -456,6 +472,23 @@ def test_lost_steps_count_in_the_schedule(tmp_path: Path, monkeypatch: pytest.Mo
     assert made[0].last_epoch == STEPS - 1
 
 
+def test_lost_steps_count_in_a_schedule_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rates: list[float] = []
+    step = pg.optim.AdamBC.step
+
+    def noting(self: pg.optim.AdamBC, *args: Any, **options: Any) -> None:
+        rates.append(self.param_groups[0]["lr"])
+        step(self, *args, **options)
+
+    schedule = pg.Schedule("linear", warmup=0.5)
+    stop_after(20, monkeypatch, tmp_path, seed=None, scheduler=schedule)
+    monkeypatch.setattr(pg.optim.AdamBC, "step", noting)
+    with pytest.warns(UserWarning, match="20 charged steps"):
+        run(tmp_path, seed=None, scheduler=schedule)
+    after = [(s + 1) / 31 if s < 30 else 1 - (s - 30) / 30 for s in range(20, STEPS)]
+    assert rates == pytest.approx([0.05 * factor for factor in after])
+
+
 def adam() -> pg.optim.PrivateOptimizer:
     return pg.optim.AdamBC(make_model().named_parameters(), lr=0.05)
 
@@ -471,6 +504,11 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
         pg.PrivacyError, match="scheduler to be of the same optimizer, got the scheduler of a different AdamBC"
     ):
         run(None, scheduler=CosineAnnealingLR(optimizer, T_max=3))
+    names = "fit: expected scheduler to be 'constant', 'linear' or 'cosine', got 'liner'; did you mean 'linear'"
+    with pytest.raises(pg.PrivacyError, match=names):
+        run(None, scheduler="liner")
+    with pytest.raises(pg.PrivacyError, match=r"a Schedule, its decay or a torch scheduler, got 0\.5; give Schedule\("):
+        run(None, scheduler=0.5)
 
 
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode():

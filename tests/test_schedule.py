@@ -1,0 +1,132 @@
+"""Schedules of the learning rate: their rates, their errors, and the keys of a TOML file that make one."""
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+
+
+def rates(scheduler: LRScheduler, steps: int) -> list[list[float]]:
+    """The learning rates of each param group, by step."""
+    found = list[list[float]]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps without an optimizer's
+        for _ in range(steps):
+            found.append([group["lr"] for group in scheduler.optimizer.param_groups])
+            scheduler.step()
+    return [list(rates) for rates in zip(*found, strict=True)]
+
+
+def optimizer_of_two_groups() -> pg.optim.PrivateOptimizer:
+    model = make_model()
+    groups = [
+        {"params": model[0].named_parameters(prefix="0"), "lr": 0.5},
+        {"params": model[2].named_parameters(prefix="2"), "lr": 2.0},
+    ]
+    return pg.optim.SGD(groups, lr=1.0)
+
+
+FACTORS: dict[str, tuple[pg.Schedule, list[float]]] = {
+    "constant": (pg.Schedule(), [1.0] * 8),
+    "linear": (pg.Schedule("linear"), [1 - t / 8 for t in range(8)]),
+    "cosine": (pg.Schedule("cosine"), [(1 + math.cos(math.pi * t / 8)) / 2 for t in range(8)]),
+    "constant after a warm-up": (pg.Schedule(warmup=0.25), [1 / 3, 2 / 3, *[1.0] * 6]),
+    "linear after a warm-up": (pg.Schedule("linear", 0.25), [1 / 3, 2 / 3, *(1 - t / 6 for t in range(6))]),
+    "cosine after a warm-up": (
+        pg.Schedule("cosine", warmup=np.float64(0.25)),
+        [1 / 3, 2 / 3, *((1 + math.cos(math.pi * t / 6)) / 2 for t in range(6))],
+    ),
+    "a warm-up to the last step": (pg.Schedule("linear", warmup=0.99), [s / 8 for s in range(1, 9)]),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_each_group_has_the_rates_of_the_formula(name: str):
+    schedule, factors = FACTORS[name]
+    found = rates(schedule.of(optimizer_of_two_groups(), 8), 8)
+    assert found == [pytest.approx([peak * factor for factor in factors]) for peak in (0.5, 2.0)]
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_scheduler_ends_at_zero_and_stays_there(name: str):
+    schedule, _ = FACTORS[name]
+    scheduler = schedule.of(optimizer_of_two_groups(), 8)
+    rates(scheduler, 8)
+    last = 1.0 if schedule.decay == "constant" else 0.0
+    assert rates(scheduler, 2) == [pytest.approx([peak * last] * 2) for peak in (0.5, 2.0)]
+
+
+def test_a_training_of_one_step_has_the_whole_rate():
+    for schedule, _ in FACTORS.values():
+        assert rates(schedule.of(optimizer_of_two_groups(), 1), 1) == [[0.5], [2.0]]
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_state_is_plain_and_goes_on(name: str, tmp_path: Path):
+    schedule, _ = FACTORS[name]
+    whole = rates(schedule.of(optimizer_of_two_groups(), 8), 8)
+    optimizer = optimizer_of_two_groups()
+    scheduler = schedule.of(optimizer, 8)
+    rates(scheduler, 3)
+    torch.save([scheduler.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
+    state, of_optimizer = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = optimizer_of_two_groups()
+    resumed = schedule.of(other, 8)
+    other.load_state_dict(of_optimizer)
+    resumed.load_state_dict(state)
+    assert rates(resumed, 5) == [group[3:] for group in whole]
+
+
+def test_a_private_training_follows_it_by_groups():
+    model, told = make_model(), list[list[float]]()
+    optimizer = pg.optim.AdamBC(
+        [
+            {"params": model[0].named_parameters(prefix="0"), "lr": 0.01},
+            {"params": model[2].named_parameters(prefix="2"), "lr": 0.04},
+        ]
+    )
+
+    def note(row: Any) -> None:
+        told.append([group["lr"] for group in optimizer.param_groups])
+
+    plan = make_plan(steps=4)
+    options: dict[str, Any] = {"evaluate": lambda model: {}, "num_evaluations": 4, "on_evaluate": note}
+    pg.fit(
+        pg.PrivateGradient(model, loss_fn, plan), optimizer, make_data(), scheduler="linear", progress=False, **options
+    )
+    # Each row comes after the scheduler's step; there is none after the last.
+    assert told == [pytest.approx([0.01 * f, 0.04 * f]) for f in (0.75, 0.5, 0.25, 0.25)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"decay": "liner"}, "decay to be 'constant', 'linear' or 'cosine', got 'liner'; did you mean 'linear'"),
+        ({"decay": "Cosine"}, "got 'Cosine'; did you mean 'cosine'"),
+        ({"decay": None}, "decay to be 'constant', 'linear' or 'cosine', got None; "),
+        ({"warmup": 1.0}, r"warmup to be in \[0, 1\), got 1\.0; give the share of the steps"),
+        ({"warmup": -0.1}, r"warmup to be in \[0, 1\), got -0\.1; "),
+        ({"warmup": math.nan}, r"warmup to be in \[0, 1\), got nan; "),
+        ({"warmup": "0.05"}, r"warmup to be in \[0, 1\), got '0\.05', a str; "),
+        ({"warmup": True}, r"warmup to be in \[0, 1\), got True; "),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(given: dict[str, Any], message: str):
+    with pytest.raises(pg.PrivacyError, match=f"Schedule: expected .*{message}"):
+        pg.Schedule(**given)
+
+
+def test_a_schedule_is_of_an_optimizer_and_of_steps():
+    with pytest.raises(pg.PrivacyError, match=r"Schedule\.of: expected optimizer to be a torch optimizer, got None; "):
+        pg.Schedule().of(None, 8)  # pyright: ignore[reportArgumentType]
+    for steps in (0, 1.5, "8"):
+        with pytest.raises(pg.PrivacyError, match=r"Schedule\.of: expected steps to be an integer >= 1, got"):
+            pg.Schedule().of(optimizer_of_two_groups(), steps)  # pyright: ignore[reportArgumentType]
