@@ -1,6 +1,8 @@
 """Schedules of the learning rate: their rates, their errors, and the keys of a TOML file that make one."""
 
+import copy
 import math
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 import privgrad as pg
-from conftest import loss_fn, make_data, make_model, make_plan
+from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.report.metadata import metadata_of
+from privgrad.experiments.runner import compare, describe, train
 
 
 def rates(scheduler: LRScheduler, steps: int) -> list[list[float]]:
@@ -130,3 +135,107 @@ def test_a_schedule_is_of_an_optimizer_and_of_steps():
     for steps in (0, 1.5, "8"):
         with pytest.raises(pg.PrivacyError, match=r"Schedule\.of: expected steps to be an integer >= 1, got"):
             pg.Schedule().of(optimizer_of_two_groups(), steps)  # pyright: ignore[reportArgumentType]
+
+
+SPEC = tomllib.loads("""
+title = "rates"
+[data]
+name = "digits"
+[model]
+name = "linear"
+[privacy]
+noise_multiplier = 4.0
+delta = 1e-5
+max_grad_norm = 1.0
+num_examples = 1437
+expected_batch_size = 48
+steps = 4
+[[methods]]
+name = "DP-SGD"
+optimizer = "SGD"
+lr = 0.5
+[run]
+num_evaluations = 1
+""")
+
+
+def written(run: str = "", method: str = "") -> dict[str, Any]:
+    """The experiment with a schedule in [run] and in its method, as TOML has them."""
+    raw = copy.deepcopy(SPEC)
+    raw["run"] |= tomllib.loads(run)
+    raw["methods"][0] |= tomllib.loads(method)
+    return raw
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The learning rate of each update."""
+    pytest.importorskip("sklearn")
+    account_by_rdp(monkeypatch)
+    found, step = list[float](), pg.optim.SGD.step
+
+    def noting(self: pg.optim.SGD, *args: Any, **options: Any) -> None:
+        found.append(self.param_groups[0]["lr"])
+        step(self, *args, **options)
+
+    monkeypatch.setattr(pg.optim.SGD, "step", noting)
+    return found
+
+
+LINEAR, COSINE = 'schedule = "linear"', 'schedule = { decay = "cosine", warmup = 0.25 }'
+OF_COSINE = [0.25, 0.5, 0.375, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("run", "method", "rates", "told"),
+    [
+        ("", "", [0.5] * 4, "constant"),
+        (LINEAR, "", [0.5, 0.375, 0.25, 0.125], "linear"),
+        ("", COSINE, OF_COSINE, "cosine, warm-up 0.25"),
+        (LINEAR, COSINE, OF_COSINE, "cosine, warm-up 0.25"),
+        (COSINE, 'schedule = "constant"', [0.5] * 4, "constant"),
+        ("schedule = { warmup = 0.5 }", "", [0.5 / 3, 1 / 3, 0.5, 0.5], "constant, warm-up 0.5"),
+    ],
+)
+def test_an_experiment_follows_its_schedule_or_its_methods(
+    run: str, method: str, rates: list[float], told: str, used: list[float], tmp_path: Path
+):
+    spec = check_spec(written(run, method), "test")
+    records = train(spec, tmp_path, seed=0, progress=False)
+    assert used == pytest.approx(rates)
+    assert metadata_of(spec, records, tmp_path, command="")["plan"]["schedule"] == told
+
+
+def test_methods_of_a_comparison_have_schedules_of_their_own(used: list[float], tmp_path: Path):
+    raw = written(LINEAR)
+    raw["methods"].append(raw["methods"][0] | {"name": "other", "schedule": "constant"})
+    spec = check_spec(raw, "test")
+    records = compare(spec, tmp_path, progress=False)
+    assert used == pytest.approx([0.5, 0.375, 0.25, 0.125, *[0.5] * 4])
+    told = metadata_of(spec, records, tmp_path, command="")["plan"]["schedule"]
+    assert told == "linear (DP-SGD), constant (other)"
+    assert '"schedule"' in describe(spec)
+    assert "schedule" not in describe(check_spec(SPEC, "test"))
+    with pytest.raises(pg.PrivacyError, match="a different run"):
+        compare(check_spec({**raw, "run": SPEC["run"]}, "test"), tmp_path, progress=False)
+
+
+WRONG = {
+    'schedule = "liner"': "{}.schedule to be one of constant, linear, cosine, got 'liner'; did you mean 'linear'",
+    'schedule = { decay = "cosin" }': "{}.schedule.decay to be one of constant, .*, got 'cosin'; did you mean 'cosine'",
+    "schedule = { warmup = 1.0 }": "{}.schedule.warmup to be valid .*less than 1.*, got 1.0; correct it in test",
+    "schedule = { warmup = -0.1 }": "{}.schedule.warmup to be valid .*greater than or equal to 0.*, got -0.1; ",
+    'schedule = { warmup = "0.05" }': "{}.schedule.warmup to be valid .*valid number.*, got '0.05'; ",
+    "schedule = { warmpu = 0.05 }": "got '{}.schedule.warmpu'; did you mean 'warmup'",
+    "schedule = 3": r"{}.schedule to be valid .*, got 3; ",
+    'schedul = "linear"': "got '{}.schedul'; did you mean 'schedule'",
+}
+
+
+@pytest.mark.parametrize("place", ["run", "methods.DP-SGD"])
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_schedule_in_a_file_is_one_clear_error(line: str, place: str):
+    raw = written(line) if place == "run" else written(method=line)
+    with pytest.raises(pg.PrivacyError, match=f"load_spec: expected .*{WRONG[line].format(place)}") as caught:
+        check_spec(raw, "test")
+    assert str(caught.value).count("expected") == 1

@@ -208,6 +208,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         private_grad,
         optimizer,
         data.train,
+        scheduler=spec.schedule_of(method),
         evaluate=evaluate,
         num_evaluations=spec.run.num_evaluations,
         on_evaluate=board,
