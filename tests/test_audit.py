@@ -370,3 +370,5 @@ def test_specifications_that_cannot_be_audited_are_refused(here: Here, tmp_path:
     assert "to include a private one" in here("audit", "none.toml", code=2).stderr
     (tmp_path / "same.toml").write_text(ONE.replace("validation = 240", "validation = 240\nreconstruct = true"))
     assert "one class each" in here("audit", "same.toml", code=2).stderr
+    (tmp_path / "simulation.toml").write_text(ONE.replace("steps = 6", "steps = 6\nsimulate = 2"))
+    assert "privacy.simulate to be 1, got 2; leave it out" in here("audit", "simulation.toml", code=2).stderr

@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, real files."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from conftest import make_plan
 from privgrad import data
 from privgrad.accounting import Release, epsilon
 from privgrad.cli import main
+from privgrad.experiments.report.texts import epsilon_text
 from privgrad.ledger import Ledger
 
 pytest.importorskip("sklearn")
@@ -185,6 +187,12 @@ def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-5])
     assert "cut off" in here("epsilon", path, "--delta", "1e-5").stderr
     assert "ledger.jsonl in a run's folder" in here("epsilon", tmp_path, "--delta", "1e-5", code=2).stderr
+    simulation = Ledger(tmp_path / "simulation.jsonl")
+    simulation.bind(make_plan().scaled(1 / 2).public_facts)
+    simulation.charge(Release(0.0, 0.125), draw="a", limit=9)
+    told = here("epsilon", "simulation.jsonl", "--delta", "1e-5")
+    assert "simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite" in told.stderr
+    assert "inf" in told.stdout
     (tmp_path / "notes.txt").write_text("my notes")
     assert "give a ledger's path" in here("epsilon", "notes.txt", "--delta", "1e-5", code=2).stderr
 
@@ -241,6 +249,38 @@ def test_raw_counts_are_announced_and_not_saved(here: Here, tmp_path: Path, monk
     assert "raw_" not in (tmp_path / "runs/one/runs.jsonl").read_text()
 
 
+@pytest.mark.usefixtures("without_rendering")
+def test_a_simulation_is_never_reported_with_a_finite_epsilon(here: Here, tmp_path: Path):
+    whole = ONE.replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
+    (tmp_path / "one.toml").write_text(whole.replace("steps = 6", "steps = 6\nsimulate = 4"))
+    done = here("train", "one.toml")
+    cost = make_plan(
+        sample_rate=120 / 1197, expected_batch_size=120, num_examples=1197, noise_multiplier=4.0, steps=6, delta=1e-5
+    ).epsilon()
+    shown = epsilon_text(cost)
+    words = " ".join(done.stdout.split())
+    assert f"∞ (simulates {shown})" in words
+    assert "∞ (simulates ε): the mean gradients have the noise of a plan" in words
+    assert "they have no finite ε: they simulate a plan in smaller batches." in words
+    (record,) = (json.loads(line) for line in (tmp_path / "runs/one/runs.jsonl").read_text().splitlines())
+    assert (record["epsilon"], record["simulates_epsilon"]) == (math.inf, cost)
+    assert all(row["epsilon"] == math.inf for row in record["curve"])
+    (path,) = (tmp_path / "runs/one").rglob("ledger.jsonl")
+    ledger = Ledger(path, read_only=True)
+    assert ledger.epsilon(delta=1e-5) == math.inf
+    assert ledger.plan_facts["expected_batch_size"] == 30
+    page = (tmp_path / "runs/one/index.html").read_text()
+    assert f"<td>∞ (simulates {shown})</td>" in page
+    assert "No guarantee:" in page
+    assert "(30 in place of 120 on average)" in page
+    assert "satisfies" not in page
+    assert "loss against steps" in page
+    table = last_json(here("train", "one.toml", "--json"))["methods"][0]
+    assert (table["epsilon"], table["simulates_epsilon"]) == (None, cost)
+    (tmp_path / "one.toml").write_text(whole)
+    assert "a different privacy" in here("train", "one.toml", code=2).stderr
+
+
 BAD_SPECS = {
     "unknown option, nearest named": (
         "expected_batch_size = 120",
@@ -262,6 +302,9 @@ BAD_SPECS = {
     "missing value": ("delta = 1e-5\n", "", "got None"),
     "a model for larger images": ('name = "mlp"', 'name = "cnn-small"', "inputs of shape (1, 8, 8)"),
     "a model for images of one size": ('name = "mlp"', 'name = "cnn2"', "size = 28"),
+    "a simulation that does not divide": ("steps = 6", "steps = 6\nsimulate = 7", "such as 1/5, 1/6, 1/8, 1/10"),
+    "a share to simulate": ("steps = 6", "steps = 6\nsimulate = 0.25", "privacy.simulate to be valid"),
+    "nothing to simulate": ("steps = 6", "steps = 6\nsimulate = 0", "privacy.simulate to be valid"),
     "a name twice": ('name = "DP-SGD"', 'name = "DP-AdamBC"', "different names"),
 }
 

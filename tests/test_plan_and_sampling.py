@@ -2,14 +2,19 @@
 
 import dataclasses
 import math
+import pickle
+import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import privgrad as pg
 from conftest import make_data, make_plan
+from privgrad.accounting import epsilon
 
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"max_grad_norm": 0.0}, "max_grad_norm"),
@@ -78,6 +83,93 @@ def test_for_budget_meets_the_target_and_travels():
     with pytest.raises(pg.PrivacyError, match="delta"):
         make_plan().epsilon()
     assert make_plan(noise_multiplier=0.0).epsilon(delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize("factor", [1 / 2, 1 / 3, 1 / 120, 3 / 4, np.float64(0.25), Fraction(1, 5)])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_scaled_plan_has_the_same_noise_and_no_epsilon(factor: float, group_size: int):
+    plan = pg.PrivacyPlan.for_budget(
+        target_epsilon=3.0,
+        delta=1e-5,
+        max_grad_norm=0.7,
+        num_examples=2390,
+        expected_batch_size=240,
+        steps=30,
+        seed=4,
+        group_size=group_size,
+    )
+    scaled = plan.scaled(factor)
+    assert scaled.expected_batch_size == round(240 * factor)
+    assert scaled.sample_rate == pytest.approx(plan.sample_rate * factor)
+    assert scaled.noise_multiplier == pytest.approx(plan.noise_multiplier * factor)
+    assert scaled.noise_std == pytest.approx(plan.noise_std, rel=1e-12)
+    assert scaled.simulates == plan
+    assert (scaled.target_epsilon, plan.target_epsilon) == (None, 3.0)
+    assert scaled.epoch_steps == plan.epoch_steps == 10
+    assert scaled.epsilon() == scaled.epsilon(steps=1) == scaled.epsilon(accountant="rdp") == math.inf
+    assert plan.epsilon() <= 3.0
+    assert scaled.release.noise_multiplier == scaled.public_facts["noise_multiplier"] == 0.0
+    assert epsilon([scaled.release], delta=1e-5) == math.inf
+    assert pickle.loads(pickle.dumps(scaled)) == dataclasses.replace(scaled) == scaled
+
+
+def test_a_plan_scaled_by_one_is_the_plan():
+    plan = make_plan()
+    assert plan.scaled(1) is plan
+    assert plan.simulates is None
+    assert plan.public_facts["simulates"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "factor", "message"),
+    [
+        ({}, 0.0, r"factor to be in \(0, 1\], got 0\.0; give the share of the batch size to keep"),
+        ({}, 2, r"factor to be in \(0, 1\], got 2; "),
+        ({}, True, r"factor to be in \(0, 1\], got True; "),
+        ({}, math.nan, r"factor to be in \(0, 1\], got nan; "),
+        ({}, "1/16", r"factor to be in \(0, 1\], got '1/16', a str; "),
+        (
+            {},
+            1 / 3,
+            r"expected_batch_size \* factor to be a whole number >= 1, got 8 \* 0\.333333 = 2\.66667; give",
+        ),
+        ({}, 1 / 16, r"got 8 \* 0\.0625 = 0\.5; give a factor such as 1/2, 1/4, 1/8\."),
+        (
+            {"group_size": 4},
+            1 / 4,
+            r"a whole number >= 1 that group_size = 4 divides, got 8 \* 0\.25 = 2; .* such as 1/2\.",
+        ),
+        ({"group_size": 8}, 1 / 2, r"got 8 \* 0\.5 = 4; plan with a larger expected_batch_size\."),
+        ({"sample_rate": 1.0, "expected_batch_size": 31}, 1 / 2, r"give a factor such as 1/31\."),
+    ],
+)
+def test_a_factor_that_does_not_fit_is_answered_with_one_that_does(changed: dict[str, Any], factor: Any, message: str):
+    plan = make_plan(**changed)
+    with pytest.raises(pg.PrivacyError, match=rf"PrivacyPlan\.scaled: expected .*{message}") as caught:
+        plan.scaled(factor)
+    for denominator in re.findall(r"1/(\d+)[,.]", str(caught.value)):
+        assert plan.scaled(1 / int(denominator)).simulates is plan
+
+
+def test_a_scaled_plan_is_scaled_and_changed_through_the_plan_that_it_simulates():
+    plan = make_plan()
+    scaled = plan.scaled(1 / 2)
+    with pytest.raises(pg.PrivacyError, match=r"batches of 4 that simulate batches of 8; .*plan\.simulates\.scaled"):
+        scaled.scaled(1 / 2)
+    changes: list[dict[str, Any]] = [
+        {"simulates": plan},
+        {"simulates": scaled},
+        {"simulates": 3.0},
+        {"simulates": make_plan(expected_batch_size=4, sample_rate=0.125)},
+    ]
+    for changed in changes:
+        with pytest.raises(pg.PrivacyError, match=r"expected (the numbers|simulates) "):
+            make_plan(**({"noise_multiplier": 0.5} | changed))
+    with pytest.raises(
+        pg.PrivacyError, match=r"numbers to follow from the simulated plan \(steps 10\), got steps 20; "
+    ):
+        dataclasses.replace(scaled, steps=20)
+    assert dataclasses.replace(plan, steps=20).scaled(1 / 2).steps == 20
 
 
 def test_a_batch_larger_than_the_data_is_refused_by_the_name_that_was_typed():

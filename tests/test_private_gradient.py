@@ -260,6 +260,28 @@ def test_gradient_carries_its_noise_and_assigns_to_any_optimizer():
         NoisyGradient({"elsewhere": torch.zeros(1)}, 0.1).assign(model)
 
 
+@pytest.mark.parametrize(
+    ("changed", "noise_std"),
+    [
+        ({}, 1.3 * 0.7 / 8),
+        ({"group_size": 2}, 1.3 * 1.4 / 4),
+        ({"noise_on_grid": True}, 1.3 * 0.7 / 8),
+        ({"noise_multiplier": 0.0}, 0.0),
+        ({"noise_multiplier": 0.0, "max_grad_norm": math.inf}, 0.0),
+    ],
+    ids=str,
+)
+def test_a_plan_knows_the_noise_of_its_releases(changed: dict[str, Any], noise_std: float):
+    plan = make_plan(**({"noise_multiplier": 1.3, "max_grad_norm": 0.7} | changed))
+    assert plan.noise_std == pytest.approx(noise_std)
+    released = pg.PrivateGradient(make_model(), loss_fn, plan)(first_batch(plan, make_data())).noise_std
+    assert isinstance(released, float)
+    if plan.noise_on_grid:
+        assert plan.noise_std < released <= plan.noise_std * (1 + 1 / 500)
+    else:
+        assert released == plan.noise_std
+
+
 @pytest.mark.parametrize("engine", ["factored", "vmap"])
 def test_the_gradient_is_a_mapping_in_the_order_of_the_parameters(engine: Any):
     model, plan = make_model(), make_plan()

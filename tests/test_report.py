@@ -293,6 +293,50 @@ def test_a_run_without_finite_epsilon_gets_no_guarantee(tmp_path: Path, epsilon:
     assert cells((tmp_path / "report" / "index.html").read_text(encoding="utf-8"))["B"][2] == "not private"
 
 
+def test_simulations_show_both_epsilons_and_no_guarantee(tmp_path: Path) -> None:
+    simulation: dict[str, Any] = {"epsilon": float("inf"), "simulates_epsilon": 2.991}
+    records = [final("A", **simulation), final("B", epsilon=float("inf"), simulates_epsilon=float("inf"))]
+    plan = PLAN | {"target_epsilon": None, "expected_batch_size": 16, "simulates": PLAN}
+    total = {"value": float("inf"), "runs": 2, "covered": True, "by_training_loss": False, "simulated": True}
+    page = write(tmp_path, records, plan=plan, total_epsilon=total)
+    assert [cells(page)[name][2] for name in "AB"] == ["∞ (simulates 3.00)", "not private"]
+    text = words(page)
+    assert "These trainings simulate a plan in smaller batches. They are not private" in text
+    assert "the final trainings have ε = ∞" in text
+    assert "(16 in place of 256 on average)" in text
+    assert "would have ε at most 3.00 at δ = 1e-5" in text
+    assert "Simulated plan B = 256, q = 0.25, σ = 1.875" in text
+    assert "no finite ε: they simulate a plan in smaller batches." in text
+    assert "satisfies" not in text
+    assert "ε spent" not in text
+    assert "target_epsilon" not in text
+    figure = figures.accuracy_figure(records)
+    assert [ax.get_xlabel() for ax in figure.axes[:2]] == ["step", "step"]
+    assert all(len(ax.lines) == 2 for ax in figure.axes[:2])
+    assert "simulat" not in words(write(tmp_path, [final()]))
+
+
+def test_the_terminal_table_of_simulations_is_whole_at_80_columns() -> None:
+    records = [
+        final(
+            "AdaDPS, by rank, momentum",
+            seed,
+            0.9 - seed / 10,
+            epsilon=float("inf"),
+            simulates_epsilon=12.3,
+            radius=0.02,
+        )
+        for seed in range(2)
+    ]
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(summary_table(records))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    held = {word for line in text.splitlines() for cell in re.split("[│┃]", line) for word in cell.split()}
+    assert held >= {"∞", "(simulates", "12.30)", "85.0", "±", "7.1"}
+
+
 def headline(tmp_path: Path, records: list[dict[str, Any]]) -> str:
     match = re.search(r'<p class="headline">(.*?)</p>', write(tmp_path, records), flags=re.DOTALL)
     assert match

@@ -19,20 +19,21 @@ from privgrad.processes import Processes
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales UnsupportedModuleError audit clip federated fit optim perturb precondition "
-    "side_information",
+    "PublicGradient SamplingError Scales Schedule UnsupportedModuleError audit clip federated fit optim perturb "
+    "precondition side_information",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
-    "target_epsilon sampling seed group_size noise_on_grid privacy_unit",
+    "target_epsilon sampling seed group_size noise_on_grid privacy_unit simulates",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
     "sampling seed group_size noise_on_grid privacy_unit",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
     "noise_multiplier sampling seed noise_on_grid",
     pg.PrivacyPlan.batches: "self dataset start collate processes",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
+    pg.PrivacyPlan.scaled: "self factor",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "processes",
     pg.NoisyGradient: "tensors noise_std",
@@ -82,6 +83,8 @@ SIGNATURES = {
     pg.audit.one_step: "private_grad",
     pg.audit.method_game: "name mechanism epsilon delta canaries",
     pg.audit.rows: "methods epsilons delta trials confidence",
+    pg.Schedule: "decay warmup",
+    pg.Schedule.of: "self optimizer steps",
     pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
     "output_dir save_seconds progress",
 }

@@ -48,6 +48,7 @@ def run(
     seed: int | None = 5,
     steps: int = STEPS,
     delta: float | None = None,
+    scale: float = 1.0,
     perturb: pg.perturb.Contribution | None = None,
     processes: Processes | None = None,
     observers: Sequence[Callable[[RawStep], None]] = (),
@@ -58,7 +59,7 @@ def run(
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
     model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    plan = make_plan(steps=steps, seed=seed, delta=delta)
+    plan = make_plan(steps=steps, seed=seed, delta=delta).scaled(scale)
     private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=perturb, processes=processes)
     for observer in observers:
         private_grad.register_raw_observer(observer)
@@ -387,9 +388,30 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
     assert result.ledger.releases == STEPS
 
 
-SCHEDULES: dict[str, Callable[[pg.optim.PrivateOptimizer], LRScheduler]] = {
+SCHEDULES: dict[str, Callable[[pg.optim.PrivateOptimizer], Any]] = {
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS),
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS),
+    "linear by name": lambda optimizer: "linear",
+    "cosine with warm-up": lambda optimizer: pg.Schedule("cosine", warmup=0.25),
+}
+# A schedule that is another one from a number on, and what is said of it on resume.
+CHANGED: dict[str, tuple[Callable[[pg.optim.PrivateOptimizer], Any], str]] = {
+    "one cycle": (
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=STEPS + 1),
+        f"scheduler total_steps {STEPS}, now {STEPS + 1}",
+    ),
+    "cosine": (
+        lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS + 1),
+        f"scheduler T_max {STEPS}, now {STEPS + 1}",
+    ),
+    "linear by name": (
+        lambda optimizer: "cosine",
+        "scheduler lr_lambdas .*'decay': 'linear'.*, now .*'decay': 'cosine'",
+    ),
+    "cosine with warm-up": (
+        lambda optimizer: pg.Schedule("cosine", warmup=0.5),
+        "scheduler lr_lambdas .*'warmup_steps': 15.*, now .*'warmup_steps': 30",
+    ),
 }
 
 
@@ -408,26 +430,21 @@ def test_a_schedule_resumes_where_it_was(name: str, tmp_path: Path, monkeypatch:
     resumed, result = run(tmp_path, schedule=SCHEDULES[name])
     assert result.updates == STEPS
     assert equal(whole, resumed)
-    kind = type(SCHEDULES[name](adam())).__name__
+    made = SCHEDULES[name](adam())
+    kind = type(made).__name__ if isinstance(made, LRScheduler) else "LambdaLR"
     with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with scheduler {kind}, now None"):
         run(tmp_path)
-    changed = {
-        "one cycle": (
-            lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=STEPS + 1),
-            "scheduler total_steps",
-        ),
-        "cosine": (lambda optimizer: CosineAnnealingLR(optimizer, T_max=STEPS + 1), "scheduler T_max"),
-    }
-    schedule, message = changed[name]
-    with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with {message} {STEPS}, now {STEPS + 1}"):
+    schedule, message = CHANGED[name]
+    with pytest.raises(pg.PrivacyError, match=rf"got a checkpoint with {message}"):
         run(tmp_path, schedule=schedule)
 
 
-def test_a_run_that_is_called_again_with_the_same_objects_goes_on(tmp_path: Path):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_that_is_called_again_with_the_same_objects_goes_on(name: str, tmp_path: Path):
     """As in a notebook: the scheduler has moved since it was made, but it is the same."""
     model, stops = make_model(), [KeyboardInterrupt]
     optimizer = pg.optim.AdamBC(model.named_parameters(), lr=0.05)
-    scheduler = SCHEDULES["one cycle"](optimizer)
+    scheduler = SCHEDULES[name](optimizer)
 
     def interrupt(row: Any) -> None:
         if row["step"] == 20 and stops:
@@ -455,6 +472,23 @@ def test_lost_steps_count_in_the_schedule(tmp_path: Path, monkeypatch: pytest.Mo
     assert made[0].last_epoch == STEPS - 1
 
 
+def test_lost_steps_count_in_a_schedule_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rates: list[float] = []
+    step = pg.optim.AdamBC.step
+
+    def noting(self: pg.optim.AdamBC, *args: Any, **options: Any) -> None:
+        rates.append(self.param_groups[0]["lr"])
+        step(self, *args, **options)
+
+    schedule = pg.Schedule("linear", warmup=0.5)
+    stop_after(20, monkeypatch, tmp_path, seed=None, scheduler=schedule)
+    monkeypatch.setattr(pg.optim.AdamBC, "step", noting)
+    with pytest.warns(UserWarning, match="20 charged steps"):
+        run(tmp_path, seed=None, scheduler=schedule)
+    after = [(s + 1) / 31 if s < 30 else 1 - (s - 30) / 30 for s in range(20, STEPS)]
+    assert rates == pytest.approx([0.05 * factor for factor in after])
+
+
 def adam() -> pg.optim.PrivateOptimizer:
     return pg.optim.AdamBC(make_model().named_parameters(), lr=0.05)
 
@@ -470,6 +504,11 @@ def test_schedulers_that_cannot_be_stepped_here_are_refused():
         pg.PrivacyError, match="scheduler to be of the same optimizer, got the scheduler of a different AdamBC"
     ):
         run(None, scheduler=CosineAnnealingLR(optimizer, T_max=3))
+    names = "fit: expected scheduler to be 'constant', 'linear' or 'cosine', got 'liner'; did you mean 'linear'"
+    with pytest.raises(pg.PrivacyError, match=names):
+        run(None, scheduler="liner")
+    with pytest.raises(pg.PrivacyError, match=r"a Schedule, its decay or a torch scheduler, got 0\.5; give Schedule\("):
+        run(None, scheduler=0.5)
 
 
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode():
@@ -735,7 +774,17 @@ def test_progress_bar_shows_and_prints_nothing_when_off(
     assert len(shown.strip().splitlines()) == 1  # no terminal: no flood of lines
 
 
-def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [
+        (1.0, r"ε ≤ \d+\.\d\d  [\d,]+ examples/s  accuracy 0\.\d+"),
+        (0.5, r"ε = ∞ \(simulates \d+\.\d\d\)  accuracy 0\.\d+"),
+    ],
+    ids=["private", "simulation"],
+)
+def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns(
+    scale: float, told: str, monkeypatch: pytest.MonkeyPatch
+):
     """On a terminal, under a bar of runs, amid a training: nothing is cut."""
     account_by_rdp(monkeypatch)
     bar = bars(shown=True)
@@ -749,12 +798,65 @@ def test_bars_of_others_show_time_left_epsilon_and_speed_at_80_columns(monkeypat
         lines.extend(console.export_text().splitlines())
         return accuracy(model)
 
-    run(None, progress=bar, delta=1e-5, evaluate=look, num_evaluations=2)
+    run(None, progress=bar, delta=1e-5, evaluate=look, num_evaluations=2, scale=scale)
     runs, steps = lines[-2:]
     assert re.search(r"runs .*12/48 -:--:-- final  DP-AdamBC  lr 0.002  seed 100", runs)
-    assert re.search(r"steps .*59/60 0:00:0\d ε ≤ \d+\.\d\d  [\d,]+ examples/s  accuracy 0\.\d+ *$", steps)
+    assert re.search(rf"steps .*59/60 0:00:0\d {told} *$", steps)
     assert max(map(len, lines)) <= 80
     assert len(bar.tasks) == 1  # what was added is gone
+
+
+def test_a_scaled_plan_trains_resumes_and_spends_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole, result = run(None, scale=0.5, delta=1e-5)
+    assert not equal(whole, run(None)[0])
+    assert [row["epsilon"] for row in result.curve] == [math.inf] * 3
+    assert result.ledger.epsilon(delta=1e-5) == result.ledger.epsilon(delta=0.9, accountant="rdp") == math.inf
+    assert result.ledger.plan_facts["simulates"] == {
+        "expected_batch_size": 8,
+        "sample_rate": 0.25,
+        "noise_multiplier": 1.0,
+    }
+    stop_after(20, monkeypatch, tmp_path, scale=0.5)
+    resumed, _ = run(tmp_path, scale=0.5)
+    assert equal(whole, resumed)
+    assert pg.Ledger(tmp_path / "ledger.jsonl", read_only=True).epsilon(delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (0.5, 1.0, "noise_multiplier, simulates to be as recorded .*, got .*, 1.0, None; train in a new folder: "),
+        (1.0, 0.5, "noise_multiplier, simulates to be as recorded .*, got .*; train in a new folder: "),
+        (0.5, 0.25, "expected_batch_size to be as recorded .*, got "),
+    ],
+)
+def test_a_ledger_is_of_one_scale(tmp_path: Path, first: float, second: float, message: str):
+    run(tmp_path, scale=first)
+    with pytest.raises(pg.PrivacyError, match=message):
+        run(tmp_path, scale=second)
+    run(tmp_path, scale=first)
+
+
+def test_a_ledger_without_noise_is_not_continued_by_a_simulation():
+    """Equal in every number that is charged: what is simulated is a number of its own."""
+    half = make_plan(sample_rate=0.125, expected_batch_size=4, noise_multiplier=0.0)
+    ledger = pg.Ledger()
+    pg.PrivateGradient(make_model(), loss_fn, half, ledger=ledger)
+    with pytest.raises(pg.PrivacyError, match=r"the plan's simulates to be as recorded \(None\)"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan().scaled(0.5), ledger=ledger)
+
+
+def test_the_bar_of_a_simulation_tells_no_finite_epsilon(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    account_by_rdp(monkeypatch)
+    epsilon = make_plan(steps=STEPS, delta=1e-5).epsilon()
+    run(None, progress=True, delta=1e-5, scale=0.5)
+    shown = " ".join(capfd.readouterr().err.split())
+    assert f"ε = ∞ (simulates {math.ceil(100 * epsilon) / 100:.2f}) accuracy 0." in shown
+    assert "≤" not in shown
+    run(None, progress=True, delta=1e-5, scale=0.5, perturb=pg.perturb.RawSAM(0.01))
+    assert "no ε" in capfd.readouterr().err  # the plan in full batches would have none either
 
 
 def test_each_evaluation_is_told_as_it_is_made_and_steps_are_watched():

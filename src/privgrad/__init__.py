@@ -6,6 +6,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.schedule import Schedule
 from privgrad.training import fit
 from privgrad.training_run import FitResult
 from privgrad.types import Batch, NoisyGradient, Scales
@@ -22,6 +23,7 @@ __all__ = [
     "PublicGradient",
     "SamplingError",
     "Scales",
+    "Schedule",
     "UnsupportedModuleError",
     "audit",
     "clip",

@@ -136,7 +136,9 @@ class Ledger:
         differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
         if differing:
             remedy = "keep the plan, or start a new ledger and add up both epsilons and both deltas"
-            if "noise_multiplier" in differing:
+            if "simulates" in differing:
+                remedy = "train in a new folder: a simulation (PrivacyPlan.scaled) has a ledger of its own"
+            elif "noise_multiplier" in differing:
                 sigma = self.plan_facts.get("noise_multiplier")
                 remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
             raise expected(

@@ -1,7 +1,7 @@
 """The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release.
 
-`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. The privacy guarantee rests on
-this file.
+`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. `PrivacyPlan.noise_std` calls
+`std_of_noise`. The privacy guarantee rests on this file.
 """
 
 import math
@@ -94,7 +94,7 @@ def add_noise(
     if on_grid:
         noise_generator(clipped.values.values(), on_grid=True)
         grid, sensitivity = grid_of(clipped, noise_multiplier)
-    std_of_sum = noise_multiplier * sensitivity if noise_multiplier > 0 else 0.0
+    std_of_sum = std_of_noise(noise_multiplier, sensitivity)
     require_nonnegative(function, "noise_multiplier * sensitivity", std_of_sum, "give a finite max_grad_norm")
 
     # In place: to allocate new memory per step would take half as long as to draw the noise.
@@ -110,7 +110,20 @@ def add_noise(
                 _release_on_cpu(on_device, partial(add, std=std_of_sum, divisor=divisor), stream, step, on_grid)
             else:
                 _release_on_device(on_device, std_of_sum, divisor, stream, step)
-    return NoisyGradient(values, noise_std=std_of_sum / divisor)
+    return NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
+
+
+def std_of_noise(noise_multiplier: float, sensitivity: float, divisor: int = 1) -> float:
+    """Return the standard deviation of the noise in one coordinate of a clipped sum that was divided by `divisor`.
+
+    Computes: sigma C / B. It is 0 for sigma = 0, even if C is infinite.
+
+    Args:
+        noise_multiplier: sigma >= 0.
+        sensitivity: C > 0, of the sum.
+        divisor: B >= 1.
+    """
+    return noise_multiplier * sensitivity / divisor if noise_multiplier > 0 else 0.0
 
 
 def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]:

@@ -2,35 +2,28 @@
 
 Users, `experiments`, audits, `papers.toy_regression` and `integrations.opacus` make one plan per training.
 PrivateGradient, `fit` and the bridges read it. The privacy guarantee rests on this file: noise, draws and charges
-follow the plan.
+follow the plan. `plan_numbers` checks the numbers.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad import accounting
 from privgrad.accounting import Accountant, Release
-from privgrad.errors import (
-    expected,
-    require_choice,
-    require_delta,
-    require_integer,
-    require_nonnegative,
-    require_positive,
-    require_rate,
-)
+from privgrad.errors import expected, require_integer, require_positive
+from privgrad.noise import std_of_noise
+from privgrad.plan_numbers import is_infinite, require_numbers, scaled_numbers
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
 
-_LARGEST_NOISE_STD = 1e15  # float32 can hold its square
+_SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +31,7 @@ class PrivacyPlan:
     """All public numbers that decide the privacy of a training run, fixed before it starts.
 
     PrivateGradient, `fit` and the ledger read their numbers from the plan. The guarantee rests on these numbers and on
-    the checks made here.
+    the checks of `plan_numbers`.
 
     Args:
         sample_rate: q in (0, 1], the probability that an example is in a batch; 1.0 is the full batch.
@@ -62,6 +55,8 @@ class PrivacyPlan:
         privacy_unit: the unit whose presence is hidden: "example"; or "user", all examples of one person or device
             together (see federated). With "user", read "user" for every "example" above: n users, B the expected
             cohort size, T rounds, C the bound on one user's update.
+        simulates: the plan that this one simulates in smaller batches, or None. `scaled` sets it; do not set it by
+            hand. With it, epsilon is infinite.
     Raises:
         PrivacyError: a number is out of its range, or sample_rate, expected_batch_size and num_examples contradict
             each other.
@@ -83,65 +78,16 @@ class PrivacyPlan:
     group_size: int = 1
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"
+    simulates: "PrivacyPlan | None" = None
 
     neighboring_relation = "add or remove one"
 
     def __post_init__(self) -> None:
         """Check all numbers, alone and together, before any of them is used."""
-        function = "PrivacyPlan"
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
                 object.__setattr__(self, name, value.item())
-        require_rate(function, self.sample_rate)
-        require_integer(function, "steps", self.steps, 1)
-        require_integer(function, "expected_batch_size", self.expected_batch_size, 1)
-        require_integer(function, "num_examples", self.num_examples, 1)
-        require_nonnegative(function, "noise_multiplier", self.noise_multiplier, "give sigma, or use for_budget")
-        if not (self.noise_multiplier == 0 and _is_infinite(self.max_grad_norm)):
-            require_positive(function, "max_grad_norm", self.max_grad_norm, "give the clip norm C")
-        if self.max_grad_norm < 1e-10:
-            remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
-            raise expected(function, "max_grad_norm", "to be at least 1e-10", self.max_grad_norm, remedy)
-        if self.noise_multiplier > 0 and self.noise_multiplier * self.max_grad_norm > _LARGEST_NOISE_STD:
-            got, remedy = self.noise_multiplier * self.max_grad_norm, "lower one of the two"
-            raise expected(
-                function, "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}", got, remedy
-            )
-        if abs(self.sample_rate * self.num_examples - self.expected_batch_size) > 1:
-            raise expected(
-                function,
-                "expected_batch_size",
-                f"to be sample_rate * num_examples = {self.sample_rate * self.num_examples:g}",
-                self.expected_batch_size,
-                "correct one of the three",
-            )
-        require_integer(function, "group_size", self.group_size, 1)
-        if self.expected_batch_size % self.group_size:
-            condition = f"to divide expected_batch_size = {self.expected_batch_size}"
-            raise expected(function, "group_size", condition, self.group_size, "change one of the two")
-        if not isinstance(self.noise_on_grid, bool) or (self.noise_on_grid and self.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
-            condition = "to be True or False, and to be False if noise_multiplier is 0"
-            remedy = "set noise_on_grid=False: there is nothing to hide without noise"
-            raise expected(function, "noise_on_grid", condition, self.noise_on_grid, remedy)
-        require_choice(function, "privacy_unit", self.privacy_unit, get_args(PrivacyUnit))
-        if self.privacy_unit == "user" and self.group_size > 1:
-            remedy = "set group_size=1: all examples of a user are clipped as one anyway"
-            raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", self.group_size, remedy)
-        require_choice(function, "sampling", self.sampling, get_args(SamplingScheme))
-        if self.seed is not None:
-            require_integer(function, "seed", self.seed, -math.inf)
-        if self.target_epsilon is not None:
-            remedy = "give the epsilon that the noise was calibrated for, or None"
-            require_positive(function, "target_epsilon", self.target_epsilon, remedy)
-        if self.delta is not None:
-            require_delta(function, self.delta)
-            if self.delta > 1 / self.num_examples:
-                count, whole = ("num_users", "user") if self.privacy_unit == "user" else ("num_examples", "record")
-                warnings.warn(
-                    f"delta = {self.delta:g} is above 1 / {count} = {1 / self.num_examples:.3g}: such a delta allows "
-                    f"a mechanism that publishes one whole {whole}; lower delta",
-                    stacklevel=3,
-                )
+        require_numbers(self)
 
     @classmethod
     def for_budget(
@@ -252,7 +198,7 @@ class PrivacyPlan:
         require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
         require_integer("for_users", "num_users", num_users, 1)
         require_integer("for_users", "rounds", rounds, 1)
-        if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and _is_infinite(max_update_norm)):
+        if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and is_infinite(max_update_norm)):
             require_positive("for_users", "max_update_norm", max_update_norm, "give the bound on a user's update")
         _require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)
         numbers: dict[str, Any] = {
@@ -271,6 +217,29 @@ class PrivacyPlan:
         sample_rate = expected_cohort_size / num_users
         return cls(sample_rate=sample_rate, noise_multiplier=cast(float, noise_multiplier), **numbers)
 
+    def scaled(self, factor: float) -> "PrivacyPlan":
+        """Return a plan that simulates this one in smaller batches. It is NOT private: its epsilon is infinite.
+
+        Its expected batch size, sample rate and noise multiplier are those of this plan times `factor`. The mean
+        gradient then has the same noise (`noise_std`), and a step takes about `factor` of the time. The mean itself
+        varies more, because it is taken over fewer examples. For tuning on public data, and for research. Users and
+        `experiments.spec` call it.
+
+        Args:
+            factor: in (0, 1], such as 1 / 16. The scaled batch size must be a whole number that group_size divides.
+                1 returns this plan.
+        Returns:
+            A plan with `simulates` set to this plan, and without target_epsilon.
+        Raises:
+            PrivacyError: the factor does not fit, or this plan simulates another one.
+        Privacy:
+            NOT private. Each release of the returned plan is charged as a release without noise.
+        Reference:
+            Sander, Stock, Sablayrolles 2023 (arXiv 2210.03403), which tune at a constant sigma / B.
+        """
+        numbers = scaled_numbers(self, factor)
+        return self if factor == 1 else replace(self, **numbers)
+
     @property
     def divisor(self) -> int:
         """The public divisor of a clipped sum: the expected number of contributions, B / k.
@@ -278,6 +247,16 @@ class PrivacyPlan:
         PrivateGradient gives it to `noise.add_noise`.
         """
         return self.expected_batch_size // self.group_size
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise in one coordinate of the released mean gradient: sigma C / B.
+
+        With group_size k > 1 it is sigma 2C / (B / k). It equals `noise_std` of the released gradients, except that
+        `noise_on_grid` adds at most 1/500 to these. Users compare plans by it.
+        """
+        sensitivity = self.max_grad_norm if self.group_size == 1 else 2 * self.max_grad_norm
+        return std_of_noise(self.noise_multiplier, sensitivity, self.divisor)
 
     def usual_batch_size(self, processes: int = 1) -> int:
         """Return the number of examples that 999 of 1,000 batches do not exceed: B plus three standard deviations.
@@ -300,27 +279,43 @@ class PrivacyPlan:
         return self.sampling == "poisson"
 
     @property
+    def epoch_steps(self) -> int:
+        """The number of steps that draw each example once on average. A plan that simulates another has its number.
+
+        PrivateGradient and `integrations.external_loop` read it. The guarantee does not rest on it.
+        """
+        plan = self if self.simulates is None else self.simulates
+        return max(1, round(1 / plan.sample_rate))
+
+    @property
     def release(self) -> Release:
-        """The release that one step charges to the ledger. PrivateGradient reads it."""
-        return Release(self.noise_multiplier, self.sample_rate, self.sampling)
+        """The release that one step charges to the ledger; one without noise if the plan simulates another.
+
+        PrivateGradient reads it.
+        """
+        charged = self.noise_multiplier if self.simulates is None else 0.0
+        return Release(charged, self.sample_rate, self.sampling)
 
     @property
     def public_facts(self) -> dict[str, Any]:
         """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later.
 
-        PrivateGradient adds its own facts and gives all to the ledger.
+        PrivateGradient adds its own facts and gives all to the ledger. If the plan simulates another, noise_multiplier
+        is 0, so that every epsilon of the ledger is infinite, and `simulates` has the numbers of the simulated plan.
         """
+        simulated = self.simulates
         return {
             "sampling": self.sampling,
             "sample_rate": self.sample_rate,
             "expected_batch_size": self.expected_batch_size,
-            "noise_multiplier": self.noise_multiplier,
+            "noise_multiplier": self.release.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,
             "group_size": self.group_size,
             "noise_on_grid": self.noise_on_grid,
             "neighboring_relation": self.neighboring_relation,
             "privacy_unit": self.privacy_unit,
+            "simulates": None if simulated is None else {name: getattr(simulated, name) for name in _SCALED},
         }
 
     def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
@@ -333,7 +328,7 @@ class PrivacyPlan:
             steps: >= 0. None: all steps of the plan.
             accountant: as in accounting.epsilon.
         Returns:
-            Epsilon >= 0.
+            Epsilon >= 0; infinite if the plan simulates another one.
         Raises:
             PrivacyError: neither the plan nor the call has a delta, or a number is out of its range.
         Privacy:
@@ -344,7 +339,7 @@ class PrivacyPlan:
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
         steps = self.steps if steps is None else steps
-        release = Release(self.noise_multiplier, self.sample_rate, count=steps)
+        release = Release(self.release.noise_multiplier, self.sample_rate, count=steps)
         return accounting.epsilon([release], delta=delta, accountant=accountant)
 
     def batches(
@@ -383,10 +378,6 @@ class PrivacyPlan:
             collate=collate,
             processes=processes,
         )
-
-
-def _is_infinite(value: object) -> bool:
-    return isinstance(value, float) and value == math.inf
 
 
 def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:

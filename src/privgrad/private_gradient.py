@@ -4,7 +4,8 @@ The file is long, so that a reviewer reads admission, sum, noise and charge in o
 
 Users, `experiments`, audits, papers and the bridges make a PrivateGradient. `training_run` and
 `integrations.external_loop` call it at each step, and so do users in loops of their own. `fit` and the bridges read its
-properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `_described` and `_other_plan`.
+properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `simulated_epsilon`, `_described`
+and `_other_plan`.
 """
 
 import hashlib
@@ -280,6 +281,18 @@ class PrivateGradient:
         """
         return self._plan.epsilon(steps=steps) if self._release == self._plan.release else math.inf
 
+    @property
+    def simulated_epsilon(self) -> float | None:
+        """The epsilon of all steps of the plan that this training simulates; see PrivacyPlan.scaled.
+
+        None if it simulates no plan or the plan has no delta; infinite if perturb or precondition declare that they are
+        not public. It is not the epsilon of this training, which is infinite. `fit` and `experiments.runner` show it.
+        """
+        simulated = self._plan.simulates
+        if simulated is None or simulated.delta is None:
+            return None
+        return math.inf if self._not_private else simulated.epsilon()
+
     def __call__(self, batch: Batch) -> NoisyGradient:
         """Release the gradient of one batch.
 
@@ -464,10 +477,9 @@ class PrivateGradient:
         if self._precondition is None:
             return Transform()
         raw_mean = partial(self._raw_mean, batch, "precondition")
-        epoch_steps = max(1, round(1 / self._plan.sample_rate))
         with seeded(seed):
             transform = self._precondition.transform(
-                step, epoch_steps=epoch_steps, parameters=parameters, raw_mean=raw_mean
+                step, epoch_steps=self._plan.epoch_steps, parameters=parameters, raw_mean=raw_mean
             )
         if transform is not self._known:
             require_transform(transform, parameters)

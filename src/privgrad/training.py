@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from privgrad.errors import (
     described,
     expected,
     require_callable,
+    require_choice,
     require_integer,
     require_nonnegative,
     require_path,
@@ -35,6 +36,7 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars
 from privgrad.sampling import Collate
+from privgrad.schedule import Decay, Schedule
 from privgrad.training_run import FitResult, TrainingRun
 
 _EPSILON_SECONDS = 5.0  # the progress bar computes epsilon once in this time
@@ -46,7 +48,7 @@ def fit(
     optimizer: PrivateOptimizer,
     train_set: Dataset[Any] | Sequence[Any],
     *,
-    scheduler: LRScheduler | None = None,
+    scheduler: LRScheduler | Schedule | Decay | None = None,
     collate: Collate | None = None,
     ema_decay: float | None = None,
     evaluate: Evaluate | None = None,
@@ -63,8 +65,9 @@ def fit(
             processes (see integrations.distributed) each calls `fit` alike, with the same arguments.
         optimizer: from privgrad.optim, over the model's named_parameters().
         train_set: the private examples; see plan.batches.
-        scheduler: any torch scheduler of `optimizer` that is stepped without a metric: OneCycleLR(optimizer,
-            max_lr=..., total_steps=plan.steps), say. It is stepped once per step.
+        scheduler: a Schedule, or its decay alone: "linear", say. Or any torch scheduler of `optimizer` that is stepped
+            without a metric: OneCycleLR(optimizer, max_lr=..., total_steps=plan.steps), say. It is stepped once per
+            step. None keeps the learning rate.
         collate: as in plan.batches.
         ema_decay: decay, in [0, 1), of an exponential moving average of the weights after each update. The average is
             evaluated in their place and returned with the model; 0.999 averages about the last thousand. After t
@@ -98,7 +101,7 @@ def fit(
     a research seed, if steps were lost, only the same number can: the lost steps must be computed identically.
     """
     _require_arguments(private_grad, optimizer, evaluate, on_evaluate)
-    _require_scheduler(scheduler, optimizer, private_grad.plan.steps)
+    scheduler = _scheduler_of(scheduler, optimizer, private_grad.plan.steps)
     require_integer("fit", "num_evaluations", num_evaluations, 0)
     if output_dir is not None:
         require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
@@ -185,13 +188,21 @@ def _require_arguments(
         raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
 
 
-def _require_scheduler(scheduler: object, optimizer: object, steps: int) -> None:
-    """Raise PrivacyError unless `fit` can step this scheduler after every step of the plan."""
-    if scheduler is None:
-        return
+def _scheduler_of(scheduler: object, optimizer: PrivateOptimizer, steps: int) -> LRScheduler | None:
+    """Return the scheduler of a training: the one given, or that of a Schedule or of a decay.
+
+    Raises:
+        PrivacyError: the decay is unknown, or `fit` cannot step the scheduler after every step of the plan.
+    """
+    if isinstance(scheduler, str):
+        require_choice("fit", "scheduler", scheduler, get_args(Decay))
+        scheduler = Schedule(cast(Decay, scheduler))
+    if scheduler is None or isinstance(scheduler, Schedule):
+        return None if scheduler is None else scheduler.of(optimizer, steps)
     if not isinstance(scheduler, LRScheduler):
-        got, remedy = described(scheduler), "give one of torch.optim.lr_scheduler, or leave it out"
-        raise expected("fit", "scheduler", "to be a torch scheduler", got, remedy)
+        remedy = 'give Schedule("cosine"), "cosine" or one of torch.optim.lr_scheduler, or leave it out'
+        condition = "to be a Schedule, its decay or a torch scheduler"
+        raise expected("fit", "scheduler", condition, described(scheduler), remedy)
     if isinstance(scheduler, ReduceLROnPlateau):
         remedy = "give one without a metric, such as CosineAnnealingLR(optimizer, T_max=plan.steps), or write the loop"
         raise expected("fit", "scheduler", "to need no metric", "ReduceLROnPlateau", remedy)
@@ -203,6 +214,7 @@ def _require_scheduler(scheduler: object, optimizer: object, steps: int) -> None
     if lasts < steps - 1:
         remedy = "give it total_steps=plan.steps"
         raise expected("fit", "scheduler", f"to last for all {steps} steps", f"total_steps = {lasts}", remedy)
+    return scheduler
 
 
 def _average_of(model: nn.Module, decay: float) -> AveragedModel:
@@ -284,11 +296,12 @@ def _progress_bar(
             spent = private_grad.epsilon(steps=covered)
         elif not live and last.get("step") == step:
             spent = last["epsilon"]
-        # Rounded up, never down.
-        told = "" if spent is None else f"ε ≤ {math.ceil(100 * spent) / 100:.2f}  " if spent < math.inf else "no ε  "
-        numbers = (f"  {k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
+        told = _epsilon_note(private_grad, spent)
         rate = f"{result.examples_per_second:,.0f} {'users' if of_users else 'examples'}/s"
-        bar.update(task, advance=1, note=f"{told}{rate}{next(numbers, '')}")
+        numbers = (f"{k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
+        # A line has 80 columns. The words about a simulation take the room of the speed.
+        shown = (told, "" if "simulates" in told else rate, next(numbers, ""))
+        bar.update(task, advance=1, note="  ".join(filter(None, shown)))
 
     try:
         with nullcontext() if bar is progress else bar:
@@ -296,3 +309,15 @@ def _progress_bar(
     finally:
         if bar is progress:
             bar.remove_task(task)
+
+
+def _epsilon_note(private_grad: PrivateGradient, spent: float | None) -> str:
+    """Return the epsilon spent, for the progress bar; rounded up, never down."""
+    if spent is None:
+        return ""
+    if spent < math.inf:
+        return f"ε ≤ {math.ceil(100 * spent) / 100:.2f}"
+    simulated = private_grad.simulated_epsilon
+    if simulated is None or math.isinf(simulated):
+        return "no ε"
+    return f"ε = ∞ (simulates {math.ceil(100 * simulated) / 100:.2f})"

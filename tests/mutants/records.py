@@ -12,7 +12,7 @@ from dp_accounting import rdp
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere
-from privgrad import accounting, checkpoint, ledger_file, plan, training_run
+from privgrad import accounting, checkpoint, ledger_file, plan_numbers, training_run
 from privgrad.accounting import Release
 
 
@@ -209,7 +209,15 @@ def rate_of_whole_steps(patch: Patch) -> None:
 
 
 def numbers_unchecked(patch: Patch) -> None:
-    patch.setattr(plan, "require_positive", lambda *_: None)
+    patch.setattr(plan_numbers, "require_positive", lambda *_: None)
+
+
+def simulation_charged_with_noise(patch: Patch) -> None:
+    patch.setattr(
+        pg.PrivacyPlan,
+        "release",
+        property(lambda self: Release(self.noise_multiplier, self.sample_rate, self.sampling)),
+    )
 
 
 ACCOUNTING = [
@@ -256,6 +264,12 @@ ACCOUNTING = [
         numbers_unchecked,
         "test_plan_and_sampling.test_numbers_out_of_range_are_refused_at_construction",
         {"changed": {"max_grad_norm": float("nan")}, "message": "max_grad_norm"},
+    ),
+    Mutant(
+        "a simulation in smaller batches charged with its noise",
+        simulation_charged_with_noise,
+        "test_plan_and_sampling.test_a_scaled_plan_has_the_same_noise_and_no_epsilon",
+        {"factor": 0.5, "group_size": 1},
     ),
 ]
 

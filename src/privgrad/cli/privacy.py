@@ -157,6 +157,8 @@ def _notes(ledger: Ledger) -> Iterator[str]:
     """Yield the facts about a ledger that its numbers do not show."""
     if ledger.plan_facts.get("privacy_unit") == "user":
         yield "the privacy unit is a user with all their examples: read example as user, batch as cohort, step as round"
+    if ledger.plan_facts.get("simulates") is not None:
+        yield "the training simulates a plan in smaller batches (PrivacyPlan.scaled): its own epsilon is infinite"
     if ledger.seeded_releases:
         yield f"{ledger.seeded_releases} releases were drawn under a research seed: predictable noise gives no privacy"
     if not ledger.releases:

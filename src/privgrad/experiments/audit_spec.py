@@ -40,10 +40,13 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
         methods: names of methods; None takes all private ones.
         epsilons: the epsilons that one step shall cost, one game each; None keeps the spec's own noise.
     Raises:
-        PrivacyError: a method is unknown or not private, or the data do not allow a canary.
+        PrivacyError: a method is unknown or not private, the spec is a simulation, or the data do not allow a canary.
     Privacy:
         NOT private: the results of a game are computed from the spec's data.
     """
+    if spec.privacy.simulate > 1:
+        condition, remedy = "to be 1", "leave it out: a simulation claims no epsilon to audit"
+        raise expected("privgrad audit", "privacy.simulate", condition, spec.privacy.simulate, remedy)
     known = {method.name: method for method in spec.methods}
     for name in methods or []:
         if name not in known:

@@ -29,8 +29,8 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
         Rows with the keys method; max_grad_norm, lr, radius and local_lr (None if the final runs differ in it);
         lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
-        with one seed); epsilon (max); sampling ("fixed" if any run was); fraction_floored, seconds and updates (means,
-        or None).
+        with one seed); epsilon (max); simulates_epsilon (max; None unless the runs simulate a plan in smaller batches);
+        sampling ("fixed" if any run was); fraction_floored, seconds and updates (means, or None).
     Privacy:
         NOT private for the examples on which accuracy and loss were measured.
     """
@@ -66,6 +66,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "test_loss_std": std(loss),
         # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
+        "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
         "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
         "fraction_floored": mean(numbers(finals, "fraction_floored")),
         "seconds": mean(numbers(finals, "seconds")),
@@ -145,6 +146,15 @@ def score_of(records: Iterable[Record]) -> str:
     `report` calls it for labels and headings.
     """
     return next((str(record["score"]) for record in records if record.get("score")), "accuracy")
+
+
+def simulated_epsilon(records: Iterable[Record]) -> float | None:
+    """Return the largest finite epsilon of a plan that final runs simulate; None if they simulate none.
+
+    The runs themselves have no finite epsilon. `report` calls it.
+    """
+    simulated = (record.get("simulates_epsilon") for record in in_phase(records, "final"))
+    return max((epsilon for epsilon in simulated if epsilon is not None and is_finite(epsilon)), default=None)
 
 
 def is_scored(records: Sequence[Record]) -> bool:

@@ -208,6 +208,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         private_grad,
         optimizer,
         data.train,
+        scheduler=spec.schedule_of(method),
         evaluate=evaluate,
         num_evaluations=spec.run.num_evaluations,
         on_evaluate=board,
@@ -224,6 +225,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             stacklevel=2,
         )
     record = _record(run, plan, data, result, optimizer, validated=validated)
+    record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss:
         record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from privgrad import optim
 from privgrad.errors import expected
@@ -21,6 +21,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
+from privgrad.schedule import Decay, Schedule
 from privgrad.types import PrivacyUnit, SamplingScheme
 
 
@@ -80,7 +81,8 @@ class PrivacyTable(_Table):
     """The table [privacy]: the numbers that decide the guarantee.
 
     Apart from sampling, grid and unit they have no defaults. Give either `target_epsilon` or `noise_multiplier`. With
-    `privacy_unit` "user", every number of examples is a number of users; see PrivacyPlan.
+    `privacy_unit` "user", every number of examples is a number of users; see PrivacyPlan. With `simulate` K > 1, the
+    trainings simulate this plan in batches of 1/K of its size, and have no privacy; see PrivacyPlan.scaled.
     """
 
     target_epsilon: float | None = None
@@ -93,6 +95,7 @@ class PrivacyTable(_Table):
     sampling: SamplingScheme = "poisson"
     noise_on_grid: bool = False
     privacy_unit: PrivacyUnit = "example"
+    simulate: int = Field(default=1, ge=1)
 
 
 class PreconditionTable(_Table):
@@ -147,6 +150,19 @@ class WarmStartTable(_Table):
     batch_size: int = Field(ge=1)
 
 
+class ScheduleTable(_Table):
+    """The learning rate over the steps; see Schedule. A name instead of the table, such as "linear", is the decay."""
+
+    decay: Decay = "constant"
+    warmup: float = Field(default=0.0, ge=0, lt=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_name(cls, value: Any) -> Any:
+        """Return the table that a name abbreviates. pydantic calls it."""
+        return {"decay": value} if isinstance(value, str) else value
+
+
 class MethodTable(_Table):
     """A table of [[methods]]: one optimizer with its options.
 
@@ -154,7 +170,7 @@ class MethodTable(_Table):
     grid; the default is the value of [privacy]. `group_size` examples are averaged before they are clipped; above 1 the
     sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the optimizer is given, for ablations; it may
     be wrong. `non_private` neither clips nor adds noise. `local` is given if the privacy unit is a user; the optimizer
-    is then the server's.
+    is then the server's. `schedule` replaces that of [run].
     """
 
     name: str = Field(min_length=1)
@@ -169,6 +185,7 @@ class MethodTable(_Table):
     precondition: PreconditionTable | None = None
     public: PublicTable = PublicTable()
     warm_start: WarmStartTable | None = None
+    schedule: ScheduleTable | None = None
     non_private: bool = False
 
     @property
@@ -233,15 +250,17 @@ class TuningTable(_Table):
 
 
 class RunTable(_Table):
-    """The table [run]: seeds, augmentation, evaluation, device and speed.
+    """The table [run]: seeds, schedule, augmentation, evaluation, device and speed.
 
-    `seeds` are the research seeds of a comparison. `augmentation_multiplicity` is the number of randomly moved views of
+    `seeds` are the research seeds of a comparison. `schedule` is the learning rate over the steps; without it, the rate
+    is constant. `augmentation_multiplicity` is the number of randomly moved views of
     each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
     `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
     noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
+    schedule: ScheduleTable | None = None
     num_evaluations: int = Field(default=10, ge=1)
     augmentation_multiplicity: int = Field(default=1, ge=1)
     ema_decay: float | None = Field(default=None, ge=0, lt=1)
@@ -280,6 +299,14 @@ class Spec(_Table):
 
         return [Candidate(*values) for values in itertools.product(*map(each, (norms, rates, radii, local)))]
 
+    def schedule_of(self, method: MethodTable) -> Schedule | None:
+        """Return the schedule of a method's learning rate; None if neither the method nor [run] gives one.
+
+        `runner` and `report.metadata` call it.
+        """
+        table = method.schedule or self.run.schedule
+        return None if table is None else Schedule(table.decay, table.warmup)
+
     def is_tuned(self, method: MethodTable) -> bool:
         """Return whether a method has several candidates, or may get more by an extended grid.
 
@@ -292,7 +319,8 @@ class Spec(_Table):
     ) -> PrivacyPlan:
         """Return the plan of the experiment.
 
-        The plan of a `non_private` method has no noise and an infinite clipping norm: its epsilon is infinite.
+        The plan of a `non_private` method has no noise and an infinite clipping norm: its epsilon is infinite. With
+        `simulate` in [privacy], the plan is scaled, and epsilon is infinite too.
         `runner`, `audit_spec`, `papers.stops` and `report.metadata` call it.
 
         Args:
@@ -303,16 +331,17 @@ class Spec(_Table):
             PrivacyError: [privacy] gives neither or both of target_epsilon and noise_multiplier, or a number is wrong.
         """
         plan = self._plan(seed, max_grad_norm or self.privacy.max_grad_norm)
-        if method is None:
-            return plan
-        if method.non_private:
+        if method is not None and method.non_private:
             no_noise = {"noise_multiplier": 0.0, "noise_on_grid": False}
-            return replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
-        return replace(plan, group_size=method.group_size)
+            plan = replace(plan, **no_noise, max_grad_norm=math.inf, target_epsilon=None)
+        elif method is not None:
+            plan = replace(plan, group_size=method.group_size)
+        return plan.scaled(1 / self.privacy.simulate)
 
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
         """Return the plan of [privacy] with one clipping norm, without regard to a method."""
-        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True) | {"max_grad_norm": max_grad_norm}
+        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate"})
+        numbers["max_grad_norm"] = max_grad_norm
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
             name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"
             got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"

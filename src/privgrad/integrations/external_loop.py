@@ -71,7 +71,7 @@ class ExternalLoopStep:
             raise expected(function, "optimizer", "to take released gradients", type(optimizer).__name__, remedy)
         self.private_grad = private_grad
         self.optimizer = optimizer
-        self.epoch_steps = max(1, round(1 / private_grad.plan.sample_rate))
+        self.epoch_steps = private_grad.plan.epoch_steps
         self._function, self.model = function, model
         self._require_held()
         self._settings = {

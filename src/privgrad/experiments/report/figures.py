@@ -31,6 +31,7 @@ from privgrad.experiments.records import (
     is_scored,
     measured_on,
     score_of,
+    simulated_epsilon,
     summarize,
     tuned,
     tuned_by,
@@ -81,7 +82,7 @@ def add_legend(figure: Figure, ax: Axes) -> None:
 def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     """Plot score and loss during training, and below them each seed's result after the last step.
 
-    Data without a score get the loss only.
+    Data without a score get the loss only. Simulations, whose epsilon is infinite, are plotted against steps.
     """
     looks, finals = _looks(records), by_method(in_phase(records, "final"))
     shown = {"accuracy": score_of(records), "loss": "loss"} if is_scored(records) else {"loss": "loss"}
@@ -97,11 +98,12 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
     for (number, name), during, after in zip(shown.items(), axes, axes[len(shown) :], strict=False):
         label = f"{on} {name}" + (" (NOT PRIVATE)" if on == "training" else "")
         for row, (method, runs) in enumerate(finals.items()):
-            _draw_curve(during, row, runs, looks[method], methodcaller("get", number))
+            _draw_curve(during, row, runs, looks[method], methodcaller("get", number), along=_along(records))
             _draw_seeds(after, row, runs, looks[method], f"test_{number}")
         if not during.lines:
             during.text(0.5, 0.5, "no curve was recorded", ha="center", transform=during.transAxes)
-        during.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel="privacy spent, ε", ylabel=label)
+        along = {"epsilon": "privacy spent, ε", "step": "step"}[_along(records)]
+        during.set(title=f"{name[0].upper()}{name[1:]} during training", xlabel=along, ylabel=label)
         after.set(title="At the end, every seed", xlabel=label, ylim=(len(finals) - 0.4, -0.6))
         names = [looks[method]["label"] for method in finals] if narrow or after is axes[len(shown)] else []
         after.set_yticks(range(len(finals)), names or [""] * len(finals))
@@ -113,6 +115,11 @@ def accuracy_figure(records: Sequence[Record], *, narrow: bool = False) -> Figur
             during.set_yscale("log")
     add_legend(figure, axes[0])
     return figure
+
+
+def _along(records: Sequence[Record]) -> str:
+    """Return what curves are plotted against: "epsilon", or "step" for simulations."""
+    return "epsilon" if simulated_epsilon(records) is None else "step"
 
 
 def _is_wide(ax: Axes) -> bool:
@@ -155,9 +162,9 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
                 return point.get(number) if index is None else point["raw_groups"][index][number]
 
             for row, (method, runs) in enumerate(finals.items()):
-                _draw_curve(ax, row, runs, looks[method], measured)
+                _draw_curve(ax, row, runs, looks[method], measured, along=_along(records))
             ax.set_title(title, fontsize=9)
-            ax.set(ylabel=number, xlabel="ε")
+            ax.set(ylabel=number, xlabel={"epsilon": "ε", "step": "step"}[_along(records)])
             if number == "accuracy":
                 ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
                 ax.set_ylim(max(ax.get_ylim()[0], -0.05), min(ax.get_ylim()[1], 1.05))

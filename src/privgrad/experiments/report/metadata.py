@@ -18,6 +18,7 @@ from privgrad.experiments.runner import Record, Run
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger
+from privgrad.schedule import Schedule
 
 
 def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: str) -> dict[str, Any]:
@@ -48,6 +49,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "noise_generator": "; ".join(sorted(drawn_by)) or None,
             "augmentation_multiplicity": spec.run.augmentation_multiplicity,
             "ema_decay": spec.run.ema_decay or "none",
+            "schedule": _by_method({m.name: _schedule(spec, m) for m in spec.methods}),
             "neighboring_relation": plan.neighboring_relation,
             "privacy_unit": plan.privacy_unit,
         },
@@ -68,6 +70,12 @@ def _place(method: MethodTable) -> str:
     if method.perturb.rule == "RawSAM":
         return "along the private batch's own mean gradient, NOT private (RawSAM)"
     return f"at moved weights ({' '.join(filter(None, (method.perturb.rule, method.perturb.mode)))})"
+
+
+def _schedule(spec: Spec, method: MethodTable) -> str:
+    """Describe the schedule of a method's learning rate."""
+    schedule = spec.schedule_of(method) or Schedule()
+    return f"{schedule.decay}, warm-up {schedule.warmup:g}" if schedule.warmup else schedule.decay
 
 
 def _by_method(values: Mapping[str, str]) -> str:
@@ -95,4 +103,5 @@ def _total_epsilon(spec: Spec, records: Sequence[Record], ledgers: Mapping[str, 
         "runs": len(ledgers),
         "covered": covered,
         "by_training_loss": spec.tuning is not None and spec.tuning.by == "train_loss",
+        "simulated": spec.privacy.simulate > 1,
     }

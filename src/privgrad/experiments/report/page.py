@@ -28,13 +28,14 @@ from privgrad.experiments.records import (
     measured_on,
     numbers,
     score_of,
+    simulated_epsilon,
     summarize,
     summary_row,
     tuned_by,
     tuned_names,
 )
 from privgrad.experiments.report import figures
-from privgrad.experiments.report.texts import epsilon_text, row_texts, total_text
+from privgrad.experiments.report.texts import SIMULATED, epsilon_text, row_texts, total_text
 from privgrad.optim.adaptive import Debiased
 
 _TUNED_BY = {
@@ -87,6 +88,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         rows=[row_texts(row) for row in rows],
         images=_draw_into(folder, records),
         privacy=_privacy(records, rows),
+        simulated=SIMULATED,
         total=None if total is None else total_text({"runs": len(records)} | _given(total), tuned=bool(names)),
         tuned_by=_TUNED_BY[tuned_by(records)].format(score=score),
         tuned=[figures.TUNED_TITLES[name] for name in names],
@@ -215,6 +217,7 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
     budgets = {row["epsilon"] for row in rows if row["seeds"]}
     return {
         "epsilon": epsilon,
+        "simulates": simulated_epsilon(records),
         "factor": f"{math.exp(epsilon):,.3g}" if epsilon is not None and epsilon < 15 else None,
         "delta": max(numbers(in_phase(records, "final"), "delta"), default=None),
         "fixed": ", ".join(fixed),

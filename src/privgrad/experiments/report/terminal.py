@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from privgrad.experiments.records import Record, measured_on, score_of, summarize
-from privgrad.experiments.report.texts import row_texts
+from privgrad.experiments.records import Record, measured_on, score_of, simulated_epsilon, summarize
+from privgrad.experiments.report.texts import SIMULATED, row_texts
 
 
 def summary_table(records: Iterable[Record]) -> Table:
@@ -25,7 +25,8 @@ def summary_table(records: Iterable[Record]) -> Table:
     """
     records = list(records)
     measured = f"Measured on {measured_on(records)} examples, without privacy for these."
-    table = Table(caption=f"± one standard deviation over seeds. {measured}")
+    simulated = "" if simulated_epsilon(records) is None else f" {SIMULATED}"
+    table = Table(caption=f"± one standard deviation over seeds. {measured}{simulated}")
     names = ["method", score_of(records), "loss", "ε", "lr", "seeds", "floored"]
     rows: list[list[str]] = []
     for row in map(row_texts, summarize(records)):
@@ -35,7 +36,7 @@ def summary_table(records: Iterable[Record]) -> Table:
     longest = max((len(name) for name, *_ in rows), default=0)
     if _widths(names, rows)[1] < min(longest, 16):  # too little room for the names: put numbers on two lines
         for row in rows:
-            row[1:] = [re.sub(r" (?=±)|(?<=not|ver) ", "\n", cell) for cell in row[1:]]
+            row[1:] = [re.sub(r" (?=±|\()|(?<=not|ver) |(?<=simulates) ", "\n", cell) for cell in row[1:]]
     columns, for_names = _widths(names, rows)
     table.add_column(names[0], width=max(min(longest, for_names), len(names[0])), overflow="fold")
     for name, width in zip(names[1:], columns, strict=True):

@@ -13,6 +13,7 @@ from privgrad.experiments.records import is_finite
 
 _EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
 _DASH = "–"
+SIMULATED = "∞ (simulates ε): the mean gradients have the noise of a plan of this ε, in smaller batches; NOT private."
 
 
 def row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
         "method": row["method"],
         "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
         "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
-        "epsilon": epsilon_text(row["epsilon"]) if row["seeds"] else _DASH,
+        "epsilon": _cost_text(row) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
         "lr": f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH),
         "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
@@ -40,6 +41,13 @@ def _spread_text(mean: float | None, std: float | None, scale: float, form: str,
         return _DASH if mean is None else "not finite"
     text = f"{scale * mean:{form}}{unit}"
     return text if std is None else f"{text} ± {scale * std:{form}}"
+
+
+def _cost_text(row: Mapping[str, Any]) -> str:
+    """Return the epsilon of a row as text, with that of the simulated plan if its runs are simulations."""
+    if is_finite(row["simulates_epsilon"]):
+        return f"∞ (simulates {epsilon_text(row['simulates_epsilon'])})"
+    return epsilon_text(row["epsilon"])
 
 
 def epsilon_text(epsilon: float | None) -> str:
@@ -63,12 +71,14 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
 
     Args:
         total: "value" (epsilon; None if there is none), "runs" (the number of trainings), "covered" (whether the
-            accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise).
+            accountant covers the sampling), "by_training_loss" (whether tuning used training losses without noise),
+            "simulated" (whether the trainings simulate a plan in smaller batches).
         tuned: whether some of the trainings were tuning runs.
     """
     runs, cost = total["runs"], epsilon_text(total["value"])
     if cost == "not private":
-        return f"{runs} trainings used the same data; together they have no finite ε."
+        why = ": they simulate a plan in smaller batches" if total.get("simulated") else ""
+        return f"{runs} trainings used the same data; together they have no finite ε{why}."
     given = "" if total.get("covered", True) else " if batches had been Poisson samples, which they were not"
     if runs == 1:
         return f"This training alone used the data: it cost ε = {cost}{given}."

@@ -1,0 +1,160 @@
+"""Check the numbers of a plan, alone and together, and compute those of a plan that simulates it in smaller batches.
+
+`PrivacyPlan` calls `require_numbers` when it is made, and `PrivacyPlan.scaled` calls `scaled_numbers`. The privacy
+guarantee rests on `require_numbers` and `is_infinite`: noise, draws and charges follow numbers that they have checked.
+It does not rest on the rest of this file: no number of a plan that simulates another one can make its epsilon finite.
+"""
+
+import math
+import warnings
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
+
+from privgrad.errors import (
+    described,
+    expected,
+    require_choice,
+    require_delta,
+    require_integer,
+    require_nonnegative,
+    require_positive,
+    require_rate,
+)
+from privgrad.types import PrivacyUnit, SamplingScheme
+
+if TYPE_CHECKING:
+    from privgrad.plan import PrivacyPlan
+
+_LARGEST_NOISE_STD = 1e15  # float32 can hold its square
+
+
+def require_numbers(plan: "PrivacyPlan") -> None:
+    """Raise PrivacyError unless every number of a plan is in its range and no two contradict each other.
+
+    Warns of a delta that allows a mechanism to publish a whole record.
+    """
+    function = "PrivacyPlan"
+    require_rate(function, plan.sample_rate)
+    require_integer(function, "steps", plan.steps, 1)
+    require_integer(function, "expected_batch_size", plan.expected_batch_size, 1)
+    require_integer(function, "num_examples", plan.num_examples, 1)
+    require_nonnegative(function, "noise_multiplier", plan.noise_multiplier, "give sigma, or use for_budget")
+    if not (plan.noise_multiplier == 0 and is_infinite(plan.max_grad_norm)):
+        require_positive(function, "max_grad_norm", plan.max_grad_norm, "give the clip norm C")
+    if plan.max_grad_norm < 1e-10:
+        remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
+        raise expected(function, "max_grad_norm", "to be at least 1e-10", plan.max_grad_norm, remedy)
+    if plan.noise_multiplier > 0 and plan.noise_multiplier * plan.max_grad_norm > _LARGEST_NOISE_STD:
+        got, remedy = plan.noise_multiplier * plan.max_grad_norm, "lower one of the two"
+        raise expected(
+            function, "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}", got, remedy
+        )
+    if abs(plan.sample_rate * plan.num_examples - plan.expected_batch_size) > 1:
+        raise expected(
+            function,
+            "expected_batch_size",
+            f"to be sample_rate * num_examples = {plan.sample_rate * plan.num_examples:g}",
+            plan.expected_batch_size,
+            "correct one of the three",
+        )
+    require_integer(function, "group_size", plan.group_size, 1)
+    if plan.expected_batch_size % plan.group_size:
+        condition = f"to divide expected_batch_size = {plan.expected_batch_size}"
+        raise expected(function, "group_size", condition, plan.group_size, "change one of the two")
+    if not isinstance(plan.noise_on_grid, bool) or (plan.noise_on_grid and plan.noise_multiplier == 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        condition = "to be True or False, and to be False if noise_multiplier is 0"
+        remedy = "set noise_on_grid=False: there is nothing to hide without noise"
+        raise expected(function, "noise_on_grid", condition, plan.noise_on_grid, remedy)
+    require_choice(function, "privacy_unit", plan.privacy_unit, get_args(PrivacyUnit))
+    if plan.privacy_unit == "user" and plan.group_size > 1:
+        remedy = "set group_size=1: all examples of a user are clipped as one anyway"
+        raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", plan.group_size, remedy)
+    require_choice(function, "sampling", plan.sampling, get_args(SamplingScheme))
+    if plan.seed is not None:
+        require_integer(function, "seed", plan.seed, -math.inf)
+    if plan.target_epsilon is not None:
+        remedy = "give the epsilon that the noise was calibrated for, or None"
+        require_positive(function, "target_epsilon", plan.target_epsilon, remedy)
+    if plan.delta is not None:
+        require_delta(function, plan.delta)
+        if plan.delta > 1 / plan.num_examples:
+            count, whole = ("num_users", "user") if plan.privacy_unit == "user" else ("num_examples", "record")
+            warnings.warn(
+                f"delta = {plan.delta:g} is above 1 / {count} = {1 / plan.num_examples:.3g}: such a delta allows "
+                f"a mechanism that publishes one whole {whole}; lower delta",
+                stacklevel=4,
+            )
+    if plan.simulates is not None:
+        _require_scaled(plan, plan.simulates)
+
+
+def is_infinite(value: object) -> bool:
+    """Return whether value is positive infinity. `plan` also calls it."""
+    return isinstance(value, float) and value == math.inf
+
+
+def scaled_numbers(plan: "PrivacyPlan", factor: float) -> dict[str, Any]:
+    """Return the fields in which a plan that simulates `plan` differs from it.
+
+    Args:
+        plan: the plan to simulate.
+        factor: as in PrivacyPlan.scaled.
+    Raises:
+        PrivacyError: as in PrivacyPlan.scaled.
+    """
+    function, size, groups = "PrivacyPlan.scaled", plan.expected_batch_size, plan.group_size
+    if plan.simulates is not None:
+        got = f"batches of {size} that simulate batches of {plan.simulates.expected_batch_size}"
+        remedy = "scale the simulated plan: plan.simulates.scaled(factor)"
+        raise expected(function, "the plan", "to simulate no plan", got, remedy)
+    if isinstance(factor, bool) or not isinstance(factor, Real) or not 0 < factor <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "give the share of the batch size to keep, such as 1 / 16"
+        raise expected(function, "factor", "to be in (0, 1]", described(factor), remedy)
+    share = float(factor)
+    left = round(size * share)
+    if left < 1 or left % groups or not math.isclose(left, size * share, rel_tol=1e-9):
+        condition = "to be a whole number >= 1" + (f" that group_size = {groups} divides" if groups > 1 else "")
+        got, remedy = f"{size} * {share:.6g} = {size * share:.6g}", _working_factors(plan.divisor, share)
+        raise expected(function, "expected_batch_size * factor", condition, got, remedy)
+    return _numbers_at(plan, left)
+
+
+def _numbers_at(plan: "PrivacyPlan", batch_size: int) -> dict[str, Any]:
+    """Return the fields of the plan with this expected batch size that simulates `plan`."""
+    share = batch_size / plan.expected_batch_size
+    return {
+        "expected_batch_size": batch_size,
+        "sample_rate": plan.sample_rate * share,
+        "noise_multiplier": plan.noise_multiplier * share,
+        "target_epsilon": None,
+        "simulates": plan,
+    }
+
+
+def _working_factors(contributions: int, factor: float) -> str:
+    """Return, for an error, a remedy with up to four factors 1 / K near `factor` that the plan can be scaled by.
+
+    Args:
+        contributions: the expected number of contributions to a batch.
+        factor: the factor that does not fit.
+    """
+    if contributions == 1:
+        return "plan with a larger expected_batch_size"
+    whole = [k for k in range(2, min(contributions, 4096) + 1) if contributions % k == 0] or [contributions]
+    near = sorted(sorted(whole, key=lambda k: abs(math.log(k * factor)))[:4])
+    return f"give a factor such as {', '.join(f'1/{k}' for k in near)}"
+
+
+def _require_scaled(plan: "PrivacyPlan", simulated: object) -> None:
+    """Raise PrivacyError unless `simulated` is a plan, and `plan` has the numbers that `scaled` gives."""
+    function = "PrivacyPlan"
+    if not isinstance(simulated, type(plan)) or simulated.simulates is not None:
+        remedy = "leave it out: plan.scaled(factor) sets it"
+        raise expected(function, "simulates", "to be a plan that simulates no plan", described(simulated), remedy)
+    follows = vars(simulated) | _numbers_at(simulated, min(plan.expected_batch_size, simulated.expected_batch_size))
+    differing = [name for name, value in follows.items() if vars(plan)[name] != value]
+    if differing:
+        condition = f"to follow from the simulated plan ({', '.join(f'{n} {follows[n]}' for n in differing)})"
+        remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
+        got = ", ".join(f"{name} {getattr(plan, name)}" for name in differing)
+        raise expected(function, "the numbers", condition, got, remedy)
