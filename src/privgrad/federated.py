@@ -61,7 +61,10 @@ def local_update(
     if precondition is not None:
         parameters = trainable(model)
         refused = partial(_refuse_raw_mean, precondition)
-        transform = precondition.begun(model).transform(step, epoch_steps=1, parameters=parameters, raw_mean=refused)
+        # A device does not know the plan's noise, so scales that are measured by it are refused.
+        transform = precondition.begun(model).transform(
+            step, epoch_steps=1, noise_std=0.0, parameters=parameters, raw_mean=refused
+        )
         inverse_scales = require_scales_only(transform)
     engine = Factored(model, local.losses(loss_fn))
     accumulator = ClippingAccumulator(like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)

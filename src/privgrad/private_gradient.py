@@ -479,7 +479,12 @@ class PrivateGradient:
         raw_mean = partial(self._raw_mean, batch, "precondition")
         with seeded(seed):
             transform = self._precondition.transform(
-                step, epoch_steps=self._plan.epoch_steps, parameters=parameters, raw_mean=raw_mean
+                step,
+                epoch_steps=self._plan.epoch_steps,
+                # Scales of a local training divide its gradients; the noise is in the units of its update.
+                noise_std=0.0 if self._contribution.applies_scales else self._plan.noise_std,
+                parameters=parameters,
+                raw_mean=raw_mean,
             )
         if transform is not self._known:
             require_transform(transform, parameters)

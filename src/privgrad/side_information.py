@@ -33,10 +33,11 @@ def frequencies(
     provenance: Provenance = "public data",
     cap: float = 1e4,
     division: float = 100.0,
+    power: float = 1.0,
 ) -> Scales:
     """Compute scales that grow with the frequency of a feature.
 
-    Computes: f_j = (counts_j + 0.1) / sum counts + 1e-10; r_j = min(cap, max f / f_j) / division; A_j = 1 / r_j.
+    Computes: f_j = (counts_j + 0.1) / sum counts + 1e-10; r_j = min(cap, max f / f_j)**power / division; A_j = 1 / r_j.
 
     Args:
         counts: number of occurrences of each feature, shape (V,), finite, >= 0, not all 0.
@@ -45,7 +46,9 @@ def frequencies(
         source: the data that was counted, in a few words; recorded.
         provenance: see `Scales`.
         cap: largest ratio, >= 1.
-        division: divisor of the ratio, > 0.
+        division: divisor of the ratio, > 0. With 1, the most frequent feature has the scale 1.
+        power: exponent of the ratio, in [0, 1]; the paper's is 1. On our texts 0.1 was as good as no scales, and each
+            larger power worse (docs/choosing.md).
     Returns:
         {parameter: A}, of shape (V, 1) or (1, V), positive.
     Raises:
@@ -59,8 +62,10 @@ def frequencies(
     if cap < 1:
         raise expected("frequencies", "cap", "to be at least 1", cap, "give 1e4, the paper's value")
     require_positive("frequencies", "division", division, "give 100, the paper's value")
+    if not 0 <= power <= 1:
+        raise expected("frequencies", "power", "to be in [0, 1]", power, "give 1, the paper's value, or 0.1")
     share = (counted + 0.1) / counted.sum() + 1e-10
-    ratio = (share.max() / share).clamp(max=cap) / division
+    ratio = (share.max() / share).clamp(max=cap) ** power / division
     return _scales("frequencies", 1 / ratio, parameter, dim, source, provenance)
 
 

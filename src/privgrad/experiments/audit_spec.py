@@ -79,6 +79,7 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
 def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
     """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
     candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
+    method = method.with_own(candidate)
     sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier
     if epsilon is not None:
         sigma = accounting.calibrate_noise_multiplier(target_epsilon=epsilon, delta=delta, sample_rate=1.0, steps=1)

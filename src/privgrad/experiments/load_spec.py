@@ -6,6 +6,7 @@ of public examples, data.elsewhere, is not the private one. It does not rest on 
 
 import difflib
 import inspect
+import itertools
 import re
 import tomllib
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from privgrad import precondition, side_information
 from privgrad.data import LOADERS
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.experiments.build import MODELS
-from privgrad.experiments.spec import DataTable, MethodTable, PreconditionTable, Spec
+from privgrad.experiments.spec import Candidate, DataTable, MethodTable, PreconditionTable, Spec
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments
@@ -97,6 +98,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         raise expected("load_spec", "data.elsewhere", condition, repr(other.name), remedy)
     for method in spec.methods:
         _require_method(method, spec)
+    _require_equal_grids(spec, path)
     names = [method.name for method in spec.methods]
     if len(set(names)) < len(names):
         raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")
@@ -231,13 +233,26 @@ def _require_options(method: MethodTable) -> None:
         raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")
     for name in method.options:
         _require_option(name, valid, f"methods.{method.name}.options.{name}")
-    try:
-        method.make([("p", nn.Parameter(torch.zeros(1)))], 0.1)
-    except (TypeError, ValueError, OverflowError) as error:
-        place = f"methods.{method.name}.options"
-        raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
-    if method.precondition is not None:
-        _require_precondition(method.precondition, f"methods.{method.name}.precondition.options")
+    for name in method.tune:
+        if method.precondition is None or not name.startswith("precondition."):
+            _require_option(name, valid, f"methods.{method.name}.tune.{name}")
+    by_noise = method.noise_step is not None
+    if by_noise and (method.lr is not None or method.non_private):
+        place, remedy = f"methods.{method.name}.noise_step", "give lr alone: without noise there is no noise step"
+        got = "non_private = true" if method.non_private else f"lr = {method.lr}"
+        remedy = remedy if method.non_private else "leave one of the two out"
+        raise expected("load_spec", place, "to be given without this", got, remedy)
+    rate = Candidate(1.0, noise_step=0.1) if by_noise else Candidate(1.0, lr=0.1)
+    own = [[(name, value) for value in values] for name, values in method.tune.items()]
+    for values in itertools.product(*own):
+        tuned = method.with_own(rate._replace(own=values))
+        try:
+            tuned.make([("p", nn.Parameter(torch.zeros(1)))], rate)
+        except (TypeError, ValueError, OverflowError) as error:
+            place = f"methods.{method.name}.{'tune' if method.tune else 'options'}"
+            raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
+        if tuned.precondition is not None:
+            _require_precondition(tuned.precondition, f"methods.{method.name}.precondition.options")
 
 
 def _require_local(method: MethodTable, spec: Spec) -> None:
@@ -274,7 +289,7 @@ def _require_tuning(method: MethodTable, spec: Spec) -> None:
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
-        remedy = "give the method an lr, or give a grid and a [tuning] table"
+        remedy = "give the method an lr or a noise_step, or give a grid and a [tuning] table"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", None, remedy)
     if spec.tuning is None:
         remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
@@ -282,6 +297,26 @@ def _require_tuning(method: MethodTable, spec: Spec) -> None:
     if spec.tuning.by != "train_loss" and spec.data.validation == 0:
         remedy = "set it to a number of examples to hold out; learning rates must not be chosen on the test set"
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
+
+
+def _require_equal_grids(spec: Spec, path: str | Path) -> None:
+    """Raise PrivacyError unless all methods that are tuned together get the same number of trainings."""
+    together = [method for method in spec.methods if spec.shares_grid(method)]
+    if not together or spec.tuning is None or spec.tuning.noise_steps is None:
+        return
+    if len(spec.tuning.seeds) < 2:
+        remedy = f"add one in {path}: the spread over seeds decides whether a difference counts"
+        raise expected("load_spec", "tuning.seeds", "to hold two seeds or more", spec.tuning.seeds, remedy)
+    for method in together:
+        if not method.has_noise_step and len(method.lr if isinstance(method.lr, list) else []) == 0:
+            remedy = "give it a grid lr of the same length as tuning.noise_steps"
+            condition = f"to be a grid, because {method.optimizer} has no noise step"
+            raise expected("load_spec", f"methods.{method.name}.lr", condition, method.lr, remedy)
+    counts = {method.name: len(spec.grid(method)) for method in together}
+    if len(set(counts.values())) > 1:
+        got = ", ".join(f"{count} ({name})" for name, count in counts.items())
+        remedy = "give each method as many values in tune, or a rate of its own"
+        raise expected("load_spec", "candidates of methods", "to be equally many", got, remedy)
 
 
 def _require_precondition(table: PreconditionTable, place: str) -> None:

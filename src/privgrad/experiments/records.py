@@ -11,8 +11,8 @@ from operator import methodcaller
 from typing import Any
 
 Record = Mapping[str, Any]
-SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the learning rate and the clipping norm
-TUNED = ("lr", "max_grad_norm", *SOMETIMES_TUNED)
+SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the rate and the clipping norm
+TUNED = ("noise_step", "lr", "max_grad_norm", *SOMETIMES_TUNED)
 
 
 def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -26,7 +26,8 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
     Args:
         records: one mapping per training run, with phase "tuning" or "final".
     Returns:
-        Rows with the keys method; max_grad_norm, lr, radius and local_lr (None if the final runs differ in it);
+        Rows with the keys method; max_grad_norm, lr, noise_step, radius and local_lr (None if the final runs differ in
+        it); own (the values of `tune`, as text); raw_clip_fraction (mean, or None; NOT private);
         lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
         with one seed); epsilon (max); simulates_epsilon (max; None unless the runs simulate a plan in smaller batches);
@@ -44,7 +45,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     """
     finals = in_phase(runs, "final")
     schemes = {run.get("sampling") for run in runs}
-    norm, lr = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr"))
+    norm, lr, step = (_only(run.get(key) for run in finals) for key in ("max_grad_norm", "lr", "noise_step"))
     tuning, others = in_phase(runs, "tuning"), dict[str, Any]()
     for key in SOMETIMES_TUNED:
         others[key] = _only(run.get(key) for run in finals)
@@ -56,6 +57,8 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "method": method,
         "max_grad_norm": norm,
         "lr": lr,
+        "noise_step": step,
+        "own": _only(own_text(run.get("own") or ()) for run in finals) or "",
         **others,
         "lr_at_edge": _at_edge(lr, rates),
         "norm_at_edge": _at_edge(norm, norms),
@@ -68,6 +71,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
         "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
         "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
+        "raw_clip_fraction": mean(numbers(finals, "raw_clip_fraction")),
         "fraction_floored": mean(numbers(finals, "fraction_floored")),
         "seconds": mean(numbers(finals, "seconds")),
         "updates": mean(numbers(finals, "updates")),
@@ -82,7 +86,27 @@ def measured_on(records: Iterable[Record]) -> str:
     return "training" if any(record.get("measured_on") == "training" for record in records) else "test"
 
 
-def _only(values: Iterable[float | None]) -> float | None:
+def rate_text(values: Any) -> str:
+    """Return the rate of a candidate as text: "u0.06" for a noise step, or "lr0.1".
+
+    `runner` calls it, for the names of folders and for progress.
+    """
+    return f"u{values.noise_step:g}" if values.lr is None else f"lr{values.lr:g}"
+
+
+def own_text(own: Iterable[Sequence[Any]]) -> str:
+    """Return the values of `tune` as text: "momentum 0.9", say. `runner` calls it too, for the names of folders."""
+    return ", ".join(f"{name.rpartition('.')[2]} {_short(value)}" for name, value in own)
+
+
+def _short(value: Any) -> str:
+    """Return a value of an option as text."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(_short, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _only(values: Iterable[Any]) -> Any:
     """Return the value that all entries share, or None if they differ."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
@@ -175,10 +199,13 @@ def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[f
     result, key = {}, tuned_by(records)
     best = max if key == "validation_accuracy" else min
     for method, runs in by_method(in_phase(records, "tuning")).items():
-        trials: dict[tuple[float | None, ...], list[float]] = {}
+        trials: dict[tuple[Any, ...], list[float]] = {}
         for run in runs:
-            if is_finite(run.get(key)) and run.get(name) is not None:
-                trials.setdefault(tuple(run.get(k) for k in (name, *TUNED)), []).append(run[key])
+            # A noise step beside a learning rate was measured, not tuned.
+            value = None if name == "noise_step" and run.get("lr") is not None else run.get(name)
+            if is_finite(run.get(key)) and value is not None:
+                others = tuple(run.get(k) for k in TUNED[1:]) + (own_text(run.get("own") or ()), run.get("noise_step"))
+                trials.setdefault((value, *others), []).append(run[key])
         found: dict[float, float] = {}
         for (value, *_), measured in trials.items():
             assert value is not None

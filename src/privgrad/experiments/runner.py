@@ -7,6 +7,7 @@ examples through `fit` alone. No epsilon covers a choice by training loss.
 """
 
 import json
+import math
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,11 +37,12 @@ from privgrad.experiments.build import (
     warm_start,
 )
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tuner import best_candidate, beyond_edge, candidate_of
+from privgrad.experiments.records import own_text, rate_text
+from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, wider
 from privgrad.ledger_file import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
-from privgrad.private_gradient import PrivateGradient
+from privgrad.private_gradient import PrivateGradient, RawStep
 from privgrad.progress import bars
 from privgrad.training import fit
 from privgrad.training_run import FitResult
@@ -48,6 +50,7 @@ from privgrad.training_run import FitResult
 if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard
 
+_FEW_CLIPPED = 0.1
 Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
 
@@ -67,8 +70,9 @@ class Run:
         norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
         radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
         local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
-        name = quote(self.method.name, safe=" ,;+=()")  # quoted, so that no two methods share a folder
-        return f"{name}{norm}-lr{self.candidate.lr:g}{radius}{local}-{self.phase}-seed{self.seed}"
+        name, own = (quote(text, safe=" ,;+=()") for text in (self.method.name, own_text(self.candidate.own)))
+        own = own and f"-{own}"  # quoted, so that no two runs share a folder
+        return f"{name}{norm}-{rate_text(self.candidate)}{radius}{local}{own}-{self.phase}-seed{self.seed}"
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -112,8 +116,9 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
 def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
-    Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). Each training has its
-    own ledger; metadata_of adds up the cost of all. `privgrad compare` and `papers.reproduce` call it.
+    Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). With
+    `tuning.noise_steps`, all private methods are tuned over one grid, with the same number of trainings (see
+    `tuner.wider`). Each training has its own ledger; metadata_of adds up the cost of all. `privgrad compare` and `papers.reproduce` call it.
 
     Args:
         spec: the methods, the grids and the seeds.
@@ -132,14 +137,29 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 
         def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
             for run in (Run(method, candidate, seed, phase) for seed in seeds):
-                bar.update(task, note=f"{phase}  {method.name}  lr {candidate.lr:g}  seed {run.seed}")
+                bar.update(task, note=f"{phase}  {method.name}  {rate_text(candidate)}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
                     append(out, [_tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)])
                 bar.advance(task)
 
+        fair = [method for method in spec.methods if spec.shares_grid(method)]
+        for method in fair:
+            assert tuning is not None
+            for candidate in spec.grid(method):
+                do(method, candidate, tuning.seeds, "tuning")
+        names = [method.name for method in fair]
+        while fair and tuning and tuning.extend and (rates := wider(read_records(out), names, tuning.by)) is not None:
+            for method in fair:
+                more = dict.fromkeys(at_rate(candidate, rates[method.name]) for candidate in spec.grid(method))
+                bar.update(task, total=(bar.tasks[task].total or 0) + len(more) * len(tuning.seeds))
+                for candidate in more:
+                    do(method, candidate, tuning.seeds, "tuning")
         for method in spec.methods:
             best = spec.grid(method)[0]
-            if spec.is_tuned(method):
+            if method in fair:
+                assert tuning is not None
+                best = best_candidate(read_records(out), method.name, tuning.by)
+            elif spec.is_tuned(method):
                 assert tuning is not None
                 for candidate in spec.grid(method):
                     do(method, candidate, tuning.seeds, "tuning")
@@ -175,22 +195,27 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if run.seed is not None:
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
-    method, folder = run.method, out / "runs" / run.name
+    method, folder = run.method.with_own(run.candidate), out / "runs" / run.name
     loss_fn = losses_for(data, views=spec.run.augmentation_multiplicity)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
-    optimizer = method.make(model.named_parameters(), run.candidate.lr, public=public, steps=plan.steps)
+    optimizer = method.make(model.named_parameters(), run.candidate, public=public, steps=plan.steps)
     made = preconditioner(method.precondition, public, model, data)
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
     # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
     recorder = RawRecorder(optimizer) if spec.run.diagnose and not validated else None
     board = _tensorboard(folder, data) if spec.run.tensorboard else None
+    clipped = _ClipFraction(plan.steps)
 
     def evaluate(model: nn.Module) -> dict[str, Any]:
         measured = measure(model, data.validation if validated else data.test, data)
-        return measured if recorder is None else measured | recorder.row()
+        raw = {} if recorder is None else recorder.row()
+        if raw and plan.seed is None:  # a private run keeps what was computed before the noise apart
+            _append_raw(out, run, raw)
+            return measured
+        return measured | raw
 
     private_grad = PrivateGradient(
         model,
@@ -204,6 +229,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     )
     if recorder is not None:
         private_grad.register_raw_observer(recorder.observe)
+    if plan.seed is not None and not method.non_private:
+        private_grad.register_raw_observer(clipped.observe)
     result = fit(
         private_grad,
         optimizer,
@@ -225,11 +252,58 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             stacklevel=2,
         )
     record = _record(run, plan, data, result, optimizer, validated=validated)
+    record |= {"options": method.options, "raw_clip_fraction": clipped.fraction}
+    record["precondition"] = None if method.precondition is None else method.precondition.model_dump()
+    if clipped.fraction is not None and clipped.fraction < _FEW_CLIPPED and run.phase == "final":
+        warnings.warn(
+            f"NOT PRIVATE: {method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of its "
+            f"steps. The noise is made for norms that do not occur: lower max_grad_norm",
+            stacklevel=2,
+        )
     record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss:
         record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())
     return record
+
+
+class _ClipFraction:
+    """The share of examples whose gradient was clipped in the last tenth of the steps. NOT private.
+
+    Attributes:
+        fraction: the share; None before such a step, and without examples.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._from, self._clipped, self._examples = steps - math.ceil(steps / 10), 0, 0
+
+    @property
+    def fraction(self) -> float | None:
+        return self._clipped / self._examples if self._examples else None
+
+    def observe(self, raw: RawStep) -> None:
+        """Count one step. `PrivateGradient` calls it at each step."""
+        if raw.step >= self._from:
+            self._clipped += int((raw.clipping.raw_factors < 1).sum())
+            self._examples += len(raw.clipping.raw_factors)
+
+
+def _append_raw(out: Path, run: Run, row: Mapping[str, Any]) -> None:
+    """Append statistics from before the noise to a file of the folder raw/. NOT private: do not publish it."""
+    path = out / "raw" / f"{run.name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _noise_step(run: Run, optimizer: optim.PrivateOptimizer) -> float | None:
+    """Return the noise step of a training's peak rate; None for an optimizer without one, and without noise."""
+    if run.candidate.noise_step is not None:
+        return run.candidate.noise_step
+    for group in optimizer.param_groups:  # the training is over, and a schedule may have lowered the rate
+        group["lr"] = run.candidate.lr
+    step = optimizer.noise_step
+    return float(f"{step:.4g}") if step > 0 else None
 
 
 def _tensorboard(folder: Path, data: DataSet) -> "TensorBoard":
@@ -270,6 +344,7 @@ def _record(
         "method": run.method.name,
         "optimizer": run.method.optimizer,
         **run.candidate._asdict(),
+        "noise_step": _noise_step(run, optimizer),
         "seed": run.seed,
         "phase": run.phase,
         "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),

@@ -28,13 +28,16 @@ from privgrad.types import PrivacyUnit, SamplingScheme
 class Candidate(NamedTuple):
     """One choice of a method's tuned values.
 
-    The radius is None for a method without perturbation; local_lr is None where users do not train locally.
+    Either lr or noise_step is None. The radius is None for a method without perturbation; local_lr is None where users
+    do not train locally. `own` holds the values of `tune`, as pairs (option, value).
     """
 
     max_grad_norm: float
-    lr: float
+    lr: float | None = None
     radius: float | None = None
     local_lr: float | None = None
+    noise_step: float | None = None
+    own: tuple[tuple[str, Any], ...] = ()
 
 
 Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
@@ -166,7 +169,8 @@ class ScheduleTable(_Table):
 class MethodTable(_Table):
     """A table of [[methods]]: one optimizer with its options.
 
-    `lr` is a number or the method's own grid; the default is the grid of [tuning]. `max_grad_norm` is a number or a
+    `lr` or `noise_step` is a number or the method's own grid; the default is the grid of [tuning]. `tune` has a list of
+    values for options of the method: of the optimizer, or, after "precondition.", of the preconditioner. `max_grad_norm` is a number or a
     grid; the default is the value of [privacy]. `group_size` examples are averaged before they are clipped; above 1 the
     sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the optimizer is given, for ablations; it may
     be wrong. `non_private` neither clips nor adds noise. `local` is given if the privacy unit is a user; the optimizer
@@ -176,7 +180,9 @@ class MethodTable(_Table):
     name: str = Field(min_length=1)
     optimizer: str  # of optim.OPTIMIZERS
     lr: Annotated[float, Field(gt=0)] | Grid | None = None
+    noise_step: Annotated[float, Field(gt=0)] | Grid | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
     max_grad_norm: Annotated[float, Field(gt=0)] | Grid | None = None
     assumed_noise_std: float | None = Field(default=None, ge=0)
     group_size: int = Field(default=1, ge=1)
@@ -189,12 +195,35 @@ class MethodTable(_Table):
     non_private: bool = False
 
     @property
-    def fixed_lr(self) -> float | None:
-        """Return the method's single learning rate; None if `lr` is a list or not given.
+    def has_fixed_rate(self) -> bool:
+        """Return whether the method has a single learning rate or noise step, so that no grid of [tuning] applies.
 
         `Spec.is_tuned` counts a method without one as tuned.
         """
-        return None if isinstance(self.lr, list) else self.lr
+        return isinstance(self.lr, float | int) or isinstance(self.noise_step, float | int)
+
+    @property
+    def has_noise_step(self) -> bool:
+        """Return whether the method's rate can be given as a noise step. `Spec.grid` and `load_spec` read it."""
+        optimizer = optim.OPTIMIZERS[self.optimizer]
+        return not self.non_private and optimizer.has_noise_step()
+
+    def with_own(self, candidate: Candidate) -> "MethodTable":
+        """Return the method with the candidate's values of `tune` among its options.
+
+        `runner`, `audit_spec`, `papers.stops` and `load_spec` call it.
+        """
+        options, of_rule = dict(self.options), {}
+        for name, value in candidate.own:
+            if name.startswith("precondition."):
+                of_rule[name.removeprefix("precondition.")] = value
+            else:
+                options[name] = value
+        changes: dict[str, Any] = {"options": options}
+        if self.precondition is not None:
+            rule = self.precondition
+            changes["precondition"] = rule.model_copy(update={"options": rule.options | of_rule})
+        return self.model_copy(update=changes)
 
     @property
     def needs_public(self) -> bool:
@@ -216,16 +245,22 @@ class MethodTable(_Table):
         return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
 
     def make(
-        self, named_parameters: NamedParameters, lr: float, *, public: PublicGradient | None = None, steps: int = 1
+        self,
+        named_parameters: NamedParameters,
+        candidate: Candidate,
+        *,
+        public: PublicGradient | None = None,
+        steps: int = 1,
     ) -> optim.PrivateOptimizer:
-        """Return the optimizer over a model's parameters.
+        """Return the optimizer over a model's parameters, at the candidate's rate. See `with_own` for its options.
 
         `runner` and `papers.stops` call it for a training, `load_spec` to check the options.
         """
         kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[self.optimizer]
         given = {"horizon": steps, "public": public or dict}
         extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
-        optimizer = kind(named_parameters, lr=lr, **extra, **self.options)
+        rate = {"lr": candidate.lr} if candidate.noise_step is None else {"noise_step": candidate.noise_step}
+        optimizer = kind(named_parameters, **rate, **extra, **self.options)
         if (assumed := self.assumed_noise_std) is not None:
 
             def assume(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -236,13 +271,16 @@ class MethodTable(_Table):
 
 
 class TuningTable(_Table):
-    """The table [tuning]: how methods without a single lr are tuned.
+    """The table [tuning]: how methods without a single rate are tuned.
 
-    `by` is the accuracy or loss on the validation examples, or the loss on the training examples (NOT private). `lr` is
-    the grid of all methods without their own. With `extend`, a grid grows by half a power of ten as long as the
-    method's best rate is at its edge.
+    `by` is the accuracy or loss on the validation examples, or the loss on the training examples (NOT private).
+    `noise_steps` is the grid of all private methods: every method gets the same number of trainings, see
+    `tuner.wider`. A method whose optimizer has no noise step then gives a grid `lr` of the same length. `lr` is the
+    grid of all methods without their own, where `noise_steps` is not given. With `extend`, a grid grows as long as the
+    best value is at its edge.
     """
 
+    noise_steps: Grid | None = None
     lr: Grid | None = None
     seeds: list[int] = Field(min_length=1)
     by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
@@ -289,7 +327,12 @@ class Spec(_Table):
 
         `runner`, `load_spec`, `audit_spec` and `papers` call it.
         """
-        rates = method.lr or (self.tuning.lr if self.tuning else None) or []
+        by_noise = self.tuning.noise_steps if self.tuning and method.has_noise_step else None
+        steps = method.noise_step or (by_noise if method.lr is None else None)
+        rates = method.lr or ((self.tuning.lr if self.tuning else None) if steps is None else None)
+        if steps is None and rates is None:
+            return []
+        own = [[(name, _plain(value)) for value in values] for name, values in method.tune.items()]
         norms = method.max_grad_norm or self.privacy.max_grad_norm
         radii = None if method.perturb is None else method.perturb.radius
         local = None if method.local is None else method.local.lr
@@ -297,7 +340,19 @@ class Spec(_Table):
         def each(value: Any) -> list[Any]:
             return value if isinstance(value, list) else [value]
 
-        return [Candidate(*values) for values in itertools.product(*map(each, (norms, rates, radii, local)))]
+        grids = (*map(each, (norms, rates, radii, local, steps)), list(itertools.product(*own)))
+        return [Candidate(*values) for values in itertools.product(*grids)]
+
+    def shares_grid(self, method: MethodTable) -> bool:
+        """Return whether a method is tuned together with the other ones, with the same number of trainings.
+
+        These are the private methods without a rate of their own, if [tuning] gives noise_steps; methods whose
+        optimizer has no noise step belong to them, with their own grid of learning rates. `runner` and `load_spec` call
+        it.
+        """
+        common = self.tuning is not None and self.tuning.noise_steps is not None
+        own_steps = method.noise_step is not None or (method.lr is not None and method.has_noise_step)
+        return common and not method.non_private and not own_steps and not method.has_fixed_rate
 
     def schedule_of(self, method: MethodTable) -> Schedule | None:
         """Return the schedule of a method's learning rate; None if neither the method nor [run] gives one.
@@ -312,7 +367,7 @@ class Spec(_Table):
 
         `runner`, `load_spec` and `papers.stops` call it.
         """
-        return method.fixed_lr is None or len(self.grid(method)) > 1
+        return not method.has_fixed_rate or len(self.grid(method)) > 1
 
     def plan(
         self, seed: int | None, method: MethodTable | None = None, max_grad_norm: float | None = None
@@ -350,3 +405,8 @@ class Spec(_Table):
             return PrivacyPlan.for_budget(**numbers, seed=seed)
         rate = self.privacy.expected_batch_size / self.privacy.num_examples
         return PrivacyPlan(**numbers, sample_rate=rate, seed=seed)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of `tune` that can be compared and used as a key: lists become tuples."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

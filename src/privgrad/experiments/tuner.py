@@ -1,17 +1,59 @@
-"""Choose the best candidate of a tuned method, and the next one to try beyond the edge of its grid.
+"""Choose the best candidate of a tuned method, and the next ones to try beyond the edge of a grid.
 
-Only `runner` and the metadata of reports call it. The privacy guarantee does not rest on this file. The choice is NOT
-private for the examples on which the candidates were measured.
+Only `runner` and the report call it. The privacy guarantee does not rest on this file. The choice is NOT private for
+the examples on which the candidates were measured.
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from privgrad.experiments.records import Record
 from privgrad.experiments.spec import Candidate
 
 _COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
-_MOST_RATES = 16  # learning rates of one method, at which a growing grid stops
+_MOST_RATES = 16  # rates of one method, at which a growing grid stops
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a grid of rates shows about one method.
+
+    Attributes:
+        best: the best candidate.
+        rates: the rates that were tried (noise steps, or learning rates), in ascending order.
+        low, high: the ends of the plateau around the best rate: the rates whose cost is larger than the best by at most
+            the spread.
+        spread: the standard deviation over seeds of one training's cost, pooled over the better half of the
+            candidates; nan with one seed.
+        lead_low, lead_high: how much worse the smallest and the largest rate are than the best one. Costs are minus the
+            accuracy, or the loss.
+    """
+
+    best: Candidate
+    rates: tuple[float, ...]
+    low: float
+    high: float
+    spread: float
+    lead_low: float
+    lead_high: float
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether both ends of the grid are worse than the best rate by more than the spread."""
+        return self.lead_low > self.spread and self.lead_high > self.spread
+
+    @property
+    def leadsat_rate(self) -> str | None:
+        """The edge of the grid, "low" or "high", that holds the best rate and leads by more than the spread.
+
+        A grid with one rate leads at neither.
+        """
+        best = _rate(self.best)
+        if len(self.rates) < 2 or self.low != self.high:
+            return None
+        return {self.rates[0]: "low", self.rates[-1]: "high"}.get(best)
 
 
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
@@ -19,36 +61,152 @@ def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate
 
     `by` is "accuracy", "loss" (both on validation examples) or "train_loss". `runner.compare` calls it.
     """
-    costs = _tuning_costs(records, method, by)
+    costs = {candidate: _mean(values) for candidate, values in _costs(records, method, by).items()}
     return min(costs, key=lambda candidate: (costs[candidate], candidate))
+
+
+def judge(records: Sequence[Record], method: str, by: str) -> Verdict:
+    """Return what a method's grid shows, each rate with its best other values.
+
+    `wider`, `runner.compare` and the report call it. `by` is as in `best_candidate`.
+    """
+    costs = _costs(records, method, by)
+    means = {candidate: _mean(values) for candidate, values in costs.items()}
+    by_rate: dict[float, float] = {}
+    for candidate, cost in means.items():
+        by_rate[_rate(candidate)] = min(by_rate.get(_rate(candidate), math.inf), cost)
+    best, rates, spread = best_candidate(records, method, by), sorted(by_rate), _spread(costs, means)
+    place, lowest = rates.index(_rate(best)), by_rate[_rate(best)]
+
+    def end(places: Iterable[int]) -> float:
+        """Return the last rate, walking away from the best one, that is level with it."""
+        reached = place
+        for other in places:
+            if not by_rate[rates[other]] - lowest <= spread:
+                break
+            reached = other
+        return rates[reached]
+
+    return Verdict(
+        best,
+        tuple(rates),
+        low=end(range(place - 1, -1, -1)),
+        high=end(range(place + 1, len(rates))),
+        spread=spread,
+        lead_low=by_rate[rates[0]] - lowest,
+        lead_high=by_rate[rates[-1]] - lowest,
+    )
+
+
+def wider(records: Sequence[Record], methods: Sequence[str], by: str) -> dict[str, float] | None:
+    """Return one more rate for each method of a fair comparison, or None if no grid needs one.
+
+    A grid needs one if some method's best rate is at an edge and leads by more than the seeds' spread. Then all methods
+    get one more rate, so that all have the same number of trainings: those that share a grid of noise steps the same
+    one, every other method one beyond its own best edge. `runner.compare` calls it, for methods whose grids have equal
+    numbers of rates.
+
+    Args:
+        records: all records so far.
+        methods: names of the methods.
+        by: as in `best_candidate`.
+    Returns:
+        The new rate by method.
+    """
+    verdicts = {name: judge(records, name, by) for name in methods}
+    leads = {name: verdict.leads_at for name, verdict in verdicts.items()}
+    if not any(leads.values()) or any(len(verdict.rates) >= _MOST_RATES for verdict in verdicts.values()):
+        return None
+    nearer = {name: "low" if verdict.lead_low < verdict.lead_high else "high" for name, verdict in verdicts.items()}
+    shared = [name for name, verdict in verdicts.items() if verdict.best.noise_step is not None]
+    votes = [leads[name] for name in shared if leads[name]] or [nearer[name] for name in shared]
+    common = max(("low", "high"), key=votes.count)
+    sides = {name: common if name in shared else leads[name] or nearer[name] for name in methods}
+    return {name: _beyond(verdicts[name].rates, side) for name, side in sides.items()}
 
 
 def beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | None:
     """Return the candidate half a power of ten beyond the best one, if the best lr is at the edge of its grid.
 
     The grid holds the rates that were tried with the best candidate's other values. The result is None if the best is
-    inside the grid, if another rate was equally good, or if _MOST_RATES were tried. `runner.compare` calls it.
+    inside the grid, if another rate was equally good, or if _MOST_RATES were tried. `runner.compare` calls it for
+    methods that are tuned over learning rates of their own.
     """
-    costs, best = _tuning_costs(records, method, by), best_candidate(records, method, by)
-    tried = {other.lr: cost for other, cost in costs.items() if other._replace(lr=best.lr) == best}
+    costs = {candidate: _mean(values) for candidate, values in _costs(records, method, by).items()}
+    best = best_candidate(records, method, by)
+    tried = {_rate(other): cost for other, cost in costs.items() if at_rate(other, _rate(best)) == best}
     diverged = math.isinf(costs[best])  # then every candidate diverged: try a smaller rate
     level = not diverged and list(tried.values()).count(costs[best]) > 1
-    if len(tried) >= _MOST_RATES or best.lr not in (min(tried), max(tried)) or level:
+    if len(tried) >= _MOST_RATES or _rate(best) not in (min(tried), max(tried)) or level:
         return None
-    factor = 10**0.5 if best.lr == max(tried) and not diverged else 10**-0.5
-    return best._replace(lr=float(f"{best.lr * factor:.2g}"))
+    factor = 10**0.5 if _rate(best) == max(tried) and not diverged else 10**-0.5
+    return at_rate(best, float(f"{_rate(best) * factor:.2g}"))
 
 
-def _tuning_costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, float]:
-    """Return the cost that tuning minimizes, by candidate: the mean over seeds of the loss, or of minus the score."""
+def grid_text(records: Sequence[Record], method: str, by: str) -> str:
+    """Return what a method's grid of rates shows, in words: "inside 0.01 to 0.3; plateau 0.03 to 0.1", say.
+
+    The report and `papers.reproduce` call it.
+    """
+    verdict = judge(records, method, by)
+    ends = f"{verdict.rates[0]:g} to {verdict.rates[-1]:g}"
+    if len(verdict.rates) < 2:
+        return "one value tried"
+    place = f"inside {ends}" if verdict.is_inside else f"not shown to be inside {ends}"
+    level = f"; plateau {verdict.low:g} to {verdict.high:g}" if verdict.low != verdict.high else ""
+    return place + level
+
+
+def candidate_of(record: Record) -> Candidate:
+    """Return the tuned values of one run. `runner` and the report also call it."""
+    own = tuple((str(name), _hashable(value)) for name, value in record.get("own") or ())
+    step = record.get("noise_step") if record["lr"] is None else None
+    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"), step, own)
+
+
+def at_rate(candidate: Candidate, rate: float) -> Candidate:
+    """Return the candidate at another rate, of the same kind. `runner.compare` also calls it, for a wider grid."""
+    return candidate._replace(lr=rate) if candidate.noise_step is None else candidate._replace(noise_step=rate)
+
+
+def _rate(candidate: Candidate) -> float:
+    """Return the noise step, or else the learning rate."""
+    rate = candidate.lr if candidate.noise_step is None else candidate.noise_step
+    assert rate is not None
+    return rate
+
+
+def _beyond(rates: Sequence[float], side: str) -> float:
+    """Return the rate beyond one edge, at the distance of the two outermost rates."""
+    if len(rates) < 2:
+        factor = 10**0.5
+    else:
+        factor = rates[1] / rates[0] if side == "low" else rates[-1] / rates[-2]
+    return float(f"{rates[0] / factor if side == 'low' else rates[-1] * factor:.2g}")
+
+
+def _spread(costs: dict[Candidate, list[float]], means: dict[Candidate, float]) -> float:
+    """Return the standard deviation over seeds, pooled over the better half of the candidates; nan with one seed."""
+    ranked = sorted(costs, key=lambda candidate: means[candidate])
+    better = [costs[candidate] for candidate in ranked[: (len(ranked) + 1) // 2] if math.isfinite(means[candidate])]
+    variances = [statistics.variance(values) for values in better if len(values) > 1]
+    return math.sqrt(statistics.fmean(variances)) if variances else math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _hashable(value: object) -> object:
+    """Return a value as `Spec.grid` gives it: JSON turns tuples into lists."""
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def _costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, list[float]]:
+    """Return the costs that tuning minimizes, by candidate and seed: the loss, or minus the score."""
     found: dict[Candidate, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
             cost = -record[_COSTS[by]] if by == "accuracy" else record[_COSTS[by]]
             found.setdefault(candidate_of(record), []).append(cost if math.isfinite(cost) else math.inf)
-    return {candidate: sum(costs) / len(costs) for candidate, costs in found.items()}
-
-
-def candidate_of(record: Record) -> Candidate:
-    """Return the tuned values of one run. `runner` and `report.metadata` also call it."""
-    return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"))
+    return found

@@ -21,6 +21,7 @@ from privgrad.gradient.precondition import MeanGradient, Preconditioner, Transfo
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.threads import blocks
 
+_NOISE_EPS = 10.0  # the default; docs/choosing.md reports how it was chosen
 Rule = Literal["rmsprop", "adam", "adagrad"]
 Schedule = Literal["step", "epoch"]
 
@@ -38,7 +39,8 @@ class Moments(Preconditioner):
         *,
         betas: tuple[float, float] = (0.9, 0.9),
         keep: float = 1.0,
-        eps: float,
+        eps: float | None,
+        noise_eps: float | None,
         eps_inside: bool,
         schedule: Schedule,
     ) -> None:
@@ -46,7 +48,16 @@ class Moments(Preconditioner):
         if gradient is not None and not isinstance(gradient, PublicGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "wrap the public examples: PublicGradient(model, loss_fn, examples, source=...)"
             raise expected(name, "gradient", "to be a PublicGradient", type(gradient).__name__, remedy)
-        require_positive(name, "eps", eps, "1e-5 is the paper's")
+        if eps is not None and noise_eps is not None:
+            got, remedy = f"eps {eps} and noise_eps {noise_eps}", "leave one of the two out"
+            raise expected(name, "eps or noise_eps", "to be given, not both", got, remedy)
+        if eps is None and eps_inside:
+            remedy = "give eps, in squared gradient units, or leave eps_inside out"
+            raise expected(name, "eps_inside", "to be False for noise_eps", eps_inside, remedy)
+        noise_eps = _NOISE_EPS if noise_eps is None else noise_eps
+        require_positive(name, "noise_eps", noise_eps, f"{_NOISE_EPS:g} is the default")
+        if eps is not None:
+            require_positive(name, "eps", eps, "1e-5 is the paper's; leave it out to use noise_eps")
         if rule == "rmsprop":
             require_decays(name, "alpha", betas[1], 0.9)
         else:
@@ -57,7 +68,7 @@ class Moments(Preconditioner):
             raise expected(name, "schedule", "to be 'step' or 'epoch'", repr(schedule), "choose one")
         self._gradient, self._rule, self._schedule = gradient, rule, schedule
         (self._beta1, self._beta2), self._keep = betas, keep
-        self._eps, self._eps_inside = eps, eps_inside
+        self._eps, self._noise_eps, self._eps_inside = eps, noise_eps, eps_inside
         self.is_public = gradient is not None
         self.source = gradient.source if gradient else "the private batch: NOT private"
         self._begin()
@@ -75,7 +86,7 @@ class Moments(Preconditioner):
         options = {
             "betas": (self._beta1, self._beta2),
             "keep": self._keep,
-            "eps": self._eps,
+            **({"noise_eps": self._noise_eps} if self._eps is None else {"eps": self._eps}),
             "eps_inside": self._eps_inside,
             "schedule": self._schedule,
         }
@@ -93,9 +104,18 @@ class Moments(Preconditioner):
         return twin
 
     def transform(
-        self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
+        self,
+        step: int,
+        *,
+        epoch_steps: int,
+        noise_std: float,
+        parameters: Mapping[str, Tensor],
+        raw_mean: MeanGradient,
     ) -> Transform:
         """Return the transform of one step, and update the moments first if the schedule requires it."""
+        if self._eps is None and noise_std == 0:
+            remedy = "give eps in place of noise_eps: there is no noise to measure it by"
+            raise expected("precondition", "noise_std", "to be positive for noise_eps", noise_std, remedy)
         every = 1 if self._schedule == "step" else epoch_steps
         for name, square in self._exp_avg_sq.items():
             if name in parameters and parameters[name].shape != square.shape:
@@ -109,7 +129,7 @@ class Moments(Preconditioner):
                 self._made = None
             self._step = step
         if self._made is None:
-            self._made = self._transform(parameters)
+            self._made = self._transform(parameters, noise_std)
         return self._made
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,8 +171,9 @@ class Moments(Preconditioner):
                 self._exp_avg[name].mul_(self._beta1).add_(value, alpha=1 - self._beta1)
 
     @torch.no_grad()
-    def _transform(self, parameters: Mapping[str, Tensor]) -> Transform:
+    def _transform(self, parameters: Mapping[str, Tensor], noise_std: float) -> Transform:
         """Return 1 / A, `keep` and the shift (1 - keep) M, from the moments."""
+        unit = self._noise_eps * noise_std
         # Reuse the memory of the last step: to allocate it would take as long as to fill it.
         kept = self._inverse
         self._inverse = {
@@ -160,7 +181,9 @@ class Moments(Preconditioner):
         }
         for name, scales in self._inverse.items():
             for square, part in blocks(self._exp_avg_sq[name].to(scales.dtype), scales):
-                if self._eps_inside:
+                if self._eps is None:
+                    torch.sqrt(square, out=part).div_(unit).add_(1)
+                elif self._eps_inside:
                     torch.add(square, self._eps, out=part).sqrt_()
                 else:
                     torch.sqrt(square, out=part).add_(self._eps)
@@ -173,21 +196,27 @@ def public_rmsprop(
     gradient: PublicGradient,
     *,
     alpha: float = 0.9,
-    eps: float = 1e-5,
+    noise_eps: float | None = None,
+    eps: float | None = None,
     eps_inside: bool = False,
     schedule: Schedule = "step",
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with RMSProp's scales, from public data.
 
     Computes, with h the mean gradient on a public batch: v = alpha v + (1 - alpha) h**2, where v is 0 at first and
-        is updated before its use; A = sqrt(v) + eps, or sqrt(v + eps) with eps_inside; each example's g becomes
-        g / A. With the schedule "epoch", v is replaced at the start of each expected pass over the private
+        is updated before its use; A = 1 + sqrt(v) / (noise_eps noise_std), with the plan's noise_std; each example's g
+        becomes g / A. With eps in place of noise_eps: A = sqrt(v) + eps, or sqrt(v + eps) with eps_inside. With the schedule "epoch", v is replaced at the start of each expected pass over the private
         data by the mean of h**2 over all public batches.
 
     Args:
         gradient: the gradient on public data, of the model that is trained.
         alpha: the decay rate of v, in [0, 1).
-        eps: > 0; in gradient units outside of the root, in squared gradient units inside.
+        noise_eps: > 0, in standard deviations of the noise; None: 10, unless eps is given. Where sqrt(v) is well below
+            noise_eps * noise_std, gradients stay as they are; where it is well above, they are divided by it. So no
+            coordinate is enlarged, and C keeps its unit.
+        eps: > 0, in place of noise_eps; in gradient units outside of the root, in squared gradient units inside.
+            Coordinates that the public data do not reach are then divided by eps (1e-5 in the paper), and may take up
+            all of C.
         eps_inside: whether eps is added inside the root (the authors' code) or outside (the paper).
         schedule: "step" (the paper) or "epoch" (the authors' code).
     Raises:
@@ -198,7 +227,7 @@ def public_rmsprop(
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
     """
-    return Moments(gradient, "rmsprop", betas=(0.0, alpha), eps=eps, eps_inside=eps_inside, schedule=schedule)
+    return Moments(gradient, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule)
 
 
 def public_adam(
@@ -206,7 +235,8 @@ def public_adam(
     *,
     betas: tuple[float, float] = (0.9, 0.9),
     keep: float = 0.9,
-    eps: float = 1e-5,
+    noise_eps: float | None = None,
+    eps: float | None = None,
     eps_inside: bool = False,
     schedule: Schedule = "step",
 ) -> Preconditioner:
@@ -221,6 +251,7 @@ def public_adam(
         gradient: as in `public_rmsprop`.
         betas: decays (beta1, beta2) of M and of v, each in [0, 1).
         keep: the share of the private gradient, in (0, 1].
+        noise_eps: as in `public_rmsprop`.
         eps: as in `public_rmsprop`.
         eps_inside: as in `public_rmsprop`.
         schedule: as in `public_rmsprop`.
@@ -231,13 +262,19 @@ def public_adam(
         betas=betas,
         keep=keep,
         eps=eps,
+        noise_eps=noise_eps,
         eps_inside=eps_inside,
         schedule=schedule,
     )
 
 
 def public_adagrad(
-    gradient: PublicGradient, *, eps: float = 1e-5, eps_inside: bool = False, schedule: Schedule = "step"
+    gradient: PublicGradient,
+    *,
+    noise_eps: float | None = None,
+    eps: float | None = None,
+    eps_inside: bool = False,
+    schedule: Schedule = "step",
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with AdaGrad's scales: v = v + h**2, and A as in `public_rmsprop`.
 
@@ -245,20 +282,24 @@ def public_adagrad(
 
     Args:
         gradient: as in `public_rmsprop`.
+        noise_eps: as in `public_rmsprop`.
         eps: as in `public_rmsprop`.
         eps_inside: as in `public_rmsprop`.
         schedule: as in `public_rmsprop`; "epoch" adds the mean of h**2 over all public batches once per pass.
     """
-    return Moments(gradient, "adagrad", eps=eps, eps_inside=eps_inside, schedule=schedule)
+    return Moments(gradient, "adagrad", eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule)
 
 
-def raw_ideal_rmsprop(*, alpha: float = 0.9, eps: float = 1e-5, eps_inside: bool = False) -> Preconditioner:
+def raw_ideal_rmsprop(
+    *, alpha: float = 0.9, noise_eps: float | None = None, eps: float | None = None, eps_inside: bool = False
+) -> Preconditioner:
     """Return a preconditioner with RMSProp's scales from the private batch itself. NOT private, for research only.
 
     The scales are neither clipped nor noised. They show how much ideal scales could gain.
 
     Args:
         alpha: as in `public_rmsprop`.
+        noise_eps: as in `public_rmsprop`.
         eps: as in `public_rmsprop`.
         eps_inside: as in `public_rmsprop`.
     Privacy:
@@ -266,7 +307,7 @@ def raw_ideal_rmsprop(*, alpha: float = 0.9, eps: float = 1e-5, eps_inside: bool
     Reference:
         Li et al. 2022 (AdaDPS), their "ideal" rows.
     """
-    return Moments(None, "rmsprop", betas=(0.0, alpha), eps=eps, eps_inside=eps_inside, schedule="step")
+    return Moments(None, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule="step")
 
 
 def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

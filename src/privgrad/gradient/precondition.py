@@ -84,13 +84,20 @@ class Preconditioner(ABC):
 
     @abstractmethod
     def transform(
-        self, step: int, *, epoch_steps: int, parameters: Mapping[str, Tensor], raw_mean: MeanGradient
+        self,
+        step: int,
+        *,
+        epoch_steps: int,
+        noise_std: float,
+        parameters: Mapping[str, Tensor],
+        raw_mean: MeanGradient,
     ) -> Transform:
         """Return the transform of one step; a second call for the same step returns the same transform.
 
         Args:
             step: the index of the release, from 0.
             epoch_steps: the number of steps of one expected pass over the private data.
+            noise_std: the plan's standard deviation of the noise in the released mean, a public number.
             parameters: the trainable parameters, by name.
             raw_mean: returns the mean gradient of the private batch, not clipped, for research only. NOT private; it
                 raises an error if `is_public` is True.

@@ -96,6 +96,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._require_group(group)
         self.param_groups.append(group)
 
+    @classmethod
+    def has_noise_step(cls) -> bool:
+        """Return whether `noise_step` can be given in place of `lr`, with the usual options.
+
+        `experiments.spec` calls it.
+        """
+        return not cls._without_noise_step
+
     @property
     def noise_step(self) -> float:
         """The noise step u of the current rates, in units of the weights.

@@ -20,10 +20,11 @@ from rich.table import Table
 from privgrad.data import LOADERS
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.load_spec import check_spec
-from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, std
+from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, own_text, std
 from privgrad.experiments.report.metadata import metadata_of
 from privgrad.experiments.runner import Record, claim, compare, describe, read_records
 from privgrad.experiments.spec import DataTable, MethodTable, Spec
+from privgrad.experiments.tuner import grid_text
 from privgrad.papers import clipping_bias, moments
 from privgrad.papers.toy_regression import toy_regression
 
@@ -283,10 +284,15 @@ def _method_numbers(
         rows[key] = {"title": f"{group['classes']:g} x {sizes}"}
         rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
     tuning = in_phase(runs, "tuning")
-    tried, norms = (sorted({record[key] for record in tuning}) for key in ("lr", "max_grad_norm"))
+    by_noise = any(record["lr"] is None for record in runs)
+    tried, norms = (sorted({record[k] for record in tuning}) for k in ("noise_step" if by_noise else "lr", "max_grad_norm"))
+    shown = ("max_grad_norm", "lr", "noise_step", *SOMETIMES_TUNED)
     return {
-        **{key: finals[0].get(key) if finals else None for key in ("max_grad_norm", "lr", *SOMETIMES_TUNED)},
-        "lrs_tried": tried,
+        **{key: finals[0].get(key) if finals else None for key in shown},
+        "own": own_text(finals[0].get("own") or ()) if finals else "",
+        "noise_steps_tried" if by_noise else "lrs_tried": tried,
+        **({"grid": grid_text(records, method.name, spec.tuning.by)} if by_noise and tuning and spec.tuning else {}),
+        "raw_clip_fraction": mean([f["raw_clip_fraction"] for f in finals if f.get("raw_clip_fraction") is not None]),
         "norms_tried": norms,
         "seeds": len(finals),
         "seeds_planned": len(spec.run.seeds),
@@ -302,22 +308,24 @@ def _comparison_table(
     score = next((record["score"] for record in records), None)
     shown = {"loss": "loss"} | ({} if score is None else {"accuracy": score})
     paper = f"paper,\n{stands_in_for}" if stands_in_for else "paper"
-    tuned = ["max_grad_norm", "lr"]
+    tuned = ["max_grad_norm", *(key for key in ("lr", "noise_step") if any(row[key] for row in found.values()))]
     tuned += [key for key in SOMETIMES_TUNED if any(getattr(spec.grid(m)[0], key) is not None for m in spec.methods)]
     columns = slice(2 if spec.paper else 1)  # no columns for the paper if it has no numbers
     headers = [header for title in shown.values() for header in (title, paper)[columns]]
-    title = ", ".join(tuned).replace("max_grad_norm", "C").replace("_", " ")
+    title = ", ".join(tuned).replace("max_grad_norm", "C").replace("noise_step", "u").replace("_", " ")
     table = Table(title=spec.title)
     for header in ("method", title, "classes", *headers):
         table.add_column(header, overflow="fold")
     for name, numbers in found.items():
         rows = numbers.get("raw_groups") or numbers.get("groups") or {}
         for index, row in enumerate(rows.values()):
-            values = ", ".join(f"{numbers[key]:g}" for key in tuned if numbers[key] is not None)
+            values = ", ".join(f"{numbers[key]:g}" if numbers[key] is not None else "–" for key in tuned)
+            values += f", {numbers['own']}" if numbers["own"] else ""
             first = (name, values) if index == 0 else ("", "")
             table.add_row(*first, row["title"], *(cell for n in shown for cell in _cells(row, n)[columns]))
         if not rows:
-            tried = ", ".join(f"{lr:g}" for lr in numbers["lrs_tried"]) or "nothing"
+            rates = numbers.get("lrs_tried") or numbers.get("noise_steps_tried") or []
+            tried = ", ".join(f"{rate:g}" for rate in rates) or "nothing"
             table.add_row(name, "–", f"no final run yet; tried {tried}")
     done, planned = (sum(row[key] for row in found.values()) for key in ("seeds", "seeds_planned"))
     sources = ", ".join(sorted({record["data"] for record in records}))

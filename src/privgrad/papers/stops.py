@@ -35,6 +35,7 @@ def begin(
         got = f"{len(spec.grid(method))} candidates"
         raise expected("reproduce", method.name, condition, got, "correct the item's file")
     candidate = spec.grid(method)[0]
+    method = method.with_own(candidate)
     torch.manual_seed(seed)
     model = make_model(spec, data)
     private_grad = PrivateGradient(
@@ -45,7 +46,7 @@ def begin(
         engine=spec.run.engine,
         memory_mb=spec.run.memory_mb,
     )
-    return model, private_grad, method.make(model.named_parameters(), candidate.lr)
+    return model, private_grad, method.make(model.named_parameters(), candidate)
 
 
 class Stop(NamedTuple):
