@@ -23,6 +23,9 @@ def reproduce(
         bool, typer.Option("--smoke", help="Run a tiny version (seconds to minutes); its numbers mean nothing.")
     ] = False,
     so_far: Annotated[bool, typer.Option("--so-far", help="Run nothing; show the results so far.")] = False,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Run this method only; repeatable. Each choice needs its own --out.")
+    ] = None,
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
@@ -49,7 +52,14 @@ def reproduce(
         move_aside(folder)
     with stoppable():
         found, table = papers.reproduce(
-            item, folder, data=data, smoke=smoke, so_far=so_far, progress=not as_json, command=command_line()
+            item,
+            folder,
+            data=data,
+            methods=method or (),
+            smoke=smoke,
+            so_far=so_far,
+            progress=not as_json,
+            command=command_line(),
         )
     if as_json:
         print_json(found)

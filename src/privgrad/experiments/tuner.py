@@ -45,7 +45,7 @@ class Verdict:
         return self.lead_low > self.spread and self.lead_high > self.spread
 
     @property
-    def leadsat_rate(self) -> str | None:
+    def leads_at(self) -> str | None:
         """The edge of the grid, "low" or "high", that holds the best rate and leads by more than the spread.
 
         A grid with one rate leads at neither.

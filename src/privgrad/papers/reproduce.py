@@ -39,6 +39,7 @@ def reproduce(
     out: Path,
     *,
     data: Path | None = None,
+    methods: Sequence[str] = (),
     smoke: bool = False,
     so_far: bool = False,
     progress: bool = True,
@@ -53,6 +54,7 @@ def reproduce(
         name: paper/item.
         out: the output folder. If it already holds this item's runs, they are resumed.
         data: path of the paper's own data, for items that accept it; None uses the item's default data.
+        methods: names of the methods to run; none of them runs all.
         smoke: run a tiny version that only shows that the item works; its numbers mean nothing.
         so_far: run nothing; show the results of an interrupted comparison.
         progress: show a progress bar.
@@ -63,7 +65,7 @@ def reproduce(
         PrivacyError: the item is unknown or does not support `data` or `so_far`, or the folder holds runs of another
             item.
     """
-    raw = _prepared(name, data=data, smoke=smoke)
+    raw = _prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
     kind = raw.get("kind", "comparison")
     if so_far and kind not in ("comparison", "table"):
@@ -135,6 +137,11 @@ def _prepared(
         PrivacyError: the item is unknown, or takes no other data.
     """
     raw = _load(name)
+    known = [method["name"] for method in raw.get("methods", [])]
+    for method in methods:
+        if method and method not in known:
+            remedy = did_you_mean(method, known, "choose one of them" if known else "leave --method out")
+            raise expected("reproduce", "--method", f"to be one of {', '.join(known) or 'none'}", repr(method), remedy)
     tiny, given = raw.pop("smoke", dict[str, Any]()), raw.pop("given", None)
     few = tiny.pop("only", [])
     if data is not None:
@@ -155,6 +162,8 @@ def _prepared(
         if "methods" in raw:
             raw["paper"] = {}  # the paper's numbers hold for the full size only
             raw["methods"] = [_smallest(method, raw.get("tuning", {})) for method in raw["methods"]]
+            if "noise_steps" in raw.get("tuning", {}):
+                raw["tuning"]["noise_steps"] = raw["tuning"]["noise_steps"][:1]
             # The small data set may be the one that the full item uses as public data.
             if raw["data"].get("elsewhere", {}).get("name") == raw["data"]["name"]:
                 del raw["data"]["elsewhere"]
@@ -170,6 +179,8 @@ def _smallest(method: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str,
     """Return the method with the first entry of each grid; an lr grid that may grow keeps all entries."""
     cut = ("max_grad_norm", "radius") if tuning.get("extend") else ("max_grad_norm", "radius", "lr")
     small = {key: value[:1] if key in cut and isinstance(value, list) else value for key, value in method.items()}
+    if "tune" in method:
+        small["tune"] = {name: values[:1] for name, values in method["tune"].items()}
     if "warm_start" in method:
         small["warm_start"] = method["warm_start"] | {"epochs": 1}
     return small | {key: _smallest(method[key], {}) for key in ("perturb", "local") if key in method}

@@ -190,6 +190,7 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, A
 
 
 TUNED_TITLES = {
+    "noise_step": "noise step u",
     "lr": "learning rate",
     "max_grad_norm": "clipping norm C",
     "radius": "radius",
