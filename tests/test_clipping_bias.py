@@ -11,9 +11,9 @@ import torch
 from matplotlib.figure import Figure
 
 import privgrad as pg
+from privgrad.experiments.folder import Record, read_records
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.report import figures
-from privgrad.experiments.runner import Record, read_records
 from privgrad.experiments.spec import Spec
 from privgrad.papers.clipping_bias import _shown, clipping_bias, runtime
 from privgrad.papers.reproduce import _prepared, reproduce

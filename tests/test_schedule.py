@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import privgrad as pg
 from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan
+from privgrad.experiments.folder import describe
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.report.metadata import metadata_of
-from privgrad.experiments.runner import compare, describe, train
+from privgrad.experiments.runner import compare, train
 
 
 def rates(scheduler: LRScheduler, steps: int) -> list[list[float]]:

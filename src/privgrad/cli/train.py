@@ -12,6 +12,8 @@ from rich.text import Text
 
 from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable
 from privgrad.experiments import runner
+from privgrad.experiments.folder import Record
+from privgrad.experiments.folder import restart as put_aside
 from privgrad.experiments.load_spec import load_spec
 from privgrad.experiments.spec import Spec
 
@@ -52,7 +54,7 @@ def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_
 
 def move_aside(folder: Path) -> None:
     """Move an existing folder aside and print its new path; `cli.reproduce` calls it too."""
-    if aside := runner.restart(folder):
+    if aside := put_aside(folder):
         STDERR.print(f"moved {folder} to {aside}")
 
 
@@ -68,7 +70,7 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
     return loaded, folder
 
 
-def _report(spec: Spec, records: list[runner.Record], folder: Path, *, as_json: bool) -> None:
+def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool) -> None:
     """Write the report of all trainings in the folder, and print its summary or, with `as_json`, its numbers."""
     # matplotlib is an optional extra and slow to import, so only commands that draw import it.
     from privgrad.experiments.records import in_phase, summarize

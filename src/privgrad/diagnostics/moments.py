@@ -83,7 +83,8 @@ class RawMoments:
         The numerator is always clean. Users and `papers.moments` call it.
 
         Args:
-            debias_floor, gamma_prime: as in AdamBC.
+            debias_floor: as in AdamBC.
+            gamma_prime: as in AdamBC.
         Returns:
             "raw_clean", "raw_noisy", "raw_debiased": one number per coordinate, shape (P,). NOT private.
         """
@@ -103,7 +104,8 @@ class RawMoments:
         Users and `diagnostics.recorder` call it.
 
         Args:
-            debias_floor, gamma_prime: as in AdamBC.
+            debias_floor: as in AdamBC.
+            gamma_prime: as in AdamBC.
         Returns:
             "raw_clean" (NOT private), "noisy" and "debiased" (at its floor or above): one number per coordinate, shape
             (P,); not finite where there is no noise.

@@ -24,7 +24,8 @@ from privgrad.data.dataset import NO_LABEL, to_reconstruct, with_other_public, w
 from privgrad.data.pretrained import pretrained
 from privgrad.diagnostics import by_frequency
 from privgrad.errors import PrivacyError, expected
-from privgrad.experiments.spec import DataTable, MethodTable, ModelTable, PreconditionTable, Spec, WarmStartTable
+from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tables import DataTable, ModelTable, PreconditionTable, WarmStartTable
 from privgrad.gradient.module_state import evaluating
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient

@@ -21,7 +21,8 @@ from privgrad import precondition, side_information
 from privgrad.data import LOADERS
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.experiments.build import MODELS
-from privgrad.experiments.spec import Candidate, DataTable, MethodTable, PreconditionTable, Spec
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.tables import DataTable, PreconditionTable
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments

@@ -204,7 +204,7 @@ def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[f
             # A noise step beside a learning rate was measured, not tuned.
             value = None if name == "noise_step" and run.get("lr") is not None else run.get(name)
             if is_finite(run.get(key)) and value is not None:
-                others = tuple(run.get(k) for k in TUNED[1:]) + (own_text(run.get("own") or ()), run.get("noise_step"))
+                others = (*(run.get(k) for k in (*TUNED[1:], "noise_step")), own_text(run.get("own") or ()))
                 trials.setdefault((value, *others), []).append(run[key])
         found: dict[float, float] = {}
         for (value, *_), measured in trials.items():

@@ -8,9 +8,8 @@ examples through `fit` alone. No epsilon covers a choice by training loss.
 
 import json
 import math
-import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,10 +35,10 @@ from privgrad.experiments.build import (
     require_images,
     warm_start,
 )
-from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.folder import Record, append, claim, describe, read_records
 from privgrad.experiments.records import own_text, rate_text
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, wider
-from privgrad.ledger_file import is_in_use
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient, RawStep
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard
 
 _FEW_CLIPPED = 0.1
-Record = dict[str, Any]
 Phase = Literal["tuning", "final"]
 
 
@@ -118,7 +116,9 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 
     Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). With
     `tuning.noise_steps`, all private methods are tuned over one grid, with the same number of trainings (see
-    `tuner.wider`). Each training has its own ledger; metadata_of adds up the cost of all. `privgrad compare` and `papers.reproduce` call it.
+    `tuner.wider`). Each training has its own ledger; metadata_of adds up the cost of all.
+
+    `privgrad compare` and `papers.reproduce` call it.
 
     Args:
         spec: the methods, the grids and the seeds.
@@ -169,25 +169,6 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 best = best_candidate(read_records(out), method.name, tuning.by)
             do(method, best, spec.run.seeds, "final")
     return read_records(out)
-
-
-def restart(out: Path) -> Path | None:
-    """Move an existing folder aside, so that no ledger is lost, and return its new path; None if there is no folder.
-
-    The command line calls it for the option --restart.
-
-    Raises:
-        PrivacyError: a training is running in the folder.
-    """
-    if not out.exists():
-        return None
-    for path in out.rglob("ledger.jsonl"):
-        if is_in_use(path):
-            got, remedy = "a lock of a running training", "stop that training first"
-            raise expected("experiments", f"{path}", "to be unlocked", got, remedy)
-    aside = next(p for k in range(1, 10_000) if not (p := out.with_name(f"{out.name}-{k}")).exists())
-    shutil.move(out, aside)
-    return aside
 
 
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
@@ -382,75 +363,6 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
     spec.plan(None)
     claim(out, description or describe(spec))
     return data
-
-
-def describe(spec: Spec) -> str:
-    """Return the text of spec.json, which identifies a folder's experiment. `papers.reproduce` also calls it."""
-    return spec.model_dump_json(indent=1, exclude_defaults=True)
-
-
-def claim(out: Path, description: str, *, look_only: bool = False) -> None:
-    """Create a folder for an experiment, or check that the folder holds runs of this experiment only.
-
-    `papers` also calls it.
-
-    Args:
-        out: the folder.
-        description: text of the folder's spec.json.
-        look_only: write nothing, and refuse a folder without spec.json.
-    Raises:
-        PrivacyError: `out` is a file, or holds runs of another spec; with look_only also a folder without runs.
-            Nothing was written.
-    """
-    remedy = "choose another --out, or add --restart to move the old folder aside"
-    if out.exists() and not out.is_dir():
-        raise expected("experiments", "--out", "to be a folder", f"the file {out}", "choose another --out")
-    path = out / "spec.json"
-    held = path.read_text() if path.exists() else None
-    if held is None and (out / "runs.jsonl").exists():
-        raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
-    if held is not None and (difference := _difference(held, description)) is not None:
-        raise expected("experiments", f"{out}", "to hold runs of this spec", difference, remedy)
-    if look_only:
-        if held is None:
-            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    path.write_text(description)
-
-
-def _difference(held: str, description: str) -> str | None:
-    """Return, for an error, the top-level keys in which two texts of spec.json differ; None if they say the same."""
-    try:
-        old, new = dict(json.loads(held)), dict(json.loads(description))
-    except (TypeError, ValueError):
-        return "a spec.json that cannot be read"
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return f"runs of a spec with a different {', '.join(keys)}" if keys else None
-
-
-def read_records(out: Path) -> list[Record]:
-    """Return the records of a folder's runs.jsonl; an empty list if there is no such file.
-
-    `papers` also calls it.
-
-    Raises:
-        PrivacyError: a line is not JSON.
-    """
-    path = out / "runs.jsonl"
-    if not path.exists():
-        return []
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except json.JSONDecodeError as error:
-        remedy = "delete the damaged line; the run then resumes from its own folder"
-        raise expected("experiments", f"{path}", "to be JSON lines", error, remedy) from error
-
-
-def append(out: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append records to a folder's runs.jsonl in one write. `papers.clipping_bias` also calls it."""
-    with (out / "runs.jsonl").open("a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _find(records: Sequence[Record], run: Run) -> Record | None:

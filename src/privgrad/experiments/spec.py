@@ -1,4 +1,4 @@
-"""The tables of a TOML file that describes one experiment; together they are a Spec.
+"""A TOML file that describes one experiment: its methods, their candidates, and the whole, a Spec.
 
 `load_spec` makes it; `build`, `runner`, `audit_spec`, the report and `papers` read it. The privacy guarantee of a
 training is that of its plan, which `Spec.plan` makes. It does not rest on the rest of this file.
@@ -8,21 +8,33 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from privgrad import optim
 from privgrad.errors import expected
-from privgrad.gradient import perturb
+from privgrad.experiments.tables import (
+    DataTable,
+    Grid,
+    LocalTable,
+    ModelTable,
+    PerturbTable,
+    PreconditionTable,
+    PrivacyTable,
+    PublicTable,
+    RunTable,
+    ScheduleTable,
+    Table,
+    TuningTable,
+    WarmStartTable,
+)
 from privgrad.gradient.contribution import Contribution
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
-from privgrad.models import Activation
 from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
-from privgrad.schedule import Decay, Schedule
-from privgrad.types import PrivacyUnit, SamplingScheme
+from privgrad.schedule import Schedule
 
 
 class Candidate(NamedTuple):
@@ -40,133 +52,7 @@ class Candidate(NamedTuple):
     own: tuple[tuple[str, Any], ...] = ()
 
 
-Grid = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class DataTable(_Table):
-    """The table [data]: the data set, the number of validation examples, and the options of its loader.
-
-    `validation` examples of the training part are held out for tuning. After that, the last `public` examples are taken
-    out of the training part and count as public. `elsewhere` names a second data set whose training part is public too.
-    With `reconstruct`, the label of an input is the input itself. Every other key is an argument of the loader.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str  # of data.LOADERS
-    validation: int = Field(default=0, ge=0)
-    public: int = Field(default=0, ge=0)
-    elsewhere: "DataTable | None" = None
-    reconstruct: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of the loader that are no field of this table. `build` and `load_spec` read them."""
-        return dict(self.model_extra or {})
-
-
-class ModelTable(_Table):
-    """The table [model]: the model and its size."""
-
-    name: str  # of build.MODELS
-    activation: Activation = "tanh"
-    hidden: int = Field(default=64, ge=1)
-    depth: int = Field(default=1, ge=1)  # hidden layers of an mlp
-    # The pretrained model: a folder, or a name on the Hugging Face hub. Its tokenizer reads the data.
-    encoder: str | None = None
-
-
-class PrivacyTable(_Table):
-    """The table [privacy]: the numbers that decide the guarantee.
-
-    Apart from sampling, grid and unit they have no defaults. Give either `target_epsilon` or `noise_multiplier`. With
-    `privacy_unit` "user", every number of examples is a number of users; see PrivacyPlan. With `simulate` K > 1, the
-    trainings simulate this plan in batches of 1/K of its size, and have no privacy; see PrivacyPlan.scaled.
-    """
-
-    target_epsilon: float | None = None
-    noise_multiplier: float | None = None
-    delta: float
-    max_grad_norm: float
-    num_examples: int
-    expected_batch_size: int
-    steps: int
-    sampling: SamplingScheme = "poisson"
-    noise_on_grid: bool = False
-    privacy_unit: PrivacyUnit = "example"
-    simulate: int = Field(default=1, ge=1)
-
-
-class PreconditionTable(_Table):
-    """The divisor of gradients before clipping: a rule on public data, or on public word counts."""
-
-    rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank"]
-    options: dict[str, Any] = Field(default_factory=dict)
-
-    @property
-    def by_counts(self) -> bool:
-        """Return whether the rule uses public word counts. `build` and `load_spec` read it."""
-        return self.rule in ("frequencies", "by_rank")
-
-
-class PerturbTable(_Table):
-    """The point at which gradients are evaluated; `radius` is a number or a grid."""
-
-    rule: Literal["BAM", "SAT", "RawSAM"]
-    radius: Annotated[float, Field(ge=0)] | list[Annotated[float, Field(ge=0)]]
-    mode: Literal["sam", "exact"] | None = None
-
-    def make(self, radius: float) -> Contribution:
-        """Return the perturbation with one radius."""
-        kind: type[perturb.Perturbation] = getattr(perturb, self.rule)
-        return kind(radius, **({} if self.mode is None else {"mode": self.mode}))
-
-
-class LocalTable(_Table):
-    """The local training of each user; `lr` is a number or a grid."""
-
-    lr: Annotated[float, Field(gt=0)] | Grid
-    batch_size: int = Field(ge=1)
-    epochs: int = Field(default=1, ge=1)
-
-
-class PublicTable(_Table):
-    """The public examples of a method: the first `examples` of those taken out of the training part.
-
-    With `other`, they are the first of the data set's other public examples.
-    """
-
-    other: bool = False
-    examples: int | None = Field(default=None, ge=1)
-    batch_size: int | None = Field(default=None, ge=1)
-
-
-class WarmStartTable(_Table):
-    """Ordinary SGD on the public examples before the private training."""
-
-    lr: float = Field(gt=0)
-    epochs: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
-
-
-class ScheduleTable(_Table):
-    """The learning rate over the steps; see Schedule. A name instead of the table, such as "linear", is the decay."""
-
-    decay: Decay = "constant"
-    warmup: float = Field(default=0.0, ge=0, lt=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_name(cls, value: Any) -> Any:
-        """Return the table that a name abbreviates. pydantic calls it."""
-        return {"decay": value} if isinstance(value, str) else value
-
-
-class MethodTable(_Table):
+class MethodTable(Table):
     """A table of [[methods]]: one optimizer with its options.
 
     `lr` or `noise_step` is a number or the method's own grid; the default is the grid of [tuning]. `tune` has a list of
@@ -270,47 +156,7 @@ class MethodTable(_Table):
         return optimizer
 
 
-class TuningTable(_Table):
-    """The table [tuning]: how methods without a single rate are tuned.
-
-    `by` is the accuracy or loss on the validation examples, or the loss on the training examples (NOT private).
-    `noise_steps` is the grid of all private methods: every method gets the same number of trainings, see
-    `tuner.wider`. A method whose optimizer has no noise step then gives a grid `lr` of the same length. `lr` is the
-    grid of all methods without their own, where `noise_steps` is not given. With `extend`, a grid grows as long as the
-    best value is at its edge.
-    """
-
-    noise_steps: Grid | None = None
-    lr: Grid | None = None
-    seeds: list[int] = Field(min_length=1)
-    by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
-    extend: bool = False
-
-
-class RunTable(_Table):
-    """The table [run]: seeds, schedule, augmentation, evaluation, device and speed.
-
-    `seeds` are the research seeds of a comparison. `schedule` is the learning rate over the steps; without it, the rate
-    is constant. `augmentation_multiplicity` is the number of randomly moved views of
-    each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
-    `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
-    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
-    """
-
-    seeds: list[int] = Field(default=[0], min_length=1)
-    schedule: ScheduleTable | None = None
-    num_evaluations: int = Field(default=10, ge=1)
-    augmentation_multiplicity: int = Field(default=1, ge=1)
-    ema_decay: float | None = Field(default=None, ge=0, lt=1)
-    device: Literal["cpu", "cuda", "auto"] = "cpu"
-    engine: Literal["factored", "vmap"] = "factored"
-    microbatch_size: int | None = Field(default=None, ge=1)
-    memory_mb: float | None = Field(default=None, gt=0)
-    diagnose: bool = False
-    tensorboard: bool = False
-
-
-class Spec(_Table):
+class Spec(Table):
     """A checked experiment: the whole TOML file."""
 
     title: str

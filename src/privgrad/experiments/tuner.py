@@ -4,6 +4,7 @@ Only `runner` and the report call it. The privacy guarantee does not rest on thi
 the examples on which the candidates were measured.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -178,10 +179,8 @@ def _rate(candidate: Candidate) -> float:
 
 def _beyond(rates: Sequence[float], side: str) -> float:
     """Return the rate beyond one edge, at the distance of the two outermost rates."""
-    if len(rates) < 2:
-        factor = 10**0.5
-    else:
-        factor = rates[1] / rates[0] if side == "low" else rates[-1] / rates[-2]
+    ratios = [high / low for low, high in itertools.pairwise(rates)] or [10**0.5]
+    factor = ratios[0 if side == "low" else -1]
     return float(f"{rates[0] / factor if side == 'low' else rates[-1] * factor:.2g}")
 
 

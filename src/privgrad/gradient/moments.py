@@ -204,9 +204,10 @@ def public_rmsprop(
     """Return the preconditioner of AdaDPS with RMSProp's scales, from public data.
 
     Computes, with h the mean gradient on a public batch: v = alpha v + (1 - alpha) h**2, where v is 0 at first and
-        is updated before its use; A = 1 + sqrt(v) / (noise_eps noise_std), with the plan's noise_std; each example's g
-        becomes g / A. With eps in place of noise_eps: A = sqrt(v) + eps, or sqrt(v + eps) with eps_inside. With the schedule "epoch", v is replaced at the start of each expected pass over the private
-        data by the mean of h**2 over all public batches.
+        is updated before its use; A = 1 + sqrt(v) / (noise_eps noise_std), with the plan's noise_std; each example's
+        g becomes g / A. With eps in place of noise_eps: A = sqrt(v) + eps, or sqrt(v + eps) with eps_inside. With the
+        schedule "epoch", v is replaced at the start of each expected pass over the private data by the mean of h**2
+        over all public batches.
 
     Args:
         gradient: the gradient on public data, of the model that is trained.
@@ -227,7 +228,9 @@ def public_rmsprop(
     Reference:
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
     """
-    return Moments(gradient, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule)
+    return Moments(
+        gradient, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule
+    )
 
 
 def public_adam(
@@ -307,7 +310,9 @@ def raw_ideal_rmsprop(
     Reference:
         Li et al. 2022 (AdaDPS), their "ideal" rows.
     """
-    return Moments(None, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule="step")
+    return Moments(
+        None, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule="step"
+    )
 
 
 def _pass_moments(gradient: PublicGradient, time: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -264,7 +264,8 @@ class NAdamBC(AdamBC):
 
     Args:
         momentum_decay: >= 0.
-        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC. lr is 2e-3 by default.
+        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC. By default,
+            lr is 2e-3.
     Reference:
         Dozat 2016 (NAdam), with the denominator of Tang, Lecuyer 2023.
     """

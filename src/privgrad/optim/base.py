@@ -1,7 +1,7 @@
-"""The mixin that makes a torch optimizer accept only released gradients, and that counts its steps in units of the noise.
+"""The mixin that makes a torch optimizer accept only released gradients, and that knows its noise step.
 
-`standard`, `adaptive` and `public_data` build on it. Users and `papers` make the optimizers; `experiments.spec` and `audit.methods`
-make them by name, through `optim.OPTIMIZERS`.
+`standard`, `adaptive` and `public_data` build on it. Users and `papers` make the optimizers; `experiments.spec` and
+`audit.methods` make them by name, through `optim.OPTIMIZERS`.
 
 The privacy guarantee rests on `step` and `_clear` only: nothing but a released gradient may move a parameter. The rest
 of this file is post-processing of released gradients.
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import PrivacyError, expected, require_decays, require_nonnegative, require_positive
+from privgrad.errors import PrivacyError, expected, require_nonnegative
 from privgrad.types import NoisyGradient
 
 # Keys that torch's schedulers add to param groups.
@@ -61,9 +61,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise _no_noise_step(cls.__name__, cls._without_noise_step)
         return super().__new__(cls)
 
-    def __init__(
-        self, params: NamedParameters, *args: Any, noise_step: float | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, params: NamedParameters, *args: Any, noise_step: float | None = None, **kwargs: Any) -> None:
         # A subclass of ours gives `defaults`; a class of torch's takes lr by itself, and may have a default for it.
         options = kwargs.get("defaults", kwargs)
         lr = self._require_one_rate(args[0] if args else options.pop("lr", None), noise_step)
@@ -115,10 +113,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         squares, count = 0.0, 0
         for group in self.param_groups:
             for name, parameter in self._active(group):
-                std = group["noise_std"] if not isinstance(group["noise_std"], Mapping) else group["noise_std"][name]
+                held = cast("float | Mapping[str, float | Tensor] | None", group["noise_std"])
+                std = held[name] if isinstance(held, Mapping) else held
                 if self._why_no_noise_step(group) or (std is None and not group["lr_is_noise_step"]):
                     return math.nan
-                per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, std)
+                per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, cast(float, std))
                 steps = torch.as_tensor(float(_number(group["lr"])) * per_lr, dtype=torch.float64)
                 squares += float(steps.square().mean()) * parameter.numel()
                 count += parameter.numel()

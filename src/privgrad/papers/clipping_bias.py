@@ -23,8 +23,9 @@ from privgrad.data import DataSet
 from privgrad.diagnostics import raw_clipping_bias
 from privgrad.errors import expected
 from privgrad.experiments.build import losses_for
+from privgrad.experiments.folder import Record, append, read_records
 from privgrad.experiments.records import mean, std
-from privgrad.experiments.runner import Record, append, open_folder, read_records
+from privgrad.experiments.runner import open_folder
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.gradient.contribution import Contribution
 from privgrad.papers.stops import Stop, begin, describe_probe, stops

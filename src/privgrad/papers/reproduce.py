@@ -19,11 +19,13 @@ from rich.table import Table
 
 from privgrad.data import LOADERS
 from privgrad.errors import did_you_mean, expected
+from privgrad.experiments.folder import Record, claim, describe, read_records
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.records import SOMETIMES_TUNED, in_phase, mean, measured_on, own_text, std
 from privgrad.experiments.report.metadata import metadata_of
-from privgrad.experiments.runner import Record, claim, compare, describe, read_records
-from privgrad.experiments.spec import DataTable, MethodTable, Spec
+from privgrad.experiments.runner import compare
+from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tables import DataTable
 from privgrad.experiments.tuner import grid_text
 from privgrad.papers import clipping_bias, moments
 from privgrad.papers.toy_regression import toy_regression
@@ -296,7 +298,9 @@ def _method_numbers(
         rows[key] |= _numbers(groups, theirs.get(key, {}), stands_in_for)
     tuning = in_phase(runs, "tuning")
     by_noise = any(record["lr"] is None for record in runs)
-    tried, norms = (sorted({record[k] for record in tuning}) for k in ("noise_step" if by_noise else "lr", "max_grad_norm"))
+    tried, norms = (
+        sorted({record[k] for record in tuning}) for k in ("noise_step" if by_noise else "lr", "max_grad_norm")
+    )
     shown = ("max_grad_norm", "lr", "noise_step", *SOMETIMES_TUNED)
     return {
         **{key: finals[0].get(key) if finals else None for key in shown},

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad import precondition
-from privgrad.experiments.runner import claim
+from privgrad.experiments.folder import claim
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient

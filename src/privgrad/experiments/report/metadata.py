@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from privgrad.accounting import epsilon
-from privgrad.experiments.runner import Record, Run
+from privgrad.experiments.folder import Record
+from privgrad.experiments.runner import Run
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger
