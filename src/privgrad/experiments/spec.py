@@ -56,11 +56,11 @@ class MethodTable(Table):
     """A table of [[methods]]: one optimizer with its options.
 
     `lr` or `noise_step` is a number or the method's own grid; the default is the grid of [tuning]. `tune` has a list of
-    values for options of the method: of the optimizer, or, after "precondition.", of the preconditioner. `max_grad_norm` is a number or a
-    grid; the default is the value of [privacy]. `group_size` examples are averaged before they are clipped; above 1 the
-    sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the optimizer is given, for ablations; it may
-    be wrong. `non_private` neither clips nor adds noise. `local` is given if the privacy unit is a user; the optimizer
-    is then the server's. `schedule` replaces that of [run].
+    values for options of the method: of the optimizer, or, after "precondition.", of the preconditioner.
+    `max_grad_norm` is a number or a grid; the default is the value of [privacy]. `group_size` examples are averaged
+    before they are clipped; above 1 the sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the
+    optimizer is given, for ablations; it may be wrong. `non_private` neither clips nor adds noise. `local` is given if
+    the privacy unit is a user; the optimizer is then the server's. `schedule` replaces that of [run].
     """
 
     name: str = Field(min_length=1)
@@ -144,9 +144,9 @@ class MethodTable(Table):
         """
         kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[self.optimizer]
         given = {"horizon": steps, "public": public or dict}
-        extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
+        extra: dict[str, Any] = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
         rate = {"lr": candidate.lr} if candidate.noise_step is None else {"noise_step": candidate.noise_step}
-        optimizer = kind(named_parameters, **rate, **extra, **self.options)
+        optimizer = kind(named_parameters, **(rate | extra | self.options))
         if (assumed := self.assumed_noise_std) is not None:
 
             def assume(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
