@@ -1,6 +1,7 @@
 """Differentially private training for PyTorch that corrects the bias in private gradients."""
 
 from privgrad import audit, clip, federated, optim, perturb, precondition, side_information
+from privgrad.defaults import Suggestion, suggest
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
@@ -24,6 +25,7 @@ __all__ = [
     "SamplingError",
     "Scales",
     "Schedule",
+    "Suggestion",
     "UnsupportedModuleError",
     "audit",
     "clip",
@@ -33,4 +35,5 @@ __all__ = [
     "perturb",
     "precondition",
     "side_information",
+    "suggest",
 ]

@@ -145,8 +145,8 @@ class MethodTable(Table):
         kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[self.optimizer]
         given = {"horizon": steps, "public": public or dict}
         extra: dict[str, Any] = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
-        rate = {"lr": candidate.lr} if candidate.noise_step is None else {"noise_step": candidate.noise_step}
-        optimizer = kind(named_parameters, **(rate | extra | self.options))
+        rate: dict[str, Any] = {"lr": candidate.lr, "noise_step": candidate.noise_step}
+        optimizer = kind(named_parameters, **{k: v for k, v in rate.items() if v is not None}, **extra, **self.options)
         if (assumed := self.assumed_noise_std) is not None:
 
             def assume(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -82,6 +82,10 @@ class SparseLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(in_features, out_features).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(out_features).uniform_(-bound, bound))
 
+    def input_squares(self, rows: Tensor) -> Tensor:
+        """Return the squared norm of each row, shape (B,). `defaults.suggest` calls it."""
+        return rows[:, 1].square().sum(-1)
+
     def forward(self, x: Tensor) -> Tensor:
         columns, values = x[:, 0].long(), x[:, 1].to(self.weight.dtype)
         return F.embedding_bag(columns, self.weight, mode="sum", per_sample_weights=values) + self.bias

@@ -1,0 +1,234 @@
+"""Defaults that need no tuning: the noise step and the clipping norm, from the model and a public batch.
+
+Users call `suggest`. The privacy guarantee rests on one fact that no code can check: the batch is public. It does not
+rest on the formulas.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from privgrad.errors import described, expected, require_callable
+from privgrad.gradient.clipping import Automatic, Clipping, Flat
+from privgrad.gradient.module_state import evaluating, trainable
+from privgrad.gradient.probes import gradients
+from privgrad.optim import SGD
+from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import require_model
+from privgrad.schedule import Schedule
+from privgrad.types import Batch, LossFunction, count_examples, map_examples
+
+# Noise step times input norm. docs/choosing.md reports how these were chosen.
+_LINEAR = 0.06
+_NETWORK = 0.16
+_PLACES = 0.25  # exponent of the number of places that share a weight
+_CLIPPED = 0.1  # clipping norm over the median norm of public gradients at the start
+_EXAMPLES = 32  # whose gradient norms are measured
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Settings for a training without tuning, with the reasons. `str(suggestion)` explains them.
+
+    Attributes:
+        noise_step: u, for `optim.SGD(..., noise_step=u)` or any other optimizer that takes it.
+        momentum: of SGD.
+        plan: the given plan, with the suggested max_grad_norm.
+        clip: the clipping rule for PrivateGradient.
+        schedule: for `fit(..., scheduler=schedule)`.
+        input_norms: the measured input norm by layer; see `suggest`.
+        reasons: one sentence for each choice.
+    """
+
+    noise_step: float
+    momentum: float
+    plan: PrivacyPlan
+    clip: Clipping
+    schedule: Schedule
+    input_norms: Mapping[str, float]
+    reasons: tuple[str, ...]
+
+    def optimizer(self, model: nn.Module) -> SGD:
+        """Return SGD with the suggested noise step and momentum, over the model's parameters."""
+        return SGD(model.named_parameters(), noise_step=self.noise_step, momentum=self.momentum)
+
+    def __str__(self) -> str:
+        """Return the settings, and a line for each reason."""
+        rule = "clip.Automatic()" if isinstance(self.clip, Automatic) else f"C = {self.plan.max_grad_norm:g}"
+        first = f"SGD, noise_step {self.noise_step:g}, momentum {self.momentum:g}, {self.schedule.decay} rate, {rule}"
+        return "\n".join([first, *(f"- {reason}" for reason in self.reasons)])
+
+
+def suggest(
+    model: nn.Module, plan: PrivacyPlan, *, public_batch: Any, loss_fn: LossFunction | None = None
+) -> Suggestion:
+    """Suggest a noise step, a clipping norm and a schedule that need no tuning on private data.
+
+    Computes: the root mean square norm a_l of each layer's inputs at one place (a position of a sequence, a patch of a
+        convolution), over the public batch, at the present weights, and the number n_l of places of an example. A model
+        with one trained layer gets u = 0.06 / a_l and a constant rate. Any other model gets
+        u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays linearly to zero. C is a tenth of the
+        median gradient norm of 32 public examples. Nearly all gradients are then clipped, and u does not depend on C.
+
+    Args:
+        model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
+            than torch's counts as linear in the last dimension of its input, unless it has a method
+            `input_squares(inputs)`: the squared norm of its inputs at each place, shape (places,).
+        plan: the plan of the training, for examples. Its max_grad_norm is replaced.
+        public_batch: public examples, as loss_fn takes them; without loss_fn, the model's input. A few hundred suffice.
+            They must not be private: the suggestion would be a release that no epsilon covers.
+        loss_fn: (model, examples) -> losses, shape (B,). None: the clipping rule is then clip.Automatic().
+    Returns:
+        Suggestion.
+    Raises:
+        PrivacyError: public_batch is a batch of a plan, the plan is for users, or no trained layer with a weight
+            matrix was called.
+    Privacy:
+        This costs no privacy: it uses the model and public data only. No private gradient norm is looked at.
+    Reference:
+        Ours. Factors and exponent were chosen on five tasks (docs/choosing.md).
+    """
+    require_model("suggest", model)
+    if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise expected(
+            "suggest", "plan", "to be a PrivacyPlan", described(plan), "make one: PrivacyPlan.for_budget(...)"
+        )
+    if isinstance(public_batch, Batch):
+        remedy = "give public examples: a suggestion from private ones would be a release without noise"
+        raise expected("suggest", "public_batch", "to be public", "a batch of a privacy plan", remedy)
+    if plan.privacy_unit == "user":
+        remedy = "tune the server's noise step and the local rate: no rule is known for the updates of users"
+        raise expected("suggest", "plan", "to be for examples", "privacy_unit 'user'", remedy)
+    if loss_fn is not None:
+        require_callable("suggest", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
+    examples = count_examples(public_batch)
+    norms = _input_norms(model, public_batch, loss_fn, examples)
+    inputs, is_linear = {name: norm for name, (norm, _) in norms.items()}, len(norms) == 1
+    if is_linear:
+        (name, norm), *_ = inputs.items()
+        step, decay = _LINEAR / norm, Schedule("constant")
+        why = f"One layer is trained. Noise moves its outputs by {_LINEAR:g} a step: {_LINEAR:g} / {norm:.3g} ({name})."
+    else:
+        name = max(norms, key=lambda key: norms[key][0] * norms[key][1] ** _PLACES)
+        norm, places = norms[name]
+        step, decay = _NETWORK / (norm * places**_PLACES), Schedule("linear")
+        of_places = f" x {places:g} places^{_PLACES:g}" if places > 1 else ""
+        why = f"The layer {name or 'of the model'} has the largest inputs: {_NETWORK:g} / ({norm:.3g}{of_places})."
+    step = float(f"{step:.2g}")
+    reasons = [f"Noise step {step:g}. {why}", _of_schedule(decay)]
+    clip, chosen, reason = _clipping(model, plan, public_batch, loss_fn, examples)
+    return Suggestion(step, _MOMENTUM, chosen, clip, decay, inputs, (*reasons, reason))
+
+
+def _of_schedule(schedule: Schedule) -> str:
+    """Return the reason for a schedule."""
+    if schedule.decay == "constant":
+        return "Constant rate: for one layer, decay changed our results by -2 to 0 points."
+    return "Linear decay to zero: it helps networks, because the noise of the last steps is not averaged otherwise."
+
+
+def _clipping(
+    model: nn.Module, plan: PrivacyPlan, public_batch: Any, loss_fn: LossFunction | None, examples: int
+) -> tuple[Clipping, PrivacyPlan, str]:
+    """Return the clipping rule, the plan with its C, and the reason."""
+    if loss_fn is None:
+        return Automatic(), plan, "clip.Automatic(): without loss_fn, no public gradient norm is known."
+    norms: list[float] = []
+    for index in range(min(examples, _EXAMPLES)):
+        row = map_examples(lambda values, index=index: values[index : index + 1], public_batch)
+        squares = sum(float(grad.double().square().sum()) for grad in gradients(model, loss_fn, row).values())
+        norms.append(math.sqrt(squares))
+    finite = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    if not finite:
+        return Automatic(), plan, "clip.Automatic(): no public example has a finite gradient that is not zero."
+    middle = statistics.median(finite)
+    largest = max(float(f"{_CLIPPED * middle:.1g}"), 1e-10)
+    simulated = plan.simulates
+    if simulated is None:
+        chosen = replace(plan, max_grad_norm=largest)
+    else:
+        factor = plan.expected_batch_size / simulated.expected_batch_size
+        chosen = replace(simulated, max_grad_norm=largest).scaled(factor)
+    reason = f"C = {largest:g}, a tenth of the median public gradient norm ({middle:.3g}): nearly all are clipped."
+    return Flat(), chosen, f"{reason} The noise step does not depend on C."
+
+
+def _input_norms(
+    model: nn.Module, public_batch: Any, loss_fn: LossFunction | None, examples: int
+) -> dict[str, tuple[float, float]]:
+    """Return, by the name of each trained layer, the norm of its inputs at one place and the number of places.
+
+    A layer is a module with a trainable weight of two dimensions or more. Normalization layers and single parameters
+    are left out: noise in them moves each output by one number only.
+    """
+    own = {id(parameter) for parameter in trainable(model).values() if parameter.ndim > 1}
+    layers: dict[str, nn.Module] = {}
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        if own & {id(parameter) for parameter in vars(module)["_parameters"].values()}:
+            layers[name] = module
+    sums: dict[str, list[float]] = {}
+
+    def observe(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            if tensors:
+                squares = _squares(module, tensors[0].detach())
+                held = sums.setdefault(name, [0.0, 0.0])
+                held[0] += float(squares.double().sum())
+                held[1] += squares.numel()
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(observe(name), with_kwargs=True) for name, module in layers.items()]
+    try:
+        with torch.no_grad(), evaluating(model):
+            model(public_batch) if loss_fn is None else loss_fn(model, public_batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = {name: (math.sqrt(total / count), count / examples) for name, (total, count) in sums.items()}
+    usable = {name: pair for name, pair in found.items() if math.isfinite(pair[0]) and pair[0] > 0}
+    if not usable:
+        remedy = "give a model whose trained layers have a weight matrix, or choose noise_step yourself, from 0.01"
+        got = f"{len(layers)} such layers, {len(found)} of them called with inputs that are not zero"
+        raise expected("suggest", "model", "to call a trained layer", got, remedy)
+    return usable
+
+
+def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the squared norm of a layer's input at each place, as one vector over examples and places.
+
+    A module that `suggest` does not know counts as linear in the last dimension of its first argument, unless it has a
+    method `input_squares`, which returns this vector.
+    """
+    if hasattr(module, "input_squares"):
+        return cast(Any, module).input_squares(inputs)
+    if isinstance(module, nn.EmbeddingBag) and inputs.ndim == 2 and module.mode in ("mean", "sum"):
+        return torch.stack([_bag_square(module, row) for row in inputs])
+    if not inputs.is_floating_point():  # word ids: each is a vector with a single one
+        return torch.ones(inputs.numel())
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        convolve = getattr(functional, f"conv{inputs.ndim - 2}d")
+        shape = (module.groups, inputs.shape[1] // module.groups, *module.kernel_size)
+        ones = torch.ones(shape, dtype=inputs.dtype, device=inputs.device)
+        padding = cast(Any, module.padding)
+        squares = convolve(inputs.square(), ones, None, module.stride, padding, module.dilation, module.groups)
+        return squares.flatten()
+    wide = inputs.flatten(1) if inputs.ndim < 2 else inputs
+    return wide.square().sum(-1).flatten()
+
+
+def _bag_square(module: nn.EmbeddingBag, ids: Tensor) -> Tensor:
+    """Return the squared norm of the word counts of one bag; mean counts, if the layer takes the mean."""
+    used = ids if module.padding_idx is None else ids[ids != module.padding_idx]
+    if used.numel() == 0:
+        return torch.zeros(())
+    counts = torch.bincount(used).double()
+    return counts.square().sum() / (used.numel() ** 2 if module.mode == "mean" else 1)

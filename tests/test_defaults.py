@@ -1,0 +1,146 @@
+"""Defaults without tuning: what `suggest` measures, what it refuses, and that it looks at public data only."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad import models
+
+
+def classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(1), batch[1], reduction="none")
+
+
+def norms_of(model: nn.Module, inputs: Tensor) -> dict[str, float]:
+    return dict(pg.suggest(model, make_plan(), public_batch=inputs).input_norms)
+
+
+def test_one_layer_gets_the_linear_rule():
+    model = models.linear(in_features=6, num_classes=3)
+    rows = F.normalize(torch.randn(20, 6), dim=1) * 2
+    found = pg.suggest(model, make_plan(), public_batch=(rows, torch.zeros(20).long()), loss_fn=classes)
+    assert found.noise_step == pytest.approx(0.03)
+    assert found.schedule == pg.Schedule("constant")
+    assert found.input_norms["1"] == pytest.approx(2.0)
+    # Softmax from zero: |x| times the norm of (1/3 - 1, 1/3, 1/3); a tenth, to one digit.
+    assert found.plan.max_grad_norm == pytest.approx(float(f"{0.1 * 2 * (2 / 3) ** 0.5:.1g}"))
+    assert found.plan.noise_multiplier == make_plan().noise_multiplier
+
+
+def test_a_network_gets_the_rule_of_its_largest_inputs():
+    torch.manual_seed(0)
+    model = models.mlp(in_features=6, hidden=5, num_classes=3)
+    rows = 10 * torch.randn(50, 6)
+    found = pg.suggest(model, make_plan(), public_batch=rows)
+    hidden = torch.tanh(model[1](rows)).detach()
+    first, second = (inputs.square().sum(1).mean().sqrt() for inputs in (rows, hidden))
+    assert found.input_norms == pytest.approx({"1": float(first), "3": float(second)})
+    assert found.noise_step == pytest.approx(0.16 / float(first), rel=0.05)
+    assert found.schedule == pg.Schedule("linear")
+    assert isinstance(found.clip, pg.clip.Automatic)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 3, (3, 2), stride=(2, 1), padding=1, dilation=(1, 2)),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Conv2d(4, 6, 3, padding="same"),
+    ],
+)
+def test_a_convolutions_inputs_are_its_patches(layer: nn.Conv2d):
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(2))
+    images = torch.randn(5, 4, 9, 8)
+    model(images)
+    padding = layer.padding if not isinstance(layer.padding, str) else 1
+    patches = F.unfold(images, layer.kernel_size, layer.dilation, padding, layer.stride)
+    per_group = patches.unflatten(1, (layer.groups, -1)).square().sum(2)
+    found = pg.suggest(model, make_plan(), public_batch=images)
+    assert found.input_norms["0"] == pytest.approx(float(per_group.mean().sqrt()))
+
+
+def test_words_are_vectors_with_a_single_one():
+    ids = torch.tensor([[1, 1, 2, 0], [3, 4, 0, 0]])  # 0 is padding
+    bag = models.bag_of_words(vocabulary=6, num_classes=2)
+    assert norms_of(bag, ids)[""] == pytest.approx(math.sqrt(((2 / 3) ** 2 + (1 / 3) ** 2 + 0.5) / 2))
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(16, 2))
+    found = pg.suggest(model, make_plan(), public_batch=ids)
+    assert found.input_norms["0"] == pytest.approx(1.0)
+    sparse = models.SparseLinear(6, 2)
+    packed = torch.tensor([[[1.0, 2.0], [0.3, 0.4]]])
+    assert norms_of(sparse, packed)[""] == pytest.approx(0.5)
+
+
+def test_sequences_count_their_places():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    rows = torch.randn(8, 1, 4)
+    short, long = (pg.suggest(model, make_plan(), public_batch=rows.expand(8, n, 4)).noise_step for n in (1, 16))
+    assert long == pytest.approx(short / 2, rel=0.06)
+
+
+def test_it_takes_the_median_public_gradient_and_leaves_the_model_alone():
+    torch.manual_seed(0)
+    model, (x, y) = make_model(), make_data().tensors
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0].eval()
+    found = pg.suggest(model, make_plan(), public_batch=(x, y), loss_fn=loss_fn)
+    norms = []
+    for index in range(len(x)):
+        model.zero_grad()
+        loss_fn(model, (x[index : index + 1], y[index : index + 1])).sum().backward()
+        norms.append(math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)))
+    model.zero_grad()
+    assert found.plan.max_grad_norm == pytest.approx(float(f"{0.1 * sorted(norms)[len(norms) // 2]:.1g}"), rel=0.3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (model[0].training, model[1].training) == (False, True)
+    assert "Noise step" in str(found)
+    assert all(reason in str(found) for reason in found.reasons)
+
+
+def test_a_training_by_the_suggestion_runs_and_a_simulation_stays_one():
+    data = make_data()
+    plan = make_plan(steps=3)
+    model = make_model()
+    found = pg.suggest(model, plan, public_batch=data.tensors, loss_fn=loss_fn)
+    optimizer = found.optimizer(model)
+    private_grad = pg.PrivateGradient(model, loss_fn, found.plan, clip=found.clip)
+    pg.fit(private_grad, optimizer, data, scheduler=found.schedule, progress=False)
+    assert private_grad.ledger.releases == 3
+    halved = plan.scaled(0.5)
+    simulated = pg.suggest(model, halved, public_batch=data.tensors, loss_fn=loss_fn).plan
+    assert simulated.simulates is not None
+    assert simulated.max_grad_norm == found.plan.max_grad_norm
+    assert simulated.expected_batch_size == halved.expected_batch_size
+
+
+def test_private_batches_plans_of_users_and_models_without_layers_are_refused():
+    data, plan, model = make_data(), make_plan(), make_model()
+    batch = next(plan.batches(data))
+    users = pg.PrivacyPlan.for_users(
+        num_users=10, expected_cohort_size=5, rounds=2, max_update_norm=1.0, delta=1e-3, noise_multiplier=1.0
+    )
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"public_batch": batch}, "public_batch to be public, got a batch of a privacy plan"),
+        ({"plan": users}, "plan to be for examples, got privacy_unit 'user'"),
+        ({"plan": 3}, "plan to be a PrivacyPlan, got 3"),
+        ({"model": nn.Linear}, "model to be a torch.nn.Module"),
+        ({"loss_fn": 3}, "loss_fn"),
+        ({"model": nn.LayerNorm(4), "public_batch": torch.randn(3, 4), "loss_fn": None}, "to call a trained layer"),
+        ({"public_batch": (torch.zeros(3, 4), torch.zeros(2))}, "one leading dimension"),
+    ]
+    for change, message in rows:
+        given: dict[str, Any] = {
+            "model": model,
+            "plan": plan,
+            "public_batch": data.tensors,
+            "loss_fn": loss_fn,
+        } | change
+        with pytest.raises(pg.PrivacyError, match=message):
+            pg.suggest(given["model"], given["plan"], public_batch=given["public_batch"], loss_fn=given["loss_fn"])
