@@ -91,7 +91,7 @@ def ws_conv2d(n_in: int, n_out: int, kernel: int, *, gain: bool = True, **option
         n_out: number of output channels.
         kernel: width and height of the kernel.
         gain: whether each output channel has a trainable gain.
-        **options: as in nn.Conv2d.
+        options: as in nn.Conv2d, by keyword.
     """
     standardization = WeightStandardization(n_out if gain else None)
     layer = nn.Conv2d(n_in, n_out, kernel, **options)
