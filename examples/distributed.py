@@ -43,7 +43,7 @@ def main() -> None:
     )
     result = pg.fit(
         pg.PrivateGradient(model, loss_fn, plan, processes=processes),
-        pg.optim.AdamBC(model.named_parameters(), lr=3e-3),
+        pg.optim.AdamBC(model.named_parameters(), noise_step=0.015),
         TensorDataset(images[:1400], labels[:1400]),
         evaluate=lambda model: {"accuracy": (model(images[1400:]).argmax(1) == labels[1400:]).float().mean().item()},
         output_dir="runs/distributed-sharded" if "--sharded" in sys.argv else "runs/distributed",

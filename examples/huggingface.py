@@ -65,7 +65,7 @@ def main(steps: int = 200, folder: str = "runs/huggingface", *, resume: bool = F
         plan=plan,
         train_dataset=data[:8000],
         eval_dataset=data[8000:9000],
-        optimizers=(pg.optim.AdamWBC(model.named_parameters(), lr=3e-3), None),
+        optimizers=(pg.optim.AdamWBC(model.named_parameters(), noise_step=0.015), None),
         compute_metrics=accuracy,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -50,7 +50,7 @@ def main(steps: int = 200) -> float:
     )
     torch.manual_seed(0)  # for the initial weights only; the noise comes from the operating system
     model = make_model()
-    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=2e-3)
+    optimizer = pg.optim.AdamBC(model.named_parameters(), noise_step=0.01)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"accuracy": (model(images).argmax(1) == labels).float().mean().item()}

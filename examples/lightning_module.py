@@ -36,7 +36,7 @@ class Digits(L.LightningModule):
         self.log("accuracy", (self.net(images).argmax(1) == labels).float().mean(), prog_bar=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = pg.optim.AdamBC(self.named_parameters(), lr=5e-3)
+        optimizer = pg.optim.AdamBC(self.named_parameters(), noise_step=0.025)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)]
 
 

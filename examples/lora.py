@@ -56,7 +56,7 @@ def main(steps: int = 100, folder: str = "runs/lora") -> float:
         plan=plan,
         train_dataset=data[40:],
         eval_dataset=data[:40],
-        optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=1e-2), None),  # create it after the adapters
+        optimizers=(pg.optim.AdamBC(model.named_parameters(), noise_step=0.05), None),  # create it after the adapters
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()  # raises an error if an adapter weight has not changed

@@ -38,7 +38,7 @@ def main(epochs: int = 10) -> tuple[float, float]:
     engine = PrivacyEngine()
     private_model, optimizer, loader = engine.make_private_with_epsilon(
         module=model,
-        optimizer=pg.optim.AdamBC(model.named_parameters(), lr=5e-3),
+        optimizer=pg.optim.AdamBC(model.named_parameters(), noise_step=0.025),
         data_loader=DataLoader(train_set, batch_size=140),
         target_epsilon=3.0,
         target_delta=1e-4,
@@ -55,7 +55,7 @@ def main(epochs: int = 10) -> tuple[float, float]:
 
     plan = plan_of(optimizer, loader, num_examples=1400, epochs=epochs, delta=1e-4)
     private_grad = pg.PrivateGradient(ours, loss_fn, plan)
-    result = pg.fit(private_grad, pg.optim.AdamBC(ours.named_parameters(), lr=5e-3), train_set, progress=False)
+    result = pg.fit(private_grad, pg.optim.AdamBC(ours.named_parameters(), noise_step=0.025), train_set, progress=False)
     print(f"privgrad: accuracy {accuracy(ours):.3f} at epsilon {result.ledger.epsilon(delta=1e-4):.2f}")
     return accuracy(model), accuracy(ours)
 

@@ -39,7 +39,7 @@ def train(folder: str, steps: int, *, kill_at: int | None = None) -> pg.FitResul
         num_examples=1437,
     )
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
-    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=5e-3)
+    optimizer = pg.optim.AdamBC(model.named_parameters(), noise_step=0.025)
     updates = itertools.count(1)
 
     def crash(*_: object) -> None:

@@ -39,7 +39,7 @@ def main(steps: int = 400) -> float:
         steps=steps,
     )
     private = nn.Linear(rows.shape[1], 2)
-    optimizer = pg.optim.AdamBC(private.named_parameters(), lr=2e-2)
+    optimizer = pg.optim.AdamBC(private.named_parameters(), noise_step=0.1)
     result = pg.fit(pg.PrivateGradient(private, loss_fn, plan), optimizer, data.train, progress=False)
 
     ordinary = nn.Linear(rows.shape[1], 2)

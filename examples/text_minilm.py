@@ -61,7 +61,7 @@ def main(name: str = MINILM, examples: int = 6000, steps: int = 100, folder: str
         plan=plan,
         train_dataset=data[:examples],
         eval_dataset=data[examples:],
-        optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=5e-3), None),
+        optimizers=(pg.optim.AdamBC(model.named_parameters(), noise_step=0.025), None),
         compute_metrics=accuracy,
     )
     before = trainer.evaluate()["eval_accuracy"]
