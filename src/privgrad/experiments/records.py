@@ -13,6 +13,8 @@ from typing import Any
 Record = Mapping[str, Any]
 SOMETIMES_TUNED = ("radius", "local_lr")  # in addition to the rate and the clipping norm
 TUNED = ("noise_step", "lr", "max_grad_norm", *SOMETIMES_TUNED)
+_MEASURED = ("raw_train_loss", "validation_accuracy", "validation_loss")  # what tuning may compare
+FEW_CLIPPED = 0.1  # a smaller share of clipped gradients means that C is too large
 
 
 def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -27,8 +29,11 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
         records: one mapping per training run, with phase "tuning" or "final".
     Returns:
         Rows with the keys method; max_grad_norm, lr, noise_step, radius and local_lr (None if the final runs differ in
-        it); own (the values of `tune`, as text); raw_clip_fraction (mean, or None; NOT private);
+        it); rate ("noise_step" if the rate was given or tuned as such, otherwise "lr"; a noise_step together with an
+        lr was measured); own (the values of `tune`, as text); raw_clip_fraction and raw_least_clipped (mean and
+        minimum, or None, as for private runs; NOT private);
         lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
+        trainings and tuning_trainings (numbers of trainings: all, and for tuning);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
         with one seed); epsilon (max); simulates_epsilon (max; None unless the runs simulate a plan in smaller batches);
         sampling ("fixed" if any run was); fraction_floored, seconds and updates (means, or None).
@@ -53,15 +58,19 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
     norms: set[float] = {run["max_grad_norm"] for run in tuning if run.get("max_grad_norm") is not None}
     rates: set[float] = {run["lr"] for run in tuning if run.get("max_grad_norm") == norm}
     accuracy, loss = numbers(finals, "test_accuracy"), numbers(finals, "test_loss")
+    clipped = numbers([without_raw(run) for run in finals], "raw_clip_fraction")
     return {
         "method": method,
         "max_grad_norm": norm,
         "lr": lr,
         "noise_step": step,
+        "rate": "noise_step" if all(map(is_by_noise, finals or tuning)) and runs else "lr",
         "own": _only(own_text(run.get("own") or ()) for run in finals) or "",
         **others,
         "lr_at_edge": _at_edge(lr, rates),
         "norm_at_edge": _at_edge(norm, norms),
+        "trainings": _trainings(runs),
+        "tuning_trainings": len(tuning),
         "seeds": len(finals),
         "test_accuracy_mean": mean(accuracy),
         "test_accuracy_std": std(accuracy),
@@ -71,11 +80,40 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
         "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
         "sampling": "fixed" if "fixed" in schemes else (schemes.pop() if len(schemes) == 1 else None),
-        "raw_clip_fraction": mean(numbers(finals, "raw_clip_fraction")),
+        "raw_clip_fraction": mean(clipped),
+        "raw_least_clipped": min(clipped, default=None),
         "fraction_floored": mean(numbers(finals, "fraction_floored")),
         "seconds": mean(numbers(finals, "seconds")),
         "updates": mean(numbers(finals, "updates")),
     }
+
+
+def is_by_noise(run: Record) -> bool:
+    """Return whether a run's rate was given or tuned as a noise step. `report` calls it."""
+    return run.get("lr") is None and run.get("noise_step") is not None
+
+
+def without_raw(run: Record) -> Record:
+    """Return a run's record, without what was computed before the noise if the run is private, that is, has no seed.
+
+    `report.page` calls it. Such numbers have keys that begin with "raw_", in the record and in its curve.
+    """
+    if run.get("seed") is not None:
+        return run
+    kept = {key: value for key, value in run.items() if not key.startswith("raw_")}
+    points = [
+        {key: value for key, value in point.items() if not key.startswith("raw_")} for point in run.get("curve") or ()
+    ]
+    return kept | {"curve": points}
+
+
+def _trainings(runs: Sequence[Record]) -> int:
+    """Return the number of trainings of one method. A tuning run that also served as a final run counts once."""
+    keys = ("seed", "seconds", "raw_train_loss")
+    tuning = {
+        repr([run[key] for key in keys]) for run in in_phase(runs, "tuning") if run.get("raw_train_loss") is not None
+    }
+    return sum(run.get("phase") == "tuning" or repr([run.get(key) for key in keys]) not in tuning for run in runs)
 
 
 def measured_on(records: Iterable[Record]) -> str:
@@ -158,10 +196,42 @@ def is_finite(value: float | None) -> bool:
 
 
 def tuned_by(records: Sequence[Record]) -> str:
-    """Return the key of the measurement that tuning compared."""
+    """Return the key of the measurement that tuning compared.
+
+    Where scores and losses were measured, it is the first one at which the values of all final runs are the best.
+    """
     tuning = in_phase(records, "tuning")
-    keys = ("raw_train_loss", "validation_accuracy", "validation_loss")
-    return next((key for key in keys if any(r.get(key) is not None for r in tuning)), "validation_accuracy")
+    known = [key for key in _MEASURED if any(run.get(key) is not None for run in tuning)]
+    chosen_by = (key for key in known if len(known) > 1 and _is_best(records, key))
+    return next(chosen_by, next(iter(known), "validation_accuracy"))
+
+
+def _is_best(records: Sequence[Record], key: str) -> bool:
+    """Return whether the final runs of every method have the values at which tuning measured the best result."""
+    for runs in by_method(records).values():
+        costs = {
+            values: -statistics.fmean(measured) if key == "validation_accuracy" else statistics.fmean(measured)
+            for values, measured in _tried(runs, key).items()
+        }
+        chosen = {_values(run) for run in in_phase(runs, "final")}
+        if costs and any(costs.get(values, math.inf) > min(costs.values()) for values in chosen):
+            return False
+    return True
+
+
+def _values(run: Record) -> tuple[Any, ...]:
+    """Return a run's tuned values: those of TUNED, and its own as text."""
+    # A noise step together with a learning rate was measured, not tuned.
+    step = run.get("noise_step") if is_by_noise(run) else None
+    return (step, *(run.get(key) for key in TUNED[1:]), own_text(run.get("own") or ()))
+
+
+def _tried(runs: Sequence[Record], key: str) -> dict[tuple[Any, ...], list[float]]:
+    """Return one measurement of one method's tuning runs, by tuned values; without those at which a run diverged."""
+    trials: dict[tuple[Any, ...], list[float]] = {}
+    for run in in_phase(runs, "tuning"):
+        trials.setdefault(_values(run), []).append(run[key] if is_finite(run.get(key)) else math.nan)
+    return {values: measured for values, measured in trials.items() if all(map(math.isfinite, measured))}
 
 
 def score_of(records: Iterable[Record]) -> str:
@@ -193,24 +263,26 @@ def tuned(records: Sequence[Record], name: str = "lr") -> dict[str, list[tuple[f
         records: all records.
         name: the tuned quantity, one of TUNED.
     Returns:
-        By method, pairs (value, result) in ascending order. The result is the mean of `tuned_by` over seeds, and the
-        best of these over all other tuned quantities. Diverged runs are left out.
+        By method, pairs (value, result) in ascending order. The result is the mean of the results of `tuned_seeds`.
+    """
+    seeds = tuned_seeds(records, name)
+    return {method: [(value, statistics.fmean(found)) for value, found in points] for method, points in seeds.items()}
+
+
+def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[float, list[float]]]]:
+    """Return, by method, the tried values of one tuned quantity, each with the results of all seeds.
+
+    The results are of `tuned_by`, at the best of all other tuned values, own ones included. Values at which a run
+    diverged are left out. `report.figures` calls it.
     """
     result, key = {}, tuned_by(records)
     best = max if key == "validation_accuracy" else min
     for method, runs in by_method(in_phase(records, "tuning")).items():
-        trials: dict[tuple[Any, ...], list[float]] = {}
-        for run in runs:
-            # A noise step beside a learning rate was measured, not tuned.
-            value = None if name == "noise_step" and run.get("lr") is not None else run.get(name)
-            if is_finite(run.get(key)) and value is not None:
-                others = (*(run.get(k) for k in (*TUNED[1:], "noise_step")), own_text(run.get("own") or ()))
-                trials.setdefault((value, *others), []).append(run[key])
-        found: dict[float, float] = {}
-        for (value, *_), measured in trials.items():
-            assert value is not None
-            mean_of_seeds = statistics.fmean(measured)
-            found[value] = best(found.get(value, mean_of_seeds), mean_of_seeds)
+        found: dict[float, list[float]] = {}
+        for values, measured in _tried(runs, key).items():
+            value = values[TUNED.index(name)]
+            if value is not None:
+                found[value] = best(found.get(value, measured), measured, key=statistics.fmean)
         result[method] = sorted(found.items())
     return result
 

@@ -10,7 +10,7 @@ import statistics
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from operator import methodcaller
 from typing import Any
 
@@ -18,6 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
+from matplotlib.transforms import ScaledTranslation
 
 from privgrad.experiments.records import (
     Record,
@@ -33,10 +34,13 @@ from privgrad.experiments.records import (
     score_of,
     simulated_epsilon,
     summarize,
-    tuned,
     tuned_by,
     tuned_names,
+    tuned_seeds,
 )
+from privgrad.experiments.report.grids import judged
+from privgrad.experiments.report.texts import TUNED_TITLES, group_title
+from privgrad.experiments.tuner import Verdict
 
 # Okabe-Ito without its yellow, which is too pale on white. Seven colors and eight markers give 56 distinct pairs.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -152,7 +156,7 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     looks, finals, groups = _looks(records), by_method(in_phase(records, "final")), groups_of(records)
     shown = sorted({round(i * (len(groups) - 1) / 3) for i in range(4)}) if len(groups) > 4 else range(len(groups))
     columns: list[tuple[str, int | None]] = [("all examples", None)]
-    columns += [(_group_title(groups[index]), index) for index in shown]
+    columns += [(group_title(groups[index]), index) for index in shown]
     figure = Figure(figsize=(4.8, 2.3 * len(columns)) if narrow else (2.7 * len(columns), 5))
     axes = figure.subplots(len(columns), 2) if narrow else figure.subplots(2, len(columns)).T
     for (title, index), pair in zip(columns, axes, strict=True):
@@ -173,12 +177,6 @@ def groups_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
     return figure
 
 
-def _group_title(group: Mapping[str, float]) -> str:
-    """Return the title of a group: the number of its classes, and the number of examples of each."""
-    sizes = f"{group['from']:g}" if group["from"] == group["to"] else f"{group['from']:g} to {group['to']:g}"
-    return f"{group['classes']:g} × {sizes} examples"
-
-
 def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, Any], key: str) -> None:
     """Draw each seed as a point, spread over the height of the method's row, and a bar at the mean."""
     values = [run[key] for run in runs if is_finite(run.get(key))]
@@ -189,44 +187,93 @@ def _draw_seeds(ax: Axes, row: int, runs: Sequence[Record], look: Mapping[str, A
         ax.vlines(statistics.fmean(values), row - 0.34, row + 0.34, color=look["color"], linewidth=3)
 
 
-TUNED_TITLES = {
-    "noise_step": "noise step u",
-    "lr": "learning rate",
-    "max_grad_norm": "clipping norm C",
-    "radius": "radius",
-    "local_lr": "local learning rate",
-}
-
-
 def tuning_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:
-    """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values."""
-    looks, by, names = _looks(records), tuned_by(records), tuned_names(records)
+    """Plot the measurement that tuning compared against each tuned quantity; rings mark the chosen values.
+
+    Lines are means, and small points are single seeds. Below a plot of rates that were judged, bars show the plateaus.
+    """
+    looks, names, chosen = _looks(records), tuned_names(records), {row["method"]: row for row in summarize(records)}
     columns = 1 if narrow or len(names) == 1 else 2
-    rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(4.8 if narrow else (7.2, 10.4)[columns - 1], 3.6 * rows + 0.4))
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    label = by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("accuracy", score_of(records))
-    chosen = {row["method"]: row for row in summarize(records)}
-    for ax, name in zip(axes, names, strict=False):
-        title = TUNED_TITLES[name]
-        ax.set(title=title[0].upper() + title[1:], xlabel=title, ylabel=label.replace("_", " "))
-        drawn = tuned(records, name)
-        for method, points in drawn.items():
-            ax.plot([x for x, _ in points], [y for _, y in points], **looks[method])
-            ring = {x: y for x, y in points if x == chosen[method][name]}
-            ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
-        values = sorted({x for points in drawn.values() for x, _ in points})
-        if min(values) > 0:
-            ax.set_xscale("log")
-        if len(values) <= 7:
-            ax.minorticks_off()
-            ax.set_xticks(values, [f"{x:g}" for x in values])
-        if by == "validation_accuracy":
-            ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-    for ax in axes[len(names) :]:
+    rows = [names[start : start + columns] for start in range(0, len(names), columns)]
+    found = {name: judged(records, name) for name in names}
+    lines = (sum(1 + looks[method]["label"].count("\n") for method in shown) for shown in found.values())
+    below = 0.6 + 0.28 * max(lines, default=0)
+    heights = [height for row in rows for height in ([3.6, below] if any(found[name] for name in row) else [3.6])]
+    figure = Figure(figsize=(4.8 if narrow else (7.2, 10.4)[columns - 1], sum(heights) + 0.4))
+    grid = iter(figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights))
+    drawn: list[Axes] = []
+    for row in rows:
+        axes, strips = next(grid), next(grid) if any(found[name] for name in row) else []
+        for ax, name in zip(axes, row, strict=False):
+            _draw_tuned(ax, name, records, looks, {method: row[name] for method, row in chosen.items()})
+            drawn.append(ax)
+        for strip, ax, name in zip(strips, axes, row, strict=False):
+            if found[name]:
+                _draw_plateaus(strip, found[name], looks, ax)
+                drawn.append(strip)
+    for ax in set(figure.axes) - set(drawn):
         ax.remove()
-    add_legend(figure, axes[0])
+    add_legend(figure, drawn[0])
     return figure
+
+
+def _draw_tuned(
+    ax: Axes,
+    name: str,
+    records: Sequence[Record],
+    looks: Mapping[str, Mapping[str, Any]],
+    chosen: Mapping[str, float | None],
+) -> None:
+    """Draw the measurement of tuning against one tuned quantity."""
+    by, title, drawn = tuned_by(records), TUNED_TITLES[name], tuned_seeds(records, name)
+    label = by.replace("raw_train_loss", "training loss (NOT PRIVATE)").replace("accuracy", score_of(records))
+    ax.set(title=title[0].upper() + title[1:], xlabel=title, ylabel=label.replace("_", " "))
+    values = sorted({x for points in drawn.values() for x, _ in points})
+    is_log = min(values) > 0
+    gaps = [math.log(high / low) if is_log else high - low for low, high in pairwise(values)]
+    for index, (method, points) in enumerate(drawn.items()):
+        ax.plot([x for x, _ in points], [statistics.fmean(ys) for _, ys in points], **looks[method])
+        # Next to the mean, so that the seeds of all methods are visible.
+        aside = 0.25 * min(gaps, default=0.0) * ((index + 1) / (len(drawn) + 1) - 0.5)
+        seeds = [(x * math.exp(aside) if is_log else x + aside, y) for x, ys in points for y in ys if len(ys) > 1]
+        look = {"color": looks[method]["color"], "marker": looks[method]["marker"]}
+        ax.scatter([x for x, _ in seeds], [y for _, y in seeds], **look, s=16, alpha=0.6, linewidth=0)
+        ring = {x: statistics.fmean(ys) for x, ys in points if x == chosen[method]}
+        ax.scatter(list(ring), list(ring.values()), s=190, facecolor="none", edgecolor="#222222", linewidth=1.4)
+    _mark_tried(ax, values)
+    if by == "validation_accuracy":
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+
+
+def _draw_plateaus(ax: Axes, found: Mapping[str, Verdict], looks: Mapping[str, Mapping[str, Any]], above: Axes) -> None:
+    """Draw by method the rates that are level with the best one, and an arrow at each end that may be as good."""
+    for row, (method, verdict) in enumerate(found.items()):
+        color, best = looks[method]["color"], verdict.best.noise_step or verdict.best.lr or math.nan
+        ax.plot(verdict.rates, [row] * len(verdict.rates), color="#999999", marker="|", linestyle="none")
+        ax.plot([verdict.low, verdict.high], [row, row], color=color, linewidth=8, alpha=0.45, solid_capstyle="round")
+        ax.plot([best], [row], color=color, marker=looks[method]["marker"], linestyle="none")
+        ends = ((verdict.rates[0], verdict.lead_low, "<", -9), (verdict.rates[-1], verdict.lead_high, ">", 9))
+        for end, lead, arrow, aside in ends:
+            if not lead > verdict.spread:  # also for a spread that is nan
+                place = ax.transData + ScaledTranslation(aside / 72, 0, ax.figure.dpi_scale_trans)
+                ax.plot([end], [row], color="#222222", marker=arrow, linestyle="none", markersize=6, transform=place)
+    ax.set(title="As good as the best", ylim=(len(found) - 0.4, -0.6))
+    ax.set_yticks(range(len(found)), [looks[method]["label"] for method in found])
+    _mark_tried(ax, sorted({rate for verdict in found.values() for rate in verdict.rates}))
+    ax.set_xlim(above.get_xlim())
+
+
+def _mark_tried(ax: Axes, values: Sequence[float]) -> None:
+    """Scale the axis of a tuned quantity for its tried values, and label it."""
+    if values[0] > 0:
+        ax.set_xscale("log")
+    if len(values) <= 7:
+        ax.minorticks_off()
+        ax.set_xticks(values, [f"{x:g}" for x in values])
+    elif values[0] > 0:
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 3) if values[-1] <= 1000 * values[0] else (1,)))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
 
 
 def diagnosis_figure(records: Sequence[Record], *, narrow: bool = False) -> Figure:

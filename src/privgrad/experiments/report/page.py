@@ -18,7 +18,9 @@ from privgrad import optim
 from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
 from privgrad.errors import expected
 from privgrad.experiments.records import (
+    FEW_CLIPPED,
     Record,
+    by_method,
     diagnosed,
     diagnosis,
     groups_of,
@@ -27,15 +29,26 @@ from privgrad.experiments.records import (
     is_finite,
     measured_on,
     numbers,
+    own_text,
     score_of,
     simulated_epsilon,
     summarize,
     summary_row,
     tuned_by,
     tuned_names,
+    without_raw,
 )
 from privgrad.experiments.report import figures
-from privgrad.experiments.report.texts import SIMULATED, epsilon_text, row_texts, total_text
+from privgrad.experiments.report.texts import (
+    SIMULATED,
+    TUNED_TITLES,
+    epsilon_text,
+    method_texts,
+    rate_title,
+    row_texts,
+    total_text,
+    trainings_text,
+)
 from privgrad.optim.adaptive import Debiased
 
 _TUNED_BY = {
@@ -65,7 +78,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     plan = metadata.get("plan") or {}
     first = {"sampling": plan.get("sampling"), "privacy_unit": plan.get("privacy_unit")}
     last = {"sampling": "fixed"} if plan.get("sampling") == "fixed" else {}
-    records = [{**first, **record, **last} for record in records]
+    records = [{**first, **without_raw(record), **last} for record in records]
     if not in_phase(records, "final"):
         condition, remedy = 'to hold a run with phase "final"', "add a final run, which is measured on the test set"
         got = f"{len(records)} runs of the phases {sorted({str(record.get('phase')) for record in records})}"
@@ -73,7 +86,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows, total, score = summarize(records), metadata.get("total_epsilon"), score_of(records)
-    names = tuned_names(records)
+    names, privacy = tuned_names(records), _privacy(records, rows)
     page = _template().render(
         metadata=metadata,
         plan=plan,
@@ -85,16 +98,20 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
             on=measured_on(records),
             score=score,
         ),
-        rows=[row_texts(row) for row in rows],
+        rows=method_texts(records),
+        rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[rate_title(rows)],
+        counts=rows if any(row["tuning_trainings"] for row in rows) else [],
+        trainings=trainings_text(rows),
+        few_clipped=_few_clipped(records),
         images=_draw_into(folder, records),
-        privacy=_privacy(records, rows),
+        privacy=privacy,
         simulated=SIMULATED,
-        total=None if total is None else total_text({"runs": len(records)} | _given(total), tuned=bool(names)),
+        total=None if total is None else total_text({"runs": privacy["runs"]} | _given(total), tuned=bool(names)),
         tuned_by=_TUNED_BY[tuned_by(records)].format(score=score),
-        tuned=[figures.TUNED_TITLES[name] for name in names],
+        tuned=[TUNED_TITLES[name] for name in names],
         diagnoses=_diagnoses(records, of_users=plan.get("privacy_unit") == "user"),
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
-        optimizers={str(record["method"]): record.get("optimizer") for record in records},
+        optimizers={str(record["method"]): _optimizer(record) for record in records},
         sources={str(r["method"]): r["side_information"] for r in records if r.get("side_information")},
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
@@ -104,6 +121,22 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
 def _given(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts that are not None, and "value" in any case."""
     return {key: value for key, value in facts.items() if value is not None or key == "value"}
+
+
+def _few_clipped(records: Sequence[Record]) -> dict[str, str]:
+    """Return, by method that clipped too few gradients, the number of such final trainings as text."""
+    found: dict[str, str] = {}
+    for method, runs in by_method(in_phase(records, "final")).items():
+        few = [run for run in runs if (share := run.get("raw_clip_fraction")) is not None and share < FEW_CLIPPED]
+        if few:
+            found[method] = f"{len(few)} of {len(runs)} final trainings" if len(runs) > 1 else "its final training"
+    return found
+
+
+def _optimizer(record: Record) -> str | None:
+    """Return the optimizer of a run with its options: "SGD (momentum 0.9)", say; None if it was not recorded."""
+    options = own_text((record.get("options") or {}).items())
+    return f"{record['optimizer']} ({options})" if options and record.get("optimizer") else record.get("optimizer")
 
 
 def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
@@ -225,6 +258,6 @@ def _privacy(records: Sequence[Record], rows: Sequence[Mapping[str, Any]]) -> di
         "unequal": len(budgets) > 1 and (None in budgets or not all(e <= 1.01 * min(budgets) for e in budgets)),
         "fewest_seeds": min(row["seeds"] for row in rows if row["seeds"]),
         "all_poisson": all(row["sampling"] == "poisson" for row in rows),
-        "runs": len(records),
+        "runs": sum(row["trainings"] for row in rows),
         "nonfinite": sum(int(record.get("raw_nonfinite_examples") or 0) for record in records),
     }

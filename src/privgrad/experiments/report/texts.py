@@ -5,34 +5,108 @@ states the guarantee.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
-from privgrad.experiments.records import is_finite
+from privgrad.experiments.records import FEW_CLIPPED, Record, is_finite, summarize
+from privgrad.experiments.report.grids import EDGE, OPEN, mark, verdicts, words
 
 _EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
 _DASH = "–"
 SIMULATED = "∞ (simulates ε): the mean gradients have the noise of a plan of this ε, in smaller batches; NOT private."
 
+TUNED_TITLES = {
+    "noise_step": "noise step u",
+    "lr": "learning rate",
+    "max_grad_norm": "clipping norm C",
+    "radius": "radius",
+    "local_lr": "local learning rate",
+}
 
-def row_texts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row of `summarize` as texts, for the terminal and for the page."""
+
+def method_texts(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the rows of `summarize` as texts, with the verdicts on grids, for the terminal and for the page."""
+    rows, found = summarize(records), verdicts(records)
+    is_mixed = len({row["rate"] for row in rows}) > 1
+    texts: list[dict[str, Any]] = []
+    for row in rows:
+        verdict, text = found.get(row["method"]), row_texts(row, names_rate=is_mixed)
+        if verdict is not None:
+            others = " and ".join(name for name, key in _EDGES[1:] if row[f"{key}_at_edge"])
+            marks = dict.fromkeys(filter(None, (mark(verdict), EDGE if others else "")))
+            text |= {"at_edge": others, "marks": list(marks), "grid": words(records, row["method"], verdict)}
+            text["grid_warns"] = mark(verdict) in (EDGE, OPEN)
+        texts.append(text)
+    return texts
+
+
+def rate_title(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the rates of `summarize` rows were given: "u" (noise step), "lr", or "rate" if both occur."""
+    kinds = {{"noise_step": "u", "lr": "lr"}[row["rate"]] for row in rows}
+    return kinds.pop() if len(kinds) == 1 else "rate"
+
+
+def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, Any]:
+    """Return one row of `summarize` as texts; with `names_rate`, the rate with its name. `report.page` calls it too."""
     others = {"C": row["max_grad_norm"] if row["norm_at_edge"] is not None else None}
     others |= {name: row[key] for name, key in _EDGES[2:]}
+    rate, measured = row[row["rate"]], row["noise_step"] if row["rate"] == "lr" else None
+    name = f"{rate_title([row])} " if names_rate else ""
+    at_edge = " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"])
     return {
         "method": row["method"],
         "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
         "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
         "epsilon": _cost_text(row) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
-        "lr": f"{row['lr']:g}" if row["lr"] is not None else ("several" if row["seeds"] else _DASH),
+        "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),
+        "measured": "" if measured is None else f"u {measured:.2g}, measured",
         "others": [f"{name} {value:g}" for name, value in others.items() if value is not None],
-        "at_edge": " and ".join(name for name, key in _EDGES if row[f"{key}_at_edge"]),
+        "own": row["own"].split(", ") if row["own"] else [],
+        "at_edge": at_edge,
+        "marks": [EDGE] if at_edge else [],
+        "grid": "",
+        "grid_warns": False,
         "seeds": str(row["seeds"]),
-        "floored": f"{100 * row['fraction_floored']:.0f} %" if is_finite(row["fraction_floored"]) else _DASH,
+        "clipped": _share_text(row["raw_clip_fraction"]),
+        "few_clipped": row["raw_least_clipped"] is not None and row["raw_least_clipped"] < FEW_CLIPPED,
+        "floored": _share_text(row["fraction_floored"]),
         "seconds": f"{row['seconds']:.1f}" if is_finite(row["seconds"]) else _DASH,
     }
+
+
+def _share_text(share: float | None) -> str:
+    """Return a share in percent as text; a small one with a decimal, so that it is not rounded up to FEW_CLIPPED."""
+    if share is None or not math.isfinite(share):
+        return _DASH
+    return f"{100 * share:.1f} %" if 0 < share < FEW_CLIPPED else f"{100 * share:.0f} %"
+
+
+def group_title(group: Mapping[str, float]) -> str:
+    """Return the title of a group of classes: their number, and the number of examples of each.
+
+    `report.figures` calls it.
+    """
+    sizes = f"{group['from']:g}" if group["from"] == group["to"] else f"{group['from']:g} to {group['to']:g}"
+    return f"{group['classes']:g} × {sizes} examples"
+
+
+def trainings_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the number of trainings, and each method's, of the rows of `summarize`; empty for a single training.
+
+    `report.terminal` and `report.page` call it.
+    """
+    counts = {row["method"]: row["trainings"] for row in rows}
+    total = f"{sum(counts.values())} trainings"
+    total += ", tuning included" if any(row["tuning_trainings"] for row in rows) else ""
+    if sum(counts.values()) < 2 or len(counts) == 1:
+        return "" if sum(counts.values()) < 2 else f"{total}."
+    if len(set(counts.values())) == 1:
+        return f"{total}: {next(iter(counts.values()))} for each method."
+    if len(counts) <= 4:
+        return f"{total}, not equally many: {', '.join(f'{count} ({name})' for name, count in counts.items())}."
+    return f"{total}, not equally many: between {min(counts.values())} and {max(counts.values())} for each method."
 
 
 def _spread_text(mean: float | None, std: float | None, scale: float, form: str, unit: str) -> str:
