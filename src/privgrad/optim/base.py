@@ -57,8 +57,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse `noise_step` by name where the constructor of a subclass does not take it."""
-        if kwargs.get("noise_step") is not None and cls._without_noise_step:
-            raise _no_noise_step(cls.__name__, cls._without_noise_step)
+        if kwargs.get("noise_step") is not None and not cls.has_noise_step():
+            raise _no_noise_step(cls.__name__, cls._without_noise_step or cls.__name__)
         return super().__new__(cls)
 
     def __init__(self, params: NamedParameters, *args: Any, noise_step: float | None = None, **kwargs: Any) -> None:
@@ -100,7 +100,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         `experiments.spec` calls it.
         """
-        return not cls._without_noise_step
+        described = cls._noise_step_per_lr is not PrivateOptimizer._noise_step_per_lr
+        return described and not cls._without_noise_step
 
     @property
     def noise_step(self) -> float:
@@ -238,7 +239,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
         """Return why the optimizer with these options has no noise step; an empty string if it has one."""
-        return self._without_noise_step
+        return "" if self.has_noise_step() else self._without_noise_step or type(self).__name__
 
     def _require_one_rate(self, lr: float | None, noise_step: float | None) -> float | None:
         """Return the one of lr and noise_step that is given, else the default lr; raise PrivacyError for both."""
