@@ -268,8 +268,9 @@ def _method(name: str) -> Method:
 
 @functools.cache
 def _directions(method: Method) -> Tensor:
-    """Return `Game.directions` of a method, from its mechanism without noise; cached."""
-    return directions(_mechanism(method, Release(0.0, 1.0)), _data(method, 1.0), method.canaries)
+    """Return `Game.directions` of a method, from its mechanism before the noise; cached."""
+    # Not a plan without noise: scales that are measured by the noise would differ.
+    return directions(_mechanism(method, Release(1.0, 1.0), before_noise=True), _data(method, 1.0), method.canaries)
 
 
 def _company(method: Method, rate: float) -> int:
@@ -297,8 +298,8 @@ def _data(method: Method, rate: float) -> Callable[[Tensor], TensorDataset]:
     return data
 
 
-def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Tensor]:
-    """Return a function from a data set to a released vector.
+def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) -> Callable[[TensorDataset], Tensor]:
+    """Return a function from a data set to a released vector, or to what one step releases before the noise.
 
     It uses one PrivateGradient, which starts again at every call, with new noise.
     """
@@ -320,6 +321,10 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
         # One step of SAT differs from one of SGD only after an earlier release.
         beginning["perturb"]["direction"] = {name: torch.ones_like(p) for name, p in model.named_parameters()}
 
+    raw: list[Tensor] = []
+    if before_noise:
+        private_grad.register_raw_observer(lambda seen: raw.append(flat(seen.raw_mean)))
+
     def release(data: TensorDataset) -> Tensor:
         model.begin()
         private_grad.load_state_dict(beginning)
@@ -328,6 +333,8 @@ def _mechanism(method: Method, claimed: Release) -> Callable[[TensorDataset], Te
             gradient = private_grad(batch)
             released.append(flat(gradient))
             optimizer.step(grad=gradient)
+        if before_noise:
+            return raw.pop()
         if method.optimizer == "SGD":
             return torch.stack(released).sum(0)
         return -flat(dict(model.named_parameters()))

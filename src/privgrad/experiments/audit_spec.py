@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from privgrad import accounting
 from privgrad.accounting import Release
 from privgrad.audit import Game, directions, one_step
+from privgrad.audit.methods import flat
 from privgrad.data import DataSet
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.build import (
@@ -86,17 +87,17 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
     model = make_model(spec, data)
     public = public_gradient(method, model, data)
 
-    def step(noise_multiplier: float) -> Callable[[Any], Tensor]:
+    def step(*, before_noise: bool = False) -> Callable[[Any], Tensor]:
         plan = PrivacyPlan(
             sample_rate=1.0,
             steps=10**9,
             expected_batch_size=count,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=sigma,
             max_grad_norm=candidate.max_grad_norm,
             num_examples=count,
             delta=delta,
             group_size=method.group_size,
-            noise_on_grid=spec.privacy.noise_on_grid and noise_multiplier > 0,
+            noise_on_grid=spec.privacy.noise_on_grid,
         )
         private_grad = PrivateGradient(
             model,
@@ -108,10 +109,15 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             microbatch_size=spec.run.microbatch_size,
             memory_mb=spec.run.memory_mb,
         )
-        if noise_multiplier > 0 and math.isinf(private_grad.epsilon(steps=1)):
+        if math.isinf(private_grad.epsilon(steps=1)):
             remedy = "name the other methods with --method"
             raise expected("privgrad audit", method.name, "to have a finite epsilon", math.inf, remedy)
-        return one_step(private_grad)
+        release, raw = one_step(private_grad), list[Tensor]()
+        if not before_noise:
+            return release
+        # Not a plan without noise: scales that are measured by the noise would differ.
+        private_grad.register_raw_observer(lambda seen: raw.append(flat(seen.raw_mean)))
+        return lambda given: (release(given), raw.pop())[1]
 
     inputs, labels = (tensor[:count] for tensor in data.train.tensors)
     # The canary has scaled inputs and a wrong class; of three scales, take the one that moves the gradient most.
@@ -121,10 +127,10 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
         canary = TensorDataset(torch.cat([inputs, -scale * inputs[:1]]), torch.cat([labels, strange]))
         return lambda included: canary if bool(included[0]) else TensorDataset(inputs, labels)
 
-    noiseless, absent = step(0.0), torch.zeros(1, dtype=torch.bool)
+    noiseless, absent = step(before_noise=True), torch.zeros(1, dtype=torch.bool)
     makers = [with_canary(scale) for scale in (1.0, 10.0, 100.0)]
     made = max(makers, key=lambda maker: float((noiseless(maker(~absent)) - noiseless(maker(absent))).square().sum()))
     release = Release(sigma, 1.0)
     claim = accounting.epsilon([release], delta=delta)
     found = directions(noiseless, made, 1)
-    return Game(f"{method.name}, step", step(sigma), made, found, claim, delta, release)
+    return Game(f"{method.name}, step", step(), made, found, claim, delta, release)
