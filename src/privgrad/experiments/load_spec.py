@@ -219,13 +219,14 @@ def _require_option(name: str, valid: list[str], place: str) -> None:
 
 def _require_method(method: MethodTable, spec: Spec) -> None:
     """Raise PrivacyError unless a method's options suit its optimizer and the other tables."""
-    _require_options(method)
+    _require_options(method, spec)
     _require_local(method, spec)
     _require_public(method, spec)
     _require_tuning(method, spec)
+    _require_noise_for_scales(method, spec)
 
 
-def _require_options(method: MethodTable) -> None:
+def _require_options(method: MethodTable, spec: Spec) -> None:
     """Raise PrivacyError unless the options suit the optimizer, the perturbation and the preconditioner."""
     arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
     valid = [name for name in arguments if name not in ("params", "lr", "noise_step", "public", "horizon")]
@@ -234,15 +235,19 @@ def _require_options(method: MethodTable) -> None:
         raise expected("load_spec", place, "to be given for BAM only", method.perturb.rule, "leave it out")
     for name in method.options:
         _require_option(name, valid, f"methods.{method.name}.options.{name}")
-    for name in method.tune:
+    for name, values in method.tune.items():
+        place = f"methods.{method.name}.tune.{name}"
         if method.precondition is None or not name.startswith("precondition."):
-            _require_option(name, valid, f"methods.{method.name}.tune.{name}")
+            _require_option(name, valid, place)
+        if tables := [value for value in values if isinstance(value, dict)]:
+            raise expected("load_spec", place, "to be numbers, names or lists", tables[0], "correct it")
     by_noise = method.noise_step is not None
     if by_noise and (method.lr is not None or method.non_private):
         place, remedy = f"methods.{method.name}.noise_step", "give lr alone: without noise there is no noise step"
         got = "non_private = true" if method.non_private else f"lr = {method.lr}"
         remedy = remedy if method.non_private else "leave one of the two out"
         raise expected("load_spec", place, "to be given without this", got, remedy)
+    by_noise = any(candidate.noise_step is not None for candidate in spec.grid(method))
     rate = Candidate(1.0, noise_step=0.1) if by_noise else Candidate(1.0, lr=0.1)
     own = [[(name, value) for value in values] for name, values in method.tune.items()]
     for values in itertools.product(*own):
@@ -305,19 +310,32 @@ def _require_equal_grids(spec: Spec, path: str | Path) -> None:
     together = [method for method in spec.methods if spec.shares_grid(method)]
     if not together or spec.tuning is None or spec.tuning.noise_steps is None:
         return
-    if len(spec.tuning.seeds) < 2:
+    if len(set(spec.tuning.seeds)) < 2:
         remedy = f"add one in {path}: the spread over seeds decides whether a difference counts"
         raise expected("load_spec", "tuning.seeds", "to hold two seeds or more", spec.tuning.seeds, remedy)
+    rates = len(set(spec.tuning.noise_steps))
     for method in together:
-        if not method.has_noise_step and len(method.lr if isinstance(method.lr, list) else []) == 0:
-            remedy = "give it a grid lr of the same length as tuning.noise_steps"
-            condition = f"to be a grid, because {method.optimizer} has no noise step"
+        if not method.has_noise_step and len(set(method.lr) if isinstance(method.lr, list) else ()) != rates:
+            remedy = "give it as many values as tuning.noise_steps has"
+            condition = f"to be a grid of {rates} rates, because {method.optimizer} has no noise step"
             raise expected("load_spec", f"methods.{method.name}.lr", condition, method.lr, remedy)
-    counts = {method.name: len(spec.grid(method)) for method in together}
+    counts = {method.name: len(set(spec.grid(method))) for method in together}
     if len(set(counts.values())) > 1:
         got = ", ".join(f"{count} ({name})" for name, count in counts.items())
         remedy = "give each method as many values in tune, or a rate of its own"
         raise expected("load_spec", "candidates of methods", "to be equally many", got, remedy)
+
+
+def _require_noise_for_scales(method: MethodTable, spec: Spec) -> None:
+    """Raise PrivacyError if a preconditioner measures its scales by the noise, and there is none in their units."""
+    rule = method.precondition
+    if rule is None or rule.by_counts or "eps" in rule.options or "precondition.eps" in method.tune:
+        return
+    without = {"non_private = true": method.non_private, "local": method.local is not None}
+    without["privacy.noise_multiplier = 0"] = spec.privacy.noise_multiplier == 0
+    if got := ", ".join(name for name, given in without.items() if given):
+        place, condition = f"methods.{method.name}.precondition.options.eps", "to be given where no noise sets the unit"
+        raise expected("load_spec", place, condition, got, "add eps, such as options = { eps = 1e-5 }")
 
 
 def _require_precondition(table: PreconditionTable, place: str) -> None:

@@ -130,17 +130,23 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec.
     """
     data, tuning = open_folder(spec, out), spec.tuning
-    tried = [len(spec.grid(method)) for method in spec.methods if spec.is_tuned(method)]
+    planned = sum(len(spec.grid(method)) for method in spec.methods if spec.is_tuned(method))
+    tried: set[tuple[str, Candidate]] = set()
     with bars(shown=progress) as bar:
-        planned = sum(tried) * (len(tuning.seeds) if tuning else 0)
+        planned *= len(tuning.seeds) if tuning else 0
         task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
 
         def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
+            tried.add((method.name, candidate))
             for run in (Run(method, candidate, seed, phase) for seed in seeds):
                 bar.update(task, note=f"{phase}  {method.name}  {rate_text(candidate)}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
                     append(out, [_tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)])
                 bar.advance(task)
+
+        def seen() -> list[Record]:
+            """Return the records that an uninterrupted comparison has by now, so that a resumed one chooses as it."""
+            return [record for record in read_records(out) if (record["method"], candidate_of(record)) in tried]
 
         fair = [method for method in spec.methods if spec.shares_grid(method)]
         for method in fair:
@@ -148,7 +154,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             for candidate in spec.grid(method):
                 do(method, candidate, tuning.seeds, "tuning")
         names = [method.name for method in fair]
-        while fair and tuning and tuning.extend and (rates := wider(read_records(out), names, tuning.by)) is not None:
+        while fair and tuning and tuning.extend and (rates := wider(seen(), names, tuning.by)) is not None:
             for method in fair:
                 more = dict.fromkeys(at_rate(candidate, rates[method.name]) for candidate in spec.grid(method))
                 bar.update(task, total=(bar.tasks[task].total or 0) + len(more) * len(tuning.seeds))
@@ -158,15 +164,15 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             best = spec.grid(method)[0]
             if method in fair:
                 assert tuning is not None
-                best = best_candidate(read_records(out), method.name, tuning.by)
+                best = best_candidate(seen(), method.name, tuning.by)
             elif spec.is_tuned(method):
                 assert tuning is not None
                 for candidate in spec.grid(method):
                     do(method, candidate, tuning.seeds, "tuning")
-                while tuning.extend and (more := beyond_edge(read_records(out), method.name, tuning.by)) is not None:
+                while tuning.extend and (more := beyond_edge(seen(), method.name, tuning.by)) is not None:
                     bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
                     do(method, more, tuning.seeds, "tuning")
-                best = best_candidate(read_records(out), method.name, tuning.by)
+                best = best_candidate(seen(), method.name, tuning.by)
             do(method, best, spec.run.seeds, "final")
     return read_records(out)
 
@@ -177,7 +183,6 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         torch.manual_seed(run.seed)
     model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
     method, folder = run.method.with_own(run.candidate), out / "runs" / run.name
-    loss_fn = losses_for(data, views=spec.run.augmentation_multiplicity)
     public = public_gradient(method, model, data)
     if method.warm_start is not None:
         warm_start(method.warm_start, model, public_examples(method, data), data)
@@ -200,7 +205,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
 
     private_grad = PrivateGradient(
         model,
-        loss_fn,
+        losses_for(data, views=spec.run.augmentation_multiplicity),
         plan,
         perturb=method.perturbation(run.candidate),
         precondition=made,
@@ -226,26 +231,28 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     )
     if board is not None:
         board.close()
-    if result.raw_nonfinite_examples:
-        # Printed and not saved: the number was counted before the noise.
-        warnings.warn(
-            f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
-            stacklevel=2,
-        )
-    record = _record(run, plan, data, result, optimizer, validated=validated)
-    record |= {"options": method.options, "raw_clip_fraction": clipped.fraction}
-    record["precondition"] = None if method.precondition is None else method.precondition.model_dump()
-    if clipped.fraction is not None and clipped.fraction < _FEW_CLIPPED and run.phase == "final":
-        warnings.warn(
-            f"NOT PRIVATE: {method.name} clipped {clipped.fraction:.0%} of the gradients in the last tenth of its "
-            f"steps. The noise is made for norms that do not occur: lower max_grad_norm",
-            stacklevel=2,
-        )
+    _warn_of_raw(run, result, clipped.fraction)
+    record = _record(run, plan, data, result, optimizer, clipped.fraction, validated=validated)
     record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss:
         record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())
     return record
+
+
+def _warn_of_raw(run: Run, result: FitResult, clip_fraction: float | None) -> None:
+    """Warn of numbers that were counted before the noise. NOT private: a private run prints them and saves none."""
+    if result.raw_nonfinite_examples:
+        warnings.warn(
+            f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
+            stacklevel=3,
+        )
+    if clip_fraction is not None and clip_fraction < _FEW_CLIPPED and run.phase == "final":
+        warnings.warn(
+            f"NOT PRIVATE: {run.method.name} clipped {clip_fraction:.0%} of the gradients in the last tenth of its "
+            f"steps. The noise is made for norms that do not occur: lower max_grad_norm",
+            stacklevel=3,
+        )
 
 
 class _ClipFraction:
@@ -314,16 +321,20 @@ def _record(
     data: DataSet,
     result: FitResult,
     optimizer: optim.PrivateOptimizer,
+    clip_fraction: float | None,
     *,
     validated: bool,
 ) -> Record:
     """Return the record of one run, a line of runs.jsonl."""
     last = result.curve[-1]
     assert plan.delta is not None
+    method = run.method.with_own(run.candidate)
     users = " users" if plan.privacy_unit == "user" else ""
     return {
         "method": run.method.name,
-        "optimizer": run.method.optimizer,
+        "optimizer": method.optimizer,
+        "options": method.options,
+        "precondition": None if method.precondition is None else method.precondition.model_dump(),
         **run.candidate._asdict(),
         "noise_step": _noise_step(run, optimizer),
         "seed": run.seed,
@@ -337,6 +348,7 @@ def _record(
         "test_loss": None if validated else last["loss"],
         "validation_accuracy": last.get("accuracy") if validated else None,
         "validation_loss": last["loss"] if validated else None,
+        **({} if clip_fraction is None else {"raw_clip_fraction": clip_fraction}),
         "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
         # Histograms are kept of the last evaluation only.
         "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
