@@ -26,11 +26,11 @@ ROWS: dict[str, tuple[Any, dict[str, Any], int, float]] = {
     "NAdam": (pg.optim.NAdam, {}, 2000, STEP),
     "RMSprop": (pg.optim.RMSprop, {}, 5000, STEP),
     "RMSprop, momentum": (pg.optim.RMSprop, {"momentum": 0.5}, 5000, 0.5 * STEP),
-    "AdamBC": (pg.optim.AdamBC, {}, 2000, STEP),
+    "AdamBC": (pg.optim.AdamBC, {}, 2000, 2 * STEP),
     "AdamBC, floor 0.3": (pg.optim.AdamBC, {"debias_floor": 0.3}, 2000, STEP * 0.3**0.5),
-    "AdamBC, floor 4": (pg.optim.AdamBC, {"debias_floor": 4.0}, 2000, 2 * STEP),
+    "AdamBC, floor 1": (pg.optim.AdamBC, {"debias_floor": 1.0}, 2000, STEP),
     "AdamWBC": (pg.optim.AdamWBC, {"weight_decay": 0.0, "debias_floor": 4.0}, 2000, 2 * STEP),
-    "NAdamBC": (pg.optim.NAdamBC, {}, 2000, STEP),
+    "NAdamBC": (pg.optim.NAdamBC, {}, 2000, 2 * STEP),
     "RMSpropBC": (pg.optim.RMSpropBC, {"debias_floor": 2.0}, 5000, 2**0.5 * STEP),
 }
 WITHOUT: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -31,7 +31,7 @@ class DPAdamBC:
         self.C, self.sigma, self.B = max_grad_norm, noise_multiplier, expected_batch_size
         self.lr, self.beta1, self.beta2 = lr, beta1, beta2
         self.phi = (self.sigma * self.C / self.B) ** 2
-        self.gamma_prime = self.phi if gamma_prime is None else gamma_prime
+        self.gamma_prime = 4 * self.phi if gamma_prime is None else gamma_prime
         self.m = np.zeros_like(self.theta)
         self.v = np.zeros_like(self.theta)
         self.t = 0

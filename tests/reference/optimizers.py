@@ -51,7 +51,7 @@ class Yogi(Plain):
 class Moments(Plain):
     beta1, beta2, gamma = 0.9, 0.999, 1e-8
     weight_decay = 0.0
-    floor = 1.0  # in variances of the noise
+    floor = 4.0  # in variances of the noise
     gamma_prime: float | None = None
     rule = "max"
     m: Array | float = 0.0
@@ -109,7 +109,7 @@ class NAdam(Moments):
 
 
 class RMSprop(Plain):
-    alpha, eps, floor = 0.99, 1e-8, 1.0
+    alpha, eps, floor = 0.99, 1e-8, 4.0
     debiased = False
     v: Array | float = 0.0
     phi: Array | float = 0.0
@@ -125,7 +125,7 @@ class RMSprop(Plain):
 
 
 class Adagrad(Plain):
-    eps, floor = 1e-10, 1.0
+    eps, floor = 1e-10, 4.0
     debiased = False
     v: Array | float = 0.0
     phi: Array | float = 0.0
