@@ -2,6 +2,7 @@
 
 import html
 import io
+import json
 import re
 import statistics
 from html.parser import HTMLParser
@@ -16,12 +17,14 @@ pytest.importorskip("jinja2")
 from rich.console import Console
 
 from privgrad.errors import PrivacyError
-from privgrad.experiments.records import summarize, tuned, tuned_names
+from privgrad.experiments.records import summarize, tuned, tuned_by, tuned_names, tuned_seeds
 from privgrad.experiments.report import figures
 from privgrad.experiments.report.page import write_report
 from privgrad.experiments.report.terminal import summary_table
-from privgrad.experiments.report.texts import total_text
+from privgrad.experiments.report.texts import total_text, trainings_text
 
+RESULTS = Path(__file__).parent.parent / "results"
+COMPARISONS = sorted(p.parent.name for p in RESULTS.glob("*/runs.jsonl") if '"phase": "final"' in p.read_text())
 FIXED_WARNING = "it is NOT covered by the accountant"
 SEED_WARNING = "A fixed research seed was used: whoever knows it can remove the noise."
 PLAN = {
@@ -80,6 +83,62 @@ def final(method: str = "DP-AdamBC", seed: int = 0, accuracy: float | None = 0.9
 
 def tuning(method: str = "DP-AdamBC", lr: float = 0.01, accuracy: float | None = 0.8, **changes: Any) -> dict[str, Any]:
     return final(method, 0, None, phase="tuning", lr=lr, test_loss=None, validation_accuracy=accuracy, **changes)
+
+
+def of_noise(
+    method: str = "A",
+    u: float = 0.1,
+    accuracy: float = 0.8,
+    seed: int | None = 0,
+    phase: str = "tuning",
+    **changes: Any,
+) -> dict[str, Any]:
+    """A run of a comparison over noise steps, as the runner records it."""
+    tested, validated = (accuracy, None) if phase == "final" else (None, accuracy)
+    record = final(method, 0, tested) | {
+        "phase": phase,
+        "seed": seed,
+        "lr": None,
+        "noise_step": u,
+        "max_grad_norm": 1.0,
+    }
+    record |= {"own": [], "validation_accuracy": validated, "raw_clip_fraction": 0.5, "simulates_epsilon": None}
+    return record | changes
+
+
+def over_grid(method: str, accuracies: dict[float, float], **changes: Any) -> list[dict[str, Any]]:
+    """Two tuning runs per noise step, 0.02 apart (a spread of 0.014), and five final runs at the best noise step."""
+    runs = [
+        of_noise(method, u, accuracy + aside, seed, **changes)
+        for u, accuracy in accuracies.items()
+        for seed, aside in ((100, 0.01), (101, -0.01))
+    ]
+    best = max(accuracies, key=lambda u: accuracies[u])
+    return runs + [of_noise(method, best, 0.9, seed, "final", **changes) for seed in range(5)]
+
+
+INSIDE = {0.01: 0.7, 0.025: 0.8, 0.06: 0.7}
+PLATEAU = {0.01: 0.7, 0.025: 0.8, 0.06: 0.79, 0.15: 0.7}
+OPEN = {0.01: 0.7, 0.025: 0.8, 0.06: 0.79}
+EDGE = {0.01: 0.7, 0.025: 0.8, 0.06: 0.9}
+
+
+def printed(records: list[dict[str, Any]]) -> str:
+    """What a terminal of 80 columns shows; none of its lines is wider, and none is cut."""
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(summary_table(records))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    return text
+
+
+def columns(text: str) -> dict[str, list[str]]:
+    """A printed table: heading -> the words in its cells."""
+    lines: list[list[str]] = [re.split("[│┃]", line)[1:-1] for line in text.splitlines() if line[:1] in ("│", "┃")]
+    heads = sum(line[:1] == "┃" for line in text.splitlines())
+    rows = list(zip(*lines, strict=True))
+    return {str(" ".join(" ".join(row[:heads]).split())): [*" ".join(row[heads:]).split()] for row in rows}
 
 
 def write(tmp_path: Path, records: list[dict[str, Any]], **metadata: Any) -> str:
@@ -565,3 +624,285 @@ def test_side_information_is_recorded_and_marked_when_not_covered(tmp_path: Path
     assert told.index("NOT COVERED BY ε") < 80
     assert page.count("NOT COVERED BY ε") == 1
     assert "Side information" not in write_report([final()], {"plan": PLAN}, tmp_path).read_text()
+
+
+def test_noise_steps_own_values_and_trainings_are_summarized() -> None:
+    records = over_grid("A", INSIDE, own=[["betas", [0.5, 0.999]]]) + over_grid("B", INSIDE, own=[["momentum", 0.9]])
+    records += [tuning("C", 0.1), tuning("C", 0.2), final("C", noise_step=0.031)]
+    a, b, c = summarize(records)
+    assert [row["rate"] for row in (a, b, c)] == ["noise_step", "noise_step", "lr"]
+    assert (a["lr"], a["noise_step"], a["own"], b["own"]) == (None, 0.025, "betas 0.5 0.999", "momentum 0.9")
+    assert (a["raw_clip_fraction"], a["raw_least_clipped"]) == (0.5, 0.5)
+    assert [(row["trainings"], row["tuning_trainings"]) for row in (a, b, c)] == [(11, 6), (11, 6), (3, 2)]
+    assert [row["lr_at_edge"] for row in (a, b, c)] == [None, None, False]
+    # The final runs differ in their own values: none is shown.
+    assert summarize([final("D", own=[["eps", 1.0]]), final("D", 1, own=[["eps", 2.0]])])[0]["own"] == ""
+    # The same training, recorded for tuning and as final: tuning by training loss.
+    once = tuning("E", raw_train_loss=0.25)
+    again = once | {"phase": "final", "test_accuracy": 0.5}
+    assert summarize([once, again])[0]["trainings"] == 1
+    assert summarize([once, again | {"seed": 1}])[0]["trainings"] == 2
+
+
+def test_trainings_are_counted_in_words() -> None:
+    def said(**counts: int) -> str:
+        rows = [{"method": name, "trainings": count, "tuning_trainings": count - 1} for name, count in counts.items()]
+        return trainings_text(rows)
+
+    assert said(A=14, B=14) == "28 trainings, tuning included: 14 for each method."
+    assert said(A=14, B=13) == "27 trainings, tuning included, not equally many: 14 (A), 13 (B)."
+    assert said(A=9, B=5, C=5, D=5, E=5).endswith("not equally many: between 5 and 9 for each method.")
+    assert said(A=3) == "3 trainings, tuning included."
+    assert said(A=1) == ""
+    assert said(A=1, B=1) == "2 trainings: 1 for each method."
+
+
+def test_each_value_shows_its_best_own_values_and_all_seeds_of_them() -> None:
+    records = [
+        of_noise("A", u, accuracy + aside, seed, own=[["momentum", own]])
+        for (u, own), accuracy in {(0.01, 0.5): 0.6, (0.01, 0.9): 0.7, (0.02, 0.5): 0.8, (0.02, 0.9): 0.5}.items()
+        for seed, aside in ((100, 0.0), (101, 0.02))
+    ]
+    assert tuned(records, "noise_step")["A"] == [(0.01, pytest.approx(0.71)), (0.02, pytest.approx(0.81))]
+    assert tuned_seeds(records, "noise_step")["A"][1] == (0.02, [0.8, pytest.approx(0.82)])
+    assert tuned_names(records) == ["noise_step"]
+    # A run that diverged takes its values with it: a mean over the other seeds would flatter them.
+    lost = of_noise("A", 0.02, float("nan"), 102, own=[["momentum", 0.5]])
+    assert tuned([*records, lost], "noise_step")["A"] == [(0.01, pytest.approx(0.71)), (0.02, pytest.approx(0.51))]
+    # A noise step that was measured with a learning rate was not tuned.
+    assert tuned([tuning("B", 0.1, noise_step=0.3)], "noise_step") == {"B": []}
+
+
+def test_the_measurement_that_tuning_compared_is_the_one_that_explains_the_choice() -> None:
+    runs = [of_noise("A", u, a, validation_loss=loss) for u, a, loss in ((0.1, 0.9, 0.5), (0.2, 0.8, 0.4))]
+    assert tuned_by(runs) == "validation_accuracy"
+    assert tuned_by([*runs, of_noise("A", 0.1, phase="final")]) == "validation_accuracy"
+    assert tuned_by([*runs, of_noise("A", 0.2, phase="final")]) == "validation_loss"
+    assert tuned_by([*runs, of_noise("A", 0.3, phase="final")]) == "validation_accuracy"
+
+
+@pytest.mark.parametrize(
+    ("grid", "mark", "told", "warns"),
+    [
+        (INSIDE, "", ["inside 0.01 to 0.06"], False),
+        (PLATEAU, "plateau", ["inside 0.01 to 0.15", "plateau 0.025 to 0.06"], False),
+        (OPEN, "⚠ open end", ["⚠ not shown to be inside 0.01 to 0.06; plateau 0.025 to 0.06"], True),
+        (EDGE, "⚠ edge", ["⚠ best at the upper edge of 0.01 to 0.06"], True),
+        ({0.01: 0.9, 0.025: 0.8, 0.06: 0.7}, "⚠ edge", ["⚠ best at the lower edge of 0.01 to 0.06"], True),
+        ({0.025: 0.8}, "", ["one value tried"], False),
+    ],
+)
+def test_the_verdict_on_a_grid_is_a_mark_and_words(
+    tmp_path: Path, grid: dict[float, float], mark: str, told: list[str], warns: bool
+) -> None:
+    records = over_grid("A", grid)
+    text = printed(records)
+    table = text.split("±")[0] + "".join(line for line in text.splitlines(keepends=True) if line.startswith("│"))
+    for other in ("plateau", "⚠ open end", "⚠ edge"):
+        assert (other in table) is (f"{other}:" in text) is (other == mark)
+    page = write(tmp_path, records)
+    cell = cells(page)["A"][3]
+    assert cell == " ".join([f"{max(grid, key=lambda u: grid[u]):g}", *told])
+    assert ('class="mark">⚠' in page) is warns
+    # Over learning rates, with one seed in tuning, the mark is for the edge, as before.
+    old = [tuning(lr=u, accuracy=a, max_grad_norm=1.0) for u, a in grid.items()]
+    old = printed([*old, final(lr=max(grid, key=lambda u: grid[u]), max_grad_norm=1.0)])
+    assert "plateau" not in old
+    assert "open end" not in old
+
+
+def test_a_clipping_norm_at_the_edge_is_marked_next_to_a_verdict(tmp_path: Path) -> None:
+    records = over_grid("A", INSIDE) + [
+        run | {"max_grad_norm": 2.0, "validation_accuracy": 0.1} for run in over_grid("A", INSIDE)[:-5]
+    ]
+    assert "⚠ edge" in printed(records)
+    assert cells(write(tmp_path, records))["A"][3] == "0.025 C 1 inside 0.01 to 0.06 ⚠ clipping norm at the edge"
+
+
+def test_the_terminal_shows_noise_steps_and_drops_equal_seeds() -> None:
+    text = printed(over_grid("A", INSIDE, own=[["momentum", 0.9]]) + over_grid("B", INSIDE))
+    assert list(columns(text)) == ["method", "accuracy", "loss", "ε", "u", "clipped"]
+    assert columns(text)["u"] == ["0.025", "momentum", "0.9", "0.025"]
+    assert columns(text)["clipped"] == ["50", "%"] * 2
+    told = " ".join(text.split("┘")[1].split())
+    assert told.startswith("± one standard deviation over 5 seeds. Measured on test examples")
+    assert "clipped: share of gradients longer than C in the last tenth of the steps, NOT private. " in told
+    assert told.endswith("22 trainings, tuning included: 11 for each method.")
+
+
+def test_a_mix_of_rates_is_named_and_unequal_seeds_have_a_column() -> None:
+    records = [*over_grid("A", INSIDE), final("B", lr=0.1, noise_step=0.031, max_grad_norm=1.0)]
+    text = printed(records)
+    assert columns(text)["rate"] == ["u", "0.025", "lr", "0.1"]
+    assert columns(text)["seeds"] == ["5", "1"]
+    told = " ".join(text.split("┘")[1].split())
+    assert told.startswith("± one standard deviation over seeds.")
+    assert told.endswith("12 trainings, tuning included, not equally many: 11 (A), 1 (B).")
+    assert printed([final(lr=0.1)]).count("One seed.") == 1
+    assert "trainings" not in printed([final(lr=0.1)])
+    assert "clipped" not in printed([final(lr=0.1)])
+    assert list(columns(printed([final("A"), final("B", lr=0.2)])))[-1] == "lr"
+
+
+def test_the_fullest_terminal_table_is_whole_at_80_columns() -> None:
+    records: list[dict[str, Any]] = []
+    for name in ("AdaDPS, by rank, momentum", "[red]Averyveryverylongnamewithoutanyspaces[/red]"):
+        records += over_grid(
+            name,
+            EDGE,
+            own=[["momentum_decay", 0.004], ["debias_floor", 0.316]],
+            max_grad_norm=0.316,
+            radius=0.02,
+            epsilon=float("inf"),
+            simulates_epsilon=12.3,
+            fraction_floored=1.0,
+            raw_clip_fraction=0.0312,
+            test_loss=1234.5,
+        )
+    records += [final("C", lr=3.2e-05, max_grad_norm=1.0, sampling="fixed", epsilon=1e9)]
+    held = columns(printed(records))
+    assert list(held) == ["method", "accuracy", "loss", "ε", "rate", "seeds", "clipped floored"]
+    assert "".join(held["method"]).startswith("AdaDPS,byrank,momentum[red]Averyveryverylongname")
+    assert held["rate"][:7] == ["u", "0.06", "radius", "0.02", "momentum_decay", "0.004", "debias_floor"]
+    assert held["rate"][-2:] == ["lr", "3.2e-05"]
+    assert held["clipped floored"] == ["3.1", "%", "⚠", "100", "%"] * 2 + ["–"] * 2
+
+
+@pytest.mark.parametrize(("share", "shown", "few"), [(0.0, "0 %", 1), (0.0999, "10.0 %", 1), (0.1, "10 %", 0)])
+def test_few_clipped_gradients_are_warned_of(tmp_path: Path, share: float, shown: str, few: int) -> None:
+    records = over_grid("A", INSIDE, raw_clip_fraction=share) + over_grid("B", INSIDE)
+    page = write(tmp_path, records)
+    assert cells(page)["A"][5].startswith(shown)
+    assert ("⚠ lower C" in cells(page)["A"][5]) is bool(few)
+    assert cells(page)["B"][5] == "50 %"
+    assert page.count('class="warning"') == few
+    said = "⚠ For A, lower C: the noise is made for norms that do not occur. In 5 of 5 final trainings, fewer than 10 %"
+    assert (said in words(page)) is bool(few)
+    assert ("⚠ low" in printed(records)) is bool(few)
+
+
+def test_one_seed_that_clips_few_gradients_is_enough_for_a_warning(tmp_path: Path) -> None:
+    records = over_grid("A", INSIDE)
+    records[-1]["raw_clip_fraction"] = 0.02
+    page = words(write(tmp_path, records))
+    assert "lower C: the noise is made for norms that do not occur. In 1 of 5 final trainings, fewer than" in page
+    assert "40 % ⚠ lower C" in page
+
+
+def test_the_share_clipped_is_marked_not_private(tmp_path: Path) -> None:
+    page = words(write(tmp_path, over_grid("A", INSIDE)))
+    assert "Seeds NOT PRIVATE Clipped On floor" in page
+    assert "NOT PRIVATE Clipped: share of gradients that were longer than C" in page
+    assert "no ε covers it" in page
+    users = words(write(tmp_path, over_grid("A", INSIDE), plan=PLAN | {"privacy_unit": "user"}))
+    assert "share of updates that were longer than C in the last tenth of the rounds" in users
+
+
+def test_a_private_run_shows_no_raw_number(tmp_path: Path) -> None:
+    """Not even if the record holds one."""
+    run = of_noise("A", 0.1, 0.9, None, "final", raw_nonfinite_examples=7, raw_clip_fraction=0.0312, lr=None)
+    layer = {"1": {"raw_signal_to_noise": 0.1, "noise_share": 0.9}}
+    curve = [point | {"raw_layers": layer, "raw_clip_fraction": 0.0312} for point in run["curve"]]
+    for seed, shown in ((0, True), (None, False)):
+        records = [run | {"seed": seed, "curve": curve if seed is None else run["curve"]}]
+        page = words(write(tmp_path, records))
+        for said in ("Clipped", "lower C", "3.1 %", "non-finite"):
+            assert (said in page) is shown, said
+        assert "Diagnostics" not in page
+        assert ("clipped" in printed(records)) is shown
+        assert (summarize(records)[0]["raw_clip_fraction"] is not None) is shown
+
+
+def test_the_page_shows_noise_steps_own_values_and_trainings(tmp_path: Path) -> None:
+    records = over_grid("A", INSIDE, own=[["momentum", 0.9]], options={"momentum": 0.9, "nesterov": True})
+    page = write(tmp_path, records + over_grid("B", INSIDE))
+    assert cells(page)["A"][3] == "0.025 momentum 0.9 inside 0.01 to 0.06"
+    told = words(page)
+    assert "Noise step u Seeds" in told
+    assert "22 trainings, tuning included: 11 for each method. Trainings Tuning Final All" in told
+    assert "A 6 5 11 B 6 5 11 Total 12 10 22" in told
+    assert "A: AdamBC (momentum 0.9, nesterov True)" in told
+    assert "Validation accuracy in tuning against noise step u; rings mark" in told
+    assert "Each point is the best result over all other tuned values, own options included." in told
+    assert "A 0.025, momentum 0.9 (inside 0.01 to 0.06); B 0.025 (inside" in Attributes(page).values("alt")[1]
+    mixed = write(tmp_path, [*records, final("B", lr=0.1, noise_step=0.0312, max_grad_norm=1.0)])
+    assert cells(mixed)["A"][3].startswith("u 0.025 momentum 0.9")
+    assert cells(mixed)["B"][3] == "lr 0.1 u 0.031, measured"
+    assert "Rate Seeds" in words(mixed)
+    assert "11 (A), 1 (B)" in words(mixed)
+    assert "Trainings Tuning" not in words(write(tmp_path, [final(), final(seed=1)]))
+
+
+def test_a_training_that_served_twice_counts_once(tmp_path: Path) -> None:
+    runs = [tuning(lr=lr, accuracy=None, raw_train_loss=lr) | {"seed": seed} for lr in (0.1, 0.2) for seed in (0, 1)]
+    finals = [run | {"phase": "final", "test_accuracy": 0.5, "test_loss": 0.5} for run in runs[:2]]
+    page = words(write(tmp_path, runs + finals))
+    assert "4 trainings, tuning included." in page
+    assert "DP-AdamBC 4 2 4 A tuning training that also served as a final one counts once" in page
+
+
+def test_settings_name_the_schedule_once(tmp_path: Path) -> None:
+    plan = PLAN | {"schedule": "cosine", "ema_decay": "none", "augmentation_multiplicity": 1}
+    page = words(write(tmp_path, [final()], plan=plan))
+    assert "Learning rate over the steps cosine" in page
+    assert "Views of each image 1 Decay of the evaluated weight average none" in page
+    assert "ema_decay" not in page
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_tuning_plot_shows_seeds_rings_plateaus_and_open_ends(narrow: bool) -> None:
+    own = {"own": [["momentum", 0.9]]}
+    records = over_grid("A", PLATEAU, **own) + over_grid("B", OPEN)
+    records += [run | {"validation_accuracy": run["validation_accuracy"] - 0.3, "own": []} for run in records[:8]]
+    axes: Any = figures.tuning_figure(records, narrow=narrow).axes
+    above, below = axes
+    assert (above.get_xscale(), below.get_xscale()) == ("log", "log")
+    assert above.get_xlim() == below.get_xlim()
+    assert [label.get_text() for label in above.get_xticklabels()] == ["0.01", "0.025", "0.06", "0.15"]
+    assert [list(line.get_ydata()) for line in above.lines] == [
+        pytest.approx(list(g.values())) for g in (PLATEAU, OPEN)
+    ]
+    seeds_a, ring_a, seeds_b, ring_b = (points.get_offsets() for points in above.collections)
+    assert sorted(y for _, y in seeds_a) == pytest.approx(
+        sorted(a + d for a in PLATEAU.values() for d in (-0.01, 0.01))
+    )
+    assert (len(seeds_b), len(ring_a), len(ring_b)) == (6, 1, 1)
+    assert list(ring_a[0]) == pytest.approx([0.025, 0.8])
+    assert len({round(float(x), 6) for x, _ in seeds_a} & {round(float(x), 6) for x, _ in seeds_b}) == 0
+    drawn = [(line.get_marker(), [float(x) for x in line.get_xdata()]) for line in below.lines]
+    assert [xs for _, xs in drawn if len(xs) == 2] == [[0.025, 0.06]] * 2  # the plateaus
+    assert [(marker, xs) for marker, xs in drawn if marker in ("<", ">")] == [(">", [0.06])]
+    assert [label.get_text() for label in below.get_yticklabels()] == ["A", "B"]
+
+
+def test_the_tuning_plot_of_learning_rates_and_many_values_is_readable() -> None:
+    records = over_grid("A", {0.001 * 2**k: 0.5 + k / 100 for k in range(9)})
+    records += [run | {"method": "B", "noise_step": None, "lr": run["noise_step"]} for run in records]
+    figure = figures.tuning_figure(records)
+    assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [
+        "Noise step u",
+        "Learning rate",
+        "As good as the best",
+        "As good as the best",
+    ]
+    shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert {"0.001", "0.003", "0.01", "0.1"} <= set(shown)
+    # Learning rates alone, with one seed: nothing to judge by.
+    old = [tuning(lr=lr) for lr in (0.1, 0.01)] + [final()]
+    assert len(figures.tuning_figure(old).axes) == 1
+
+
+@pytest.mark.parametrize("folder", COMPARISONS)
+def test_the_records_of_the_repository_make_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    def made(draw: Any) -> bytes:
+        draw()
+        return bytes(24)
+
+    monkeypatch.setattr(figures, "png", made)
+    records = [json.loads(line) for line in (RESULTS / folder / "runs.jsonl").read_text().splitlines()]
+    page = write(tmp_path, records)
+    assert list(cells(page)) == list(dict.fromkeys(record["method"] for record in records))
+    assert not any("several" in cell for row in cells(page).values() for cell in row)
+    assert columns(printed(records))
