@@ -263,9 +263,12 @@ def test_a_devices_update_refuses_what_the_server_would():
     model, (inputs, labels), users = users_of("linear")
     public = pg.PublicGradient(model, cross_entropy, (inputs, labels), source="public: made up")
     one, local = tuple(tensor[:1] for tensor in users.tensors), LocalUpdate(0.1, batch_size=3)
-    adam = pg.precondition.public_adam(public, keep=0.9)
+    adam = pg.precondition.public_adam(public, keep=0.9, eps=1e-5)
     with pytest.raises(pg.PrivacyError, match="precondition to divide only"):
         local_update(model, cross_entropy, one, local, max_update_norm=1.0, precondition=adam)
+    by_noise = pg.precondition.public_rmsprop(public, noise_eps=1.0)
+    with pytest.raises(pg.PrivacyError, match=r"noise_std to be positive for noise_eps, got 0\.0; give eps"):
+        local_update(model, cross_entropy, one, local, max_update_norm=1.0, precondition=by_noise)
     for bound in (0.0, -1.0, math.nan):
         with pytest.raises(pg.PrivacyError, match="local_update: expected max_update_norm"):
             local_update(model, cross_entropy, one, local, max_update_norm=bound)
@@ -358,11 +361,15 @@ def test_a_public_share_of_the_gradient_has_no_place_in_local_training():
     model, (inputs, labels), users = users_of("linear")
     public = pg.PublicGradient(model, cross_entropy, (inputs, labels), source="public: made up")
     plan, local = plan_for(len(users)), LocalUpdate(0.1, batch_size=4)
-    adam = pg.precondition.public_adam(public, keep=0.9)
+    adam = pg.precondition.public_adam(public, keep=0.9, eps=1e-5)
     with pytest.raises(pg.PrivacyError, match="precondition to divide only"):
         pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=adam)(next(plan.batches(users)))
-    rmsprop = pg.precondition.public_rmsprop(public)
+    rmsprop = pg.precondition.public_rmsprop(public, eps=1e-5)
     pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=rmsprop)(next(plan.batches(users)))
+    by_noise = pg.precondition.public_rmsprop(public)  # the noise is in units of the update, not of a local gradient
+    plan = plan_for(len(users), noise_multiplier=1.0)
+    with pytest.raises(pg.PrivacyError, match=r"noise_std to be positive for noise_eps, got 0\.0; give eps"):
+        pg.PrivateGradient(model, cross_entropy, plan, perturb=local, precondition=by_noise)(next(plan.batches(users)))
 
 
 @pytest.mark.parametrize(

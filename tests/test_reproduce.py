@@ -254,8 +254,8 @@ def test_a_grid_that_diverged_whole_grows_downwards():
     def record(lr: float, loss: float) -> dict[str, Any]:
         return {"method": "m", "phase": "tuning", "max_grad_norm": 1.0, "lr": lr, "validation_loss": loss}
 
-    assert beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == (1.0, 3.2, None, None)
-    assert beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == (1.0, 32.0, None, None)
+    assert beyond_edge([record(10.0, math.inf), record(32.0, math.nan)], "m", "loss") == Candidate(1.0, 3.2)
+    assert beyond_edge([record(1.0, 2.0), record(10.0, 1.0)], "m", "loss") == Candidate(1.0, 32.0)
     assert beyond_edge([record(1.0, 1.0), record(10.0, 1.0)], "m", "loss") is None  # level: nothing would change
 
 

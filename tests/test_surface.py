@@ -19,8 +19,8 @@ from privgrad.processes import Processes
 
 NAMES = {
     "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales Schedule UnsupportedModuleError audit clip federated fit optim perturb "
-    "precondition side_information",
+    "PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip federated fit optim "
+    "perturb precondition side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -68,10 +68,13 @@ SIGNATURES = {
     pg.federated.ReportedUpdate: "",
     pg.federated.local_update: "model loss_fn user local max_update_norm precondition step",
     pg.precondition.fixed: "scales source",
-    pg.precondition.public_rmsprop: "gradient alpha eps eps_inside schedule",
-    pg.precondition.public_adam: "gradient betas keep eps eps_inside schedule",
-    pg.precondition.public_adagrad: "gradient eps eps_inside schedule",
-    pg.precondition.raw_ideal_rmsprop: "alpha eps eps_inside",
+    pg.precondition.public_rmsprop: "gradient alpha noise_eps eps eps_inside schedule",
+    pg.precondition.public_adam: "gradient betas keep noise_eps eps eps_inside schedule",
+    pg.precondition.public_adagrad: "gradient noise_eps eps eps_inside schedule",
+    pg.side_information.frequencies: "counts parameter dim source provenance cap division power",
+    pg.suggest: "model plan public_batch loss_fn",
+    pg.Suggestion.optimizer: "self model",
+    pg.precondition.raw_ideal_rmsprop: "alpha noise_eps eps eps_inside",
     pg.PublicGradient: "model loss_fn examples source batch_size seed processes",
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
@@ -94,7 +97,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
     pg.precondition.Preconditioner: {
         "is_public": "= True",
         "begun": "self model",
-        "transform": "abstract self step epoch_steps parameters raw_mean",
+        "transform": "abstract self step epoch_steps noise_std parameters raw_mean",
         "state_dict": "self",
         "load_state_dict": "self state",
     },
@@ -169,6 +172,9 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
     pg.optim.PrivateOptimizer: {
         "__init__": "self params args noise_step kwargs",
         "noise_step": "property",
+        "has_noise_step": "class",
+        "_noise_step_per_lr": "self group noise_std",
+        "_why_no_noise_step": "self group",
         "add_param_group": "self param_group",
         "step": "self closure grad",
         "load_state_dict": "self state_dict",
@@ -178,10 +184,11 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
     },
 }
 FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_require_options", "_active"}
+FOR_SUBCLASSES |= {"_noise_step_per_lr", "_why_no_noise_step"}
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --json",
-    "reproduce": "item --list --out --data --smoke --so-far --restart --json",
+    "reproduce": "item --list --out --data --smoke --so-far --method --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
@@ -210,9 +217,10 @@ def members(kind: type[Any]) -> dict[str, str]:
             continue
         if isinstance(member, property):
             found[name] = "property"
-        elif callable(member):
-            words = ["abstract"] if name in abstract else ["static"] if isinstance(member, staticmethod) else []
-            found[name] = " ".join([*words, *inspect.signature(member).parameters])
+        elif callable(member) or isinstance(member, classmethod):
+            kind_of = {staticmethod: ["static"], classmethod: ["class"]}
+            words = ["abstract"] if name in abstract else kind_of.get(type(member), [])
+            found[name] = " ".join([*words, *inspect.signature(getattr(kind, name)).parameters])
         else:
             found[name] = f"= {member!r}"
     return found

@@ -124,7 +124,7 @@ def test_public_momentum_leaves_the_bound_where_a_weight_is_used_plainly_and_com
     model = PlainAndComputed()
     public = pg.PublicGradient(model, linear_loss, (torch.cat([0 * one, one], 1), torch.ones(1, 3)), source="test")
     example = (torch.cat([1.998 * s * one, -0.9979 * 2 * s * one], 1), torch.ones(1, 3))
-    made = pg.precondition.public_adam(public, keep=0.5)
+    made = pg.precondition.public_adam(public, keep=0.5, eps=1e-5)
     assert length(released(model, example, engine=engine, max_grad_norm=1e-3, precondition=made)) <= 1e-3 * (1 + 1e-5)
 
 
@@ -251,7 +251,7 @@ def public_of(model: nn.Module, values: Tensor, **options: Any) -> pg.PublicGrad
 
 def test_many_may_be_given_one_preconditioner_and_none_sees_another():
     model = nn.Linear(4, 1, bias=False)
-    made = pg.precondition.public_adagrad(public_of(model, torch.ones(2, 4)))
+    made = pg.precondition.public_adagrad(public_of(model, torch.ones(2, 4)), eps=1e-5)
     data = (torch.randn(8, 4), torch.randn(8, 1))
     first, again = (released(model, data, precondition=made)["weight"] for _ in range(2))
     assert torch.equal(first, again)
@@ -264,7 +264,7 @@ def test_many_may_be_given_one_preconditioner_and_none_sees_another():
 
 
 def adagrad(model: nn.Module, plan: pg.PrivacyPlan) -> pg.PrivateGradient:
-    made = pg.precondition.public_adagrad(public_of(model, torch.ones(2, 4)))
+    made = pg.precondition.public_adagrad(public_of(model, torch.ones(2, 4)), eps=1e-5)
     return pg.PrivateGradient(model, linear_loss, plan, precondition=made)
 
 
@@ -283,7 +283,7 @@ def test_a_state_of_something_else_is_refused():
     plan, model = plan_of(8), nn.Linear(4, 1, bias=False)
     state = adagrad(model, plan).state_dict()
     others: tuple[dict[str, Any], ...] = (
-        {"precondition": pg.precondition.public_rmsprop(public_of(model, torch.ones(2, 4)))},
+        {"precondition": pg.precondition.public_rmsprop(public_of(model, torch.ones(2, 4)), eps=1e-5)},
         {},
     )
     for options in others:
@@ -306,7 +306,9 @@ def test_after_a_failure_the_scales_are_those_of_the_step():
     public = pg.PublicGradient(model, losses, (torch.full((2, 4), 100.0),), source="test")
     plan = plan_of(8)
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
-    private_grad = pg.PrivateGradient(model, linear_loss, plan, precondition=pg.precondition.public_adagrad(public))
+    private_grad = pg.PrivateGradient(
+        model, linear_loss, plan, precondition=pg.precondition.public_adagrad(public, eps=1e-5)
+    )
     with pytest.raises(pg.PrivacyError, match="public gradient of 'weight' to be finite"):
         private_grad(next(plan.batches(data)))
     wrong.clear()
@@ -320,7 +322,7 @@ def test_parameters_that_are_unfrozen_within_a_pass_get_scales_at_once(rule: Any
     model[0].weight.requires_grad_(False)
     public = pg.PublicGradient(model, loss_fn, TensorDataset(*make_data(10).tensors), source="test")
     plan = plan_of(32, sample_rate=0.25, expected_batch_size=8)
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=rule(public, schedule="epoch"))
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=rule(public, eps=1e-5, schedule="epoch"))
     batches = plan.batches(make_data())
     private_grad(next(batches))
     model[0].weight.requires_grad_(True)
@@ -331,7 +333,7 @@ def test_parameters_that_are_unfrozen_within_a_pass_get_scales_at_once(rule: Any
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_moments_of_half_precision_are_wide(dtype: torch.dtype):
     model = nn.Linear(4, 1, bias=False).to(dtype)
-    made = pg.precondition.public_adagrad(public_of(model, torch.full((2, 4), 1e-4, dtype=dtype)))
+    made = pg.precondition.public_adagrad(public_of(model, torch.full((2, 4), 1e-4, dtype=dtype)), eps=1e-5)
     plan = plan_of(8)
     private_grad = pg.PrivateGradient(model, linear_loss, plan, precondition=made)
     for batch in [next(plan.batches(TensorDataset(torch.randn(8, 4, dtype=dtype), torch.randn(8, 1, dtype=dtype))))]:
@@ -399,7 +401,7 @@ def test_a_parameter_of_no_size_has_scales_too():
             return self.layer(x) + self.nothing(x[:, :0])
 
     model = WithNothing()
-    made = pg.precondition.public_rmsprop(public_of(model, torch.ones(2, 4)))
+    made = pg.precondition.public_rmsprop(public_of(model, torch.ones(2, 4)), eps=1e-5)
     assert length(released(model, (torch.randn(8, 4), torch.randn(8, 3)), precondition=made)) > 0
 
 
