@@ -122,7 +122,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 steps = torch.as_tensor(float(_number(group["lr"])) * per_lr, dtype=torch.float64)
                 squares += float(steps.square().mean()) * parameter.numel()
                 count += parameter.numel()
-        return math.sqrt(squares / count) if count else math.nan
+        # Rounded, so that a given noise step is read back as it was given.
+        return float(f"{math.sqrt(squares / count):.12g}") if count else math.nan
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, closure: Callable[[], NoisyGradient] | None = None, *, grad: NoisyGradient | None = None
