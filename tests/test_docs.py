@@ -91,7 +91,7 @@ def test_the_guides_fit_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     account_by_rdp(monkeypatch)
     torch.manual_seed(0)
-    (block,) = (block for block in blocks("docs/guide.md", "python") if "pg.fit(" in block.text)
+    (block,) = (block for block in blocks("docs/guide.md", "python") if "result = pg.fit(" in block.text)
     names: dict[str, Any] = {}
     exec(block.text, names)
     assert names["result"].curve[-1]["accuracy"] > 0.8
