@@ -32,6 +32,19 @@ def test_frequencies_are_the_papers_formula():
     assert frequencies(COUNTS, parameter="w", dim=0, source="test")["w"].shape == (6, 1)
 
 
+def test_a_power_of_frequencies_shrinks_the_ratios():
+    def scales(**options: float) -> Any:
+        return frequencies(COUNTS, parameter="w", dim=1, source="test", cap=1e3, division=50.0, **options)["w"][
+            0
+        ].numpy()
+
+    f = (COUNTS.numpy() + 0.1) / 611 + 1e-10
+    for power in (0.1, 0.5):
+        np.testing.assert_allclose(scales(power=power), 50 / np.minimum(1e3, f.max() / f) ** power, rtol=1e-12)
+    np.testing.assert_allclose(scales(power=0.0), np.full(6, 50.0))
+    np.testing.assert_array_equal(scales(power=1.0), scales())
+
+
 def test_by_rank_has_two_levels():
     scales = by_rank(COUNTS, parameter="w", dim=1, source="test", frequent=2, multiplier=20.0)
     torch.testing.assert_close(scales["w"][0], torch.tensor([0.05, 1, 1, 0.05, 0.05, 0.05]).double())
@@ -106,6 +119,9 @@ def test_with_scikit_learns_weights():
         (torch.ones(0), {}, "counts"),
         (COUNTS, {"cap": 0.5}, "cap"),
         (COUNTS, {"division": 0.0}, "division"),
+        (COUNTS, {"power": -0.1}, r"frequencies: expected power to be in \[0, 1\], got -0.1"),
+        (COUNTS, {"power": 1.1}, "power"),
+        (COUNTS, {"power": math.nan}, "power"),
         (COUNTS, {"dim": 2}, "dim"),
         (COUNTS, {"provenance": "hearsay"}, "provenance"),
         (COUNTS, {"source": ""}, "provenance"),

@@ -44,22 +44,27 @@ def gradient_of(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.autograd.grad(F.cross_entropy((w @ x)[None], y[None]), w)[0]
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("unit", ["eps", "eps inside", "noise_eps"])
 @pytest.mark.parametrize("schedule", ["step", "epoch"])
 @pytest.mark.parametrize("rule", RULES)
-def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool):
-    """Twelve steps, float64, no noise: the released gradients and the weights."""
+def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, unit: str):
+    """Twelve steps, float64: the gradients before their noise (which eps does not need), and the weights."""
     torch.manual_seed(0)
     x, y, px, py = torch.randn(32, 5).double(), torch.arange(32) % 3, torch.randn(11, 5).double(), torch.arange(11) % 3
     model = nn.Linear(5, 3, bias=False).double()
     w = model.weight.detach().clone()
-    plan = make_plan(noise_multiplier=0.0, steps=12, max_grad_norm=2.0)
+    by_noise = unit == "noise_eps"
+    clip_norm = 0.3 if by_noise else 2.0
+    plan = make_plan(noise_multiplier=0.6 if by_noise else 0.0, steps=12, max_grad_norm=clip_norm, seed=0)
     gradient = pg.PublicGradient(model, loss_fn, (px, py), source="test", batch_size=4)
     decays: dict[str, dict[str, Any]] = {"rmsprop": {"alpha": 0.8}, "adam": {"betas": (0.7, 0.8)}}
-    made = RULES[rule](gradient, **decays.get(rule, {}), eps=1e-3, eps_inside=inside, schedule=schedule)
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=made)
+    of_unit: dict[str, Any] = {"noise_eps": 4.0} if by_noise else {"eps": 1e-3, "eps_inside": unit == "eps inside"}
+    made = RULES[rule](gradient, **decays.get(rule, {}), **of_unit, schedule=schedule)
+    private_grad, seen = pg.PrivateGradient(model, loss_fn, plan, precondition=made), list[Tensor]()
+    private_grad.register_raw_observer(lambda raw: seen.append(raw.raw_mean["weight"].clone()))
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5)
-    plain = AdaDPS(gradient_of, px, py, batch_size=4, rule=rule, inside=inside)
+    noise = 4.0 * 0.6 * clip_norm / 8  # k sigma C / B
+    plain = AdaDPS(gradient_of, px, py, batch_size=4, rule=rule, unit=unit, noise=noise)
     clipped = 0
     for step, batch in enumerate(plan.batches(TensorDataset(x, y))):
         if schedule == "step":
@@ -67,15 +72,132 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, inside: bool
         elif step % 4 == 0:  # q = 1/4: an expected pass takes four steps
             plain.see_epoch(w, step // 4)
         inputs, labels = batch.examples
-        parts = [plain.contribution(w, a, b, 2.0) for a, b in zip(inputs, labels, strict=True)]
-        clipped += sum(float(part.norm()) > 1.999 for part in parts)
+        parts = [plain.contribution(w, a, b, clip_norm) for a, b in zip(inputs, labels, strict=True)]
+        clipped += sum(float(part.norm()) > 0.9995 * clip_norm for part in parts)
         wanted = sum(parts, torch.zeros(3, 5).double()) / plan.expected_batch_size
         released = private_grad(batch)
-        torch.testing.assert_close(released["weight"], wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(seen.pop(), wanted, rtol=1e-9, atol=1e-12)
+        if not by_noise:
+            torch.testing.assert_close(released["weight"], wanted, rtol=1e-9, atol=1e-12)
         optimizer.step(grad=released)
-        w = w - 0.5 * wanted
+        w = w - 0.5 * released["weight"]
         torch.testing.assert_close(model.weight.detach(), w, rtol=1e-9, atol=1e-12)
     assert clipped > 0
+
+
+def test_noise_eps_divides_by_hand():
+    """A = 1 + |h| / (k s) with alpha = 0: two coordinates far below and far above k s, one level with it."""
+    model = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+
+    def linear(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        return model(batch[0])[:, 0]
+
+    plan = make_plan(noise_multiplier=2.0, max_grad_norm=4.0)  # s = 2 * 4 / 8 = 1
+    h = torch.tensor([[0.002, 2.0, 2000.0]])
+    gradient = pg.PublicGradient(model, linear, (h,), source="test")
+    made = pg.precondition.public_rmsprop(gradient, alpha=0.0, noise_eps=2.0).begun(model)
+    parameters = dict(model.named_parameters())
+
+    def scales(noise_std: float) -> Tensor:
+        found = made.transform(0, epoch_steps=4, noise_std=noise_std, parameters=parameters, raw_mean=dict)
+        return 1 / found.inverse_scales["weight"][0]
+
+    torch.testing.assert_close(scales(plan.noise_std), torch.tensor([1.001, 2.0, 1001.0]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_noise_eps_counts_in_units_of_the_noise(rule: str):
+    """Loss and C times 8: every gradient is 8 times as large, and its noise too. With eps, other directions."""
+
+    def released(size: float, **options: float) -> Tensor:
+        model = make_model(torch.float64)
+
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return size * loss_fn(model, batch)
+
+        examples = TensorDataset(*make_data(10, torch.float64).tensors)
+        gradient = pg.PublicGradient(model, loss, examples, source="test")
+        plan = make_plan(max_grad_norm=0.1 * size, seed=0, steps=3)
+        made = RULES[rule](gradient, **options)
+        private_grad = pg.PrivateGradient(model, loss, plan, precondition=made)
+        found = [private_grad(batch) for batch in plan.batches(make_data(dtype=torch.float64))]
+        return torch.cat([value.flatten() for step in found for value in step.values()])
+
+    torch.testing.assert_close(released(8.0, noise_eps=0.5), 8 * released(1.0, noise_eps=0.5))
+    assert not torch.allclose(released(8.0, eps=1e-2), 8 * released(1.0, eps=1e-2), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "noise_std"),
+    [
+        (make_plan(noise_multiplier=0.5, max_grad_norm=2.0), 0.5 * 2.0 / 8),
+        (make_plan(noise_multiplier=0.5, max_grad_norm=2.0, group_size=2), 0.5 * 2 * 2.0 / 4),
+        (make_plan(noise_multiplier=0.5, max_grad_norm=2.0).scaled(0.5), 0.5 * 2.0 / 8),
+        (make_plan(noise_multiplier=0.0), 0.0),
+    ],
+    ids=["plain", "groups", "simulation", "no noise"],
+)
+def test_a_preconditioner_is_told_the_noise_of_the_released_mean(plan: pg.PrivacyPlan, noise_std: float):
+    told: list[tuple[float, int]] = []
+
+    class Noting(pg.precondition.Preconditioner):
+        source = "a test"
+
+        def transform(self, step: int, *, noise_std: float, epoch_steps: int, **_: Any) -> Any:
+            told.append((noise_std, epoch_steps))
+            return pg.precondition.Transform()
+
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=Noting())
+    found = private_grad(first_batch(plan, make_data()))
+    assert told == [(pytest.approx(noise_std), 4)]
+    assert found.noise_std == pytest.approx(noise_std)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "raw"])
+def test_noise_eps_is_refused_where_it_means_nothing(rule: str):
+    model = make_model()
+
+    def make(**options: Any) -> pg.precondition.Preconditioner:
+        if rule == "raw":
+            return pg.precondition.raw_ideal_rmsprop(**options)
+        return RULES[rule](public(model), **options)
+
+    name = "raw_ideal_rmsprop" if rule == "raw" else f"public_{rule}"
+    for wrong in (0.0, -1.0, math.nan, math.inf, "1"):
+        with pytest.raises(pg.PrivacyError, match=f"{name}: expected noise_eps to be a positive finite number"):
+            make(noise_eps=wrong)
+    with pytest.raises(
+        pg.PrivacyError, match=rf"{name}: expected eps or noise_eps .* not both, got eps 1.0 and noise_e"
+    ):
+        make(noise_eps=2.0, eps=1.0)
+    for options in ({}, {"noise_eps": 2.0}):
+        with pytest.raises(pg.PrivacyError, match=f"{name}: expected eps_inside to be False for noise_eps, got True"):
+            make(eps_inside=True, **options)
+    plan = make_plan(noise_multiplier=0.0)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=make())
+    with pytest.raises(pg.PrivacyError, match=r"noise_std to be positive for noise_eps, got 0\.0; give eps in place"):
+        private_grad(first_batch(plan, make_data()))
+    assert private_grad.ledger.releases == 0
+
+
+def test_noise_eps_is_ten_unless_eps_is_given_and_a_resumed_run_has_the_same():
+    model, plan = make_model(), make_plan(seed=0)
+
+    def run_with(**options: Any) -> pg.PrivateGradient:
+        made = pg.precondition.public_rmsprop(public(model), **options)
+        return pg.PrivateGradient(model, loss_fn, plan, precondition=made)
+
+    batch = first_batch(plan, make_data())
+    found, same, paper = (run_with(**given)(batch) for given in ({}, {"noise_eps": 10.0}, {"eps": 1e-5}))
+    assert all(torch.equal(found[name], same[name]) for name in found)
+    assert not torch.equal(found["0.weight"], paper["0.weight"])
+    state = run_with().state_dict()
+    run_with(noise_eps=10.0).load_state_dict(state)
+    for options in ({"noise_eps": 9.0}, {"eps": 10.0}):
+        with pytest.raises(pg.PrivacyError, match="resume with the same perturb and precondition"):
+            run_with(**options).load_state_dict(state)
 
 
 def fixed(scales: dict[str, Tensor]) -> pg.precondition.Preconditioner:

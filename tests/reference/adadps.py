@@ -1,4 +1,4 @@
-"""AdaDPS in plain float64, one example at a time: Li et al. 2022, algorithm 1 (SPEC 7.1)."""
+"""AdaDPS in plain float64, one example at a time: Li et al. 2022, algorithm 1 (SPEC 7.1); and our noise_eps."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,25 @@ Gradient = Callable[[Tensor, Tensor, Tensor], Tensor]  # weights, input, label -
 
 
 class AdaDPS:
-    """Scales A and public momentum M for one weight tensor; `schedule` "step" or "epoch", eps in or outside."""
+    """Scales A and public momentum M for one weight tensor; `schedule` "step" or "epoch".
 
-    def __init__(self, gradient: Gradient, x: Tensor, y: Tensor, *, batch_size: int, rule: str, inside: bool) -> None:
+    `unit` is "eps", "eps inside" or "noise_eps". The last has `noise`, k times the standard deviation of the noise in
+    the mean gradient.
+    """
+
+    def __init__(
+        self,
+        gradient: Gradient,
+        x: Tensor,
+        y: Tensor,
+        *,
+        batch_size: int,
+        rule: str,
+        unit: str,
+        noise: float = 0.0,
+    ) -> None:
         self.gradient, self.x, self.y, self.batch_size = gradient, x, y, batch_size
-        self.rule, self.inside = rule, inside
+        self.rule, self.unit, self.noise = rule, unit, noise
         self.beta1, self.beta2, self.eps = 0.7, 0.8, 1e-3
         self.keep = 0.9 if rule == "adam" else 1.0
         self.v: Tensor | float = 0.0
@@ -40,6 +54,9 @@ class AdaDPS:
     def contribution(self, w: Tensor, x: Tensor, y: Tensor, clip: float) -> Tensor:
         """One example's, after transforming and clipping."""
         v = torch.as_tensor(self.v)
-        a = torch.sqrt(v + self.eps) if self.inside else torch.sqrt(v) + self.eps
+        if self.unit == "noise_eps":
+            a = 1 + torch.sqrt(v) / self.noise
+        else:
+            a = torch.sqrt(v + self.eps) if self.unit == "eps inside" else torch.sqrt(v) + self.eps
         g = (self.keep * self.gradient(w, x, y) + (1 - self.keep) * self.m) / a
         return g / max(1.0, float(g.norm()) / clip)

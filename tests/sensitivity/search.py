@@ -57,6 +57,7 @@ class Options:
     clip: str
     max_grad_norm: float
     preconditioner: str
+    unit: tuple[str, float]
     microbatch: int | None
     memory_mb: float | None
     expected: int
@@ -153,6 +154,7 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     drawn = draw_model(draw, first, alone=alone)
     count = 2 ** rng.choice((10, 11, 12, 12, 12, 13)) if crowd else rng.choice((2, 3, 5, 8, 9, 16, 17, 24, 33, 64))
     sizes = random.Random(f"sizes {seed} {number}")  # of its own, so that older cases stay as they were drawn
+    units = random.Random(f"units {seed} {number}")
     microbatch = None if crowd else rng.choice((None, None, None, 1, 2, 4, 8, 16, count, count - 1))
     if crowd and sizes.random() < 0.4:
         microbatch = count  # one pass, as an ordinary batch of a plan that expects as many
@@ -179,6 +181,7 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
         clip=_weighted(rng, {"Flat": 60, "PerLayer": 20, "Automatic": 0 if crowd else 20}),
         max_grad_norm=bound,
         preconditioner=preconditioner,
+        unit=units.choice((("eps", 1e-5), ("noise_eps", 10.0), ("noise_eps", 10.0 ** units.uniform(-3, 3)))),
         microbatch=microbatch,
         # Pass sizes follow the expected size and the memory, so one example more may start a new pass.
         memory_mb=sizes.choice((None, None, None, *((1.0, 4.0) if crowd else (0.01, 0.1)))),
@@ -196,7 +199,7 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
         examples=examples,
         places=sorted(rng.sample(places, min(2, len(places)))),
         profile=profile,
-        used=[*dict.fromkeys([*draw.used, profile, options.engine, contribution, options.clip, preconditioner])],
+        used=[*dict.fromkeys([*draw.used, profile, options.engine, contribution, options.clip, *_names(options)])],
         clip=_clip(draw, options.clip, drawn.model),
         perturb=_perturbation(contribution, options.radius),
         direction={name: torch.randn(p.shape) for name, p in trainable(drawn.model).items()},
@@ -208,6 +211,11 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
         drawn.model.double()
         case.examples, case.public_examples = doubled(case.examples), doubled(case.public_examples)
     return case
+
+
+def _names(options: Options) -> list[str]:
+    """Return the preconditioner's name, and that of its unit if it has one."""
+    return [options.preconditioner, *([options.unit[0]] if options.preconditioner == "public_adam" else [])]
 
 
 def _weighted(rng: random.Random, weights: Mapping[str, int]) -> str:
@@ -287,7 +295,8 @@ class Oracle:
             transform = precondition.fixed(pg.Scales(case.scales, provenance="common knowledge", source="drawn"))
         elif options.preconditioner == "public_adam":
             gradient = PublicGradient(self.model, self.loss, case.public_examples, source="drawn")
-            transform = precondition.public_adam(gradient, keep=0.9)
+            name, value = options.unit
+            transform = precondition.public_adam(gradient, keep=0.9, **{name: value})
         self.private_grad = pg.PrivateGradient(
             self.model,
             self.loss,
