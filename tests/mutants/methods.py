@@ -15,6 +15,7 @@ from privgrad.gradient import module_state, precondition
 from privgrad.gradient.engines import vmap as engines
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.moments import Moments
+from privgrad.optim import base
 from privgrad.optim.adaptive import Debiased
 from privgrad.optim.base import PrivateOptimizer
 from privgrad.optim.debias import debias, noise_floor
@@ -225,6 +226,44 @@ def gradients_left_behind(patch: Patch) -> None:
     patch.setattr(PrivateOptimizer, "_clear", lambda self: None)
 
 
+def momentum_forgotten(patch: Patch) -> None:
+    """The noise step of one update, in place of that of many."""
+    patch.setattr(pg.optim.SGD, "_noise_step_per_lr", lambda self, group, noise_std: noise_std)
+
+
+def noise_not_divided_out(patch: Patch) -> None:
+    """The rate is that of the noise step, and the gradient goes as it is into states, whose eps counts noise."""
+
+    def wrong(self: Any, gradient: NoisyGradient, names: list[str]) -> None:
+        groups = [group for group in self.param_groups if group["lr_is_noise_step"]]
+        steps = [group["lr"] for group in groups]
+        for group in groups:
+            first = float(torch.as_tensor(gradient.noise_std_of(group["param_names"][0])).flatten()[0])
+            group["lr"] = group["lr"] / self._noise_step_per_lr(group, first)
+        self._update(gradient)
+        for group, step in zip(groups, steps, strict=True):
+            group["lr"] = step
+
+    patch.setattr(PrivateOptimizer, "_update_in_noise_units", wrong)
+
+
+def noise_step_without_noise(patch: Patch) -> None:
+    everywhere(patch, base._require_noise, lambda function, gradient, names: None)
+
+
+def noise_of_the_first_release(patch: Patch) -> None:
+    """Each later gradient is divided by the noise of the first one."""
+    real, first = PrivateOptimizer._update_in_noise_units, dict[str, Any]()
+
+    def wrong(self: Any, gradient: NoisyGradient, names: list[str]) -> None:
+        for name in gradient:
+            first.setdefault(name, gradient.noise_std_of(name))
+        real(self, replace(gradient, noise_std=first), names)
+
+    patch.setattr(PrivateOptimizer, "_update_in_noise_units", wrong)
+
+
+NOISE_STEP = "test_noise_step.test_pure_noise_moves_a_weight_by_the_noise_step"
 FIFTY_STEPS = "test_dp_adambc.test_fifty_steps_agree_with_the_plain_version"
 PERTURBING = [
     Mutant(
@@ -344,7 +383,7 @@ OPTIMIZERS = [
         "debiased without a floor on the noise's scale",
         without_a_floor,
         "test_optimizers.test_debiased_steps_are_a_bounded_number_of_learning_rates",
-        {"name": "AdamBC"},
+        {"name": "AdamBC", "floor": 1.0, "most": 1.0},
     ),
     Mutant(
         "an optimizer that takes bare gradients",
@@ -357,5 +396,23 @@ OPTIMIZERS = [
         gradients_left_behind,
         "test_optimizers.test_leaves_no_gradient_behind_and_closure_equals_grad",
         lambda module: {"row": module.OPTIMIZERS["SGD"]},
+    ),
+    Mutant("a noise step that forgets momentum", momentum_forgotten, NOISE_STEP, {"name": "SGD, momentum"}),
+    Mutant(
+        "a noise step whose noise is not divided out of the gradient",
+        noise_not_divided_out,
+        "test_noise_step.test_it_equals_the_learning_rate_that_it_stands_for",
+        {"name": "Adam"},
+    ),
+    Mutant(
+        "a noise step by the noise of the first release",
+        noise_of_the_first_release,
+        "test_noise_step.test_noise_that_changes_over_time_moves_a_weight_by_the_same_step",
+        {"name": "MomentumSGD"},
+    ),
+    Mutant(
+        "a noise step of a release without noise",
+        noise_step_without_noise,
+        "test_noise_step.test_one_of_both_is_taken_and_noise_is_needed",
     ),
 ]
