@@ -40,6 +40,9 @@ WITHOUT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "RMSpropPub": (pg.optim.RMSpropPub, {"public": dict}, "public gradients"),
     "AdamPub": (pg.optim.AdamPub, {"public": dict}, "public gradients"),
     "MirrorDescent": (pg.optim.MirrorDescent, {"public": dict, "horizon": 5}, "public gradients"),
+    "momentum of one": (pg.optim.SGD, {"momentum": 1.0}, "momentum=1.0"),
+    "dampened to nothing": (pg.optim.SGD, {"momentum": 0.5, "dampening": 1.0}, "dampening=1.0"),
+    "RMSprop, momentum of one": (pg.optim.RMSprop, {"momentum": 1.0}, "momentum=1.0"),
     "amsgrad": (pg.optim.Adam, {"amsgrad": True}, "amsgrad"),
     "floor rule": (pg.optim.AdamBC, {"floor_rule": "add"}, "floor_rule"),
     "gamma'": (pg.optim.AdamBC, {"gamma_prime": 1e-8}, "debias_floor"),
@@ -101,6 +104,39 @@ def test_an_optimizer_without_a_noise_step_refuses_it_by_name(name: str):
         assert math.isnan(optimizer.noise_step)
     with pytest.raises(pg.PrivacyError, match=f"noise_step to be absent.*{told}"):
         optimizer.add_param_group({"params": [("q", nn.Parameter(torch.zeros(1)))], "noise_step": 0.1})
+
+
+def test_an_optimizer_that_does_not_say_its_noise_step_has_none():
+    class Signs(PrivateOptimizer):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, defaults={"lr": lr})
+
+        def _update(self, gradient: NoisyGradient) -> None:
+            for group in self.param_groups:
+                for name, parameter in self._active(group):
+                    parameter.data.add_(gradient[name].sign(), alpha=-group["lr"])
+
+    assert not Signs.has_noise_step()
+    with pytest.raises(pg.PrivacyError, match=r"Signs: expected noise_step to be absent .*, got Signs; give lr"):
+        made(Signs, noise_step=0.1)
+    optimizer, parameter = made(Signs, lr=0.5)
+    optimizer.step(grad=NoisyGradient({"p": torch.ones(4)}, 1.0))
+    assert math.isnan(optimizer.noise_step)
+    assert parameter.tolist() == [-0.5] * 4
+    with pytest.raises(pg.PrivacyError, match="noise_step to be absent"):
+        optimizer.add_param_group({"params": [("q", nn.Parameter(torch.zeros(1)))], "noise_step": 0.1})
+
+
+def test_without_noise_the_noise_step_of_a_rate_is_zero():
+    for kind, options in (
+        (pg.optim.SGD, {}),
+        (pg.optim.Adam, {}),
+        (pg.optim.Adam, {"eps": 0.0}),
+        (pg.optim.AdamBC, {}),
+    ):
+        optimizer, _ = made(kind, lr=0.5, **options)
+        optimizer.step(grad=NoisyGradient({"p": torch.ones(4)}, 0.0))
+        assert optimizer.noise_step == 0.0
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum", "Adam", "MomentumSGD", "AdamBC"])

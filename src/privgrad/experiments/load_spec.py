@@ -247,6 +247,9 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         got = "non_private = true" if method.non_private else f"lr = {method.lr}"
         remedy = remedy if method.non_private else "leave one of the two out"
         raise expected("load_spec", place, "to be given without this", got, remedy)
+    if by_noise and not method.has_noise_step:
+        place, condition = f"methods.{method.name}.noise_step", "to be absent for an optimizer without one"
+        raise expected("load_spec", place, condition, method.optimizer, "give lr in its place")
     by_noise = any(candidate.noise_step is not None for candidate in spec.grid(method))
     rate = Candidate(1.0, noise_step=0.1) if by_noise else Candidate(1.0, lr=0.1)
     own = [[(name, value) for value in values] for name, values in method.tune.items()]

@@ -169,7 +169,8 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 assert tuning is not None
                 for candidate in spec.grid(method):
                     do(method, candidate, tuning.seeds, "tuning")
-                while tuning.extend and (more := beyond_edge(seen(), method.name, tuning.by)) is not None:
+                grows = tuning.extend and not method.has_fixed_rate
+                while grows and (more := beyond_edge(seen(), method.name, tuning.by)) is not None:
                     bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
                     do(method, more, tuning.seeds, "tuning")
                 best = best_candidate(seen(), method.name, tuning.by)

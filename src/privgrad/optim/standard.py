@@ -28,6 +28,11 @@ class SGD(PrivateOptimizer, torch.optim.SGD):
         dampening = group["dampening"] if group["momentum"] else 0.0
         return noise_std * (1 - dampening) / (1 - group["momentum"])
 
+    def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
+        if group["momentum"] >= 1:
+            return f"momentum={group['momentum']}"
+        return f"dampening={group['dampening']}" if group["momentum"] and group["dampening"] >= 1 else ""
+
 
 class MomentumSGD(PrivateOptimizer):
     """An SGD with momentum and Adam's startup correction. DP-Adam behaves like it where noise dominates.
@@ -129,11 +134,12 @@ class _Adaptive(PrivateOptimizer):
 
     def _noise_step_per_lr(self, group: Mapping[str, Any], noise_std: float | Tensor) -> float | Tensor:
         eps = group["eps"]
-        share = noise_std / (noise_std + eps) if eps else 1.0
+        share = noise_std / (noise_std + eps) if eps else 1.0 * (noise_std > 0)
         return share / (1 - group.get("momentum", 0.0))
 
     def _why_no_noise_step(self, group: Mapping[str, Any]) -> str:
-        return "amsgrad=True" if group.get("amsgrad") else ""
+        momentum = group.get("momentum", 0.0)
+        return "amsgrad=True" if group.get("amsgrad") else f"momentum={momentum}" if momentum >= 1 else ""
 
 
 class Adam(_Adaptive, torch.optim.Adam):
