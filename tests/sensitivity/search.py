@@ -295,8 +295,8 @@ class Oracle:
             transform = precondition.fixed(pg.Scales(case.scales, provenance="common knowledge", source="drawn"))
         elif options.preconditioner == "public_adam":
             gradient = PublicGradient(self.model, self.loss, case.public_examples, source="drawn")
-            name, value = options.unit
-            transform = precondition.public_adam(gradient, keep=0.9, **{name: value})
+            unit: dict[str, Any] = dict([options.unit])
+            transform = precondition.public_adam(gradient, keep=0.9, **unit)
         self.private_grad = pg.PrivateGradient(
             self.model,
             self.loss,

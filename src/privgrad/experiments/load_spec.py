@@ -251,6 +251,9 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         place, condition = f"methods.{method.name}.noise_step", "to be absent for an optimizer without one"
         raise expected("load_spec", place, condition, method.optimizer, "give lr in its place")
     by_noise = any(candidate.noise_step is not None for candidate in spec.grid(method))
+    if by_noise and spec.privacy.noise_multiplier == 0:
+        got, remedy = spec.privacy.noise_multiplier, "give lr in place of noise steps"
+        raise expected("load_spec", "privacy.noise_multiplier", f"to be > 0 for {method.name}", got, remedy)
     rate = Candidate(1.0, noise_step=0.1) if by_noise else Candidate(1.0, lr=0.1)
     own = [[(name, value) for value in values] for name, values in method.tune.items()]
     for values in itertools.product(*own):
