@@ -183,8 +183,10 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
         "_active": "static group",
     },
 }
-FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_require_options", "_active"}
-FOR_SUBCLASSES |= {"_noise_step_per_lr", "_why_no_noise_step"}
+FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_require_options", "_active"} | {
+    "_noise_step_per_lr",
+    "_why_no_noise_step",
+}
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
     "compare": "spec --out --restart --json",
@@ -218,8 +220,8 @@ def members(kind: type[Any]) -> dict[str, str]:
         if isinstance(member, property):
             found[name] = "property"
         elif callable(member) or isinstance(member, classmethod):
-            kind_of = {staticmethod: ["static"], classmethod: ["class"]}
-            words = ["abstract"] if name in abstract else kind_of.get(type(member), [])
+            words = ["abstract"] if name in abstract else ["static"] if isinstance(member, staticmethod) else []
+            words = ["class"] if isinstance(member, classmethod) else words
             found[name] = " ".join([*words, *inspect.signature(getattr(kind, name)).parameters])
         else:
             found[name] = f"= {member!r}"

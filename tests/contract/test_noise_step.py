@@ -128,12 +128,9 @@ def test_an_optimizer_that_does_not_say_its_noise_step_has_none():
 
 
 def test_without_noise_the_noise_step_of_a_rate_is_zero():
-    for kind, options in (
-        (pg.optim.SGD, {}),
-        (pg.optim.Adam, {}),
-        (pg.optim.Adam, {"eps": 0.0}),
-        (pg.optim.AdamBC, {}),
-    ):
+    rows: list[tuple[Any, dict[str, Any]]] = [(pg.optim.SGD, {}), (pg.optim.Adam, {}), (pg.optim.AdamBC, {})]
+    rows.append((pg.optim.Adam, {"eps": 0.0}))
+    for kind, options in rows:
         optimizer, _ = made(kind, lr=0.5, **options)
         optimizer.step(grad=NoisyGradient({"p": torch.ones(4)}, 0.0))
         assert optimizer.noise_step == 0.0

@@ -346,5 +346,5 @@ def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimize
     """Return a new optimizer of this name, with the further arguments that its constructor takes."""
     kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[name]
     given = {"horizon": steps, "public": _public(model)}
-    extra = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
+    extra: dict[str, Any] = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
     return kind(model.named_parameters(), lr=_LR, **extra)
