@@ -21,7 +21,8 @@ from privgrad.experiments.records import diagnosed, diagnosis, histograms
 from privgrad.experiments.report import figures
 from privgrad.experiments.report.metadata import metadata_of
 from privgrad.experiments.report.page import write_report
-from privgrad.experiments.runner import compare
+from privgrad.experiments.runner import Run, _ClipFraction, compare, train
+from privgrad.experiments.spec import Spec
 from privgrad.private_gradient import RawStep
 
 SPEC: dict[str, Any] = {
@@ -84,6 +85,103 @@ def test_only_who_asks_gets_what_is_not_private_and_records_stay_small(
         assert kept == ([2] if other["phase"] == "final" and other["method"] != "DP-SGD" else [])
     assert len(watched) == 8
     assert (watched_at / "runs.jsonl").exists()
+
+
+def one_method(method: str = "DP-SGD", *, norm: float = 1.0, diagnose: bool = False, **options: Any) -> Spec:
+    """The experiment with one method and one rate."""
+    changed = next(table for table in SPEC["methods"] if table["name"] == method) | {"max_grad_norm": norm} | options
+    run = {"num_evaluations": 3, "diagnose": diagnose}
+    return check_spec({k: v for k, v in SPEC.items() if k != "tuning"} | {"methods": [changed], "run": run}, "test")
+
+
+def keys_in(value: Any) -> set[str]:
+    """Every key of nested tables and lists."""
+    if isinstance(value, dict):
+        return {str(key) for key in value} | {key for inner in value.values() for key in keys_in(inner)}
+    return {key for inner in value for key in keys_in(inner)} if isinstance(value, list | tuple) else set()
+
+
+def saved_by(out: Path) -> tuple[str, set[str]]:
+    """The text of runs.jsonl and the ledger, and every key of the checkpoint."""
+    (ledger,), (checkpoint,) = out.glob("runs/*/ledger.jsonl"), out.glob("runs/*/checkpoint.pt")
+    keys = keys_in(torch.load(checkpoint, weights_only=False))
+    assert "curve" in keys
+    return (out / "runs.jsonl").read_text() + ledger.read_text(), keys
+
+
+def test_a_training_whose_norms_stay_below_c_says_so(tmp_path: Path, by_rdp: None):
+    with pytest.warns(UserWarning, match="NOT PRIVATE: DP-SGD clipped 0% of the gradients .*: lower max_grad_norm"):
+        (record,) = train(one_method(norm=1e6), tmp_path / "large", seed=0, progress=False)
+    assert record["raw_clip_fraction"] == 0.0
+    (record,) = train(one_method(norm=1e-6), tmp_path / "small", seed=0, progress=False)  # warnings are errors here
+    assert record["raw_clip_fraction"] == 1.0
+    (record,) = train(one_method(norm=1e6, non_private=True), tmp_path / "none", seed=0, progress=False)
+    assert "raw_clip_fraction" not in record
+
+
+@pytest.mark.parametrize("diagnose", [False, True])
+def test_a_private_run_keeps_what_came_before_its_noise_apart(diagnose: bool, tmp_path: Path, by_rdp: None):
+    spec = one_method("DP-Adam", norm=1e6, lr=0.01, diagnose=diagnose)  # and no warning of the clip fraction
+    (record,) = train(spec, tmp_path, progress=False)
+    text, keys = saved_by(tmp_path)
+    assert record["seed"] is None
+    assert "raw_" not in text.replace("raw_nonfinite_examples", "")
+    assert {key for key in keys if key.startswith("raw_")} <= {"raw_nonfinite_examples"}
+    assert (tmp_path / "raw").exists() == diagnose
+    if diagnose:
+        name = Run(spec.methods[0], spec.grid(spec.methods[0])[0], None, "final").name
+        assert [path.name for path in (tmp_path / "raw").iterdir()] == [f"{name}.jsonl"]
+        rows = [json.loads(line) for line in (tmp_path / "raw" / f"{name}.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [row["step"] for row in record["curve"]] == [2, 4, 6]
+        assert all({"raw_clip_fraction", "raw_layers", "raw_moments"} <= row.keys() for row in rows)
+
+
+def test_a_run_under_a_research_seed_has_its_diagnostics_in_its_curve(tmp_path: Path, by_rdp: None):
+    spec = one_method("DP-Adam", norm=0.01, lr=0.01, diagnose=True)
+    (record,) = train(spec, tmp_path, seed=0, progress=False)
+    assert all("raw_layers" in row for row in record["curve"])
+    assert record["raw_clip_fraction"] == 1.0
+    assert "raw_layers" in saved_by(tmp_path)[1]
+    assert not (tmp_path / "raw").exists()
+
+
+@pytest.mark.parametrize(("steps", "counted"), [(25, [22, 23, 24]), (20, [18, 19]), (6, [5]), (1, [0])])
+def test_the_clip_fraction_is_that_of_the_last_tenth_of_the_steps(steps: int, counted: list[int]):
+    """Every example of one step is clipped, and none of the other ones: the share counts examples."""
+    plan = make_plan(steps=steps, seed=2)
+    seen: list[RawStep] = []
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
+    private_grad.register_raw_observer(lambda raw: seen.append(copy.deepcopy(raw)))
+    for batch in plan.batches(make_data()):
+        private_grad(batch)
+    sizes = [len(raw.clipping.raw_factors) for raw in seen]
+    for clipped in range(steps):
+        found = _ClipFraction(steps)
+        assert found.fraction is None
+        for raw in seen:
+            raw.clipping.raw_factors[:] = 0.5 if raw.step == clipped else 1.0
+            found.observe(raw)
+        total = sum(sizes[step] for step in counted)
+        assert found.fraction == pytest.approx(sizes[clipped] / total if clipped in counted else 0.0)
+
+
+def test_a_noise_step_has_the_diagnostics_of_its_learning_rate(tmp_path: Path, by_rdp: None):
+    """Moments are in units of the noise, whichever rate was given."""
+    found = []
+    for rate in ({"lr": 0.02}, {"noise_step": 0.02}):
+        options = {"debias_floor": 1.0}
+        spec = one_method("DP-AdamBC", norm=0.1, diagnose=True, options=options, **rate)
+        found += train(spec, tmp_path / next(iter(rate)), seed=0, progress=False)
+    by_lr, by_step = found
+    assert by_lr["noise_step"] == pytest.approx(by_step["noise_step"], rel=1e-3)
+    assert (by_lr["lr"], by_step["lr"]) == (0.02, None)
+    for one, other in zip(by_lr["curve"], by_step["curve"], strict=True):
+        assert one["raw_clip_fraction"] == pytest.approx(other["raw_clip_fraction"], rel=1e-2)
+        assert one["raw_signal_to_noise"] == pytest.approx(other["raw_signal_to_noise"], rel=1e-2)
+    one, other = (record["curve"][-1]["raw_moments"] for record in found)
+    assert one.keys() == other.keys()
+    for kind in one:
+        assert sum(abs(a - b) for a, b in zip(one[kind], other[kind], strict=True)) <= 0.02 * sum(one[kind])
 
 
 def test_rows_are_what_they_say():

@@ -145,7 +145,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 bar.advance(task)
 
         def seen() -> list[Record]:
-            """Return the records that an uninterrupted comparison has by now, so that a resumed one chooses as it."""
+            """Return the records that an uninterrupted comparison has at this point, so that a resumed one chooses alike."""
             return [record for record in read_records(out) if (record["method"], candidate_of(record)) in tried]
 
         fair = [method for method in spec.methods if spec.shares_grid(method)]
@@ -200,7 +200,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         measured = measure(model, data.validation if validated else data.test, data)
         raw = {} if recorder is None else recorder.row()
         if raw and plan.seed is None:  # a private run keeps what was computed before the noise apart
-            _append_raw(out, run, raw)
+            _append_raw(out, run, {"step": private_grad.ledger.releases} | raw)
             return measured
         return measured | raw
 
