@@ -33,7 +33,7 @@ def test_frequencies_are_the_papers_formula():
 
 
 def test_a_power_of_frequencies_shrinks_the_ratios():
-    def scales(**options: float) -> Any:
+    def scales(**options: Any) -> Any:
         return frequencies(COUNTS, parameter="w", dim=1, source="test", cap=1e3, division=50.0, **options)["w"][
             0
         ].numpy()

@@ -19,7 +19,7 @@ _MOST_RATES = 16  # rates of one method, at which a growing grid stops
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a grid of rates shows about one method.
+    """A judgment of one method's grid of rates.
 
     Attributes:
         best: the best candidate.
