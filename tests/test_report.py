@@ -704,6 +704,8 @@ def test_the_verdict_on_a_grid_is_a_mark_and_words(
     cell = cells(page)["A"][3]
     assert cell == " ".join([f"{max(grid, key=lambda u: grid[u]):g}", *told])
     assert ('class="mark">⚠' in page) is warns
+    assert ("Plateau: rates that" in words(page)) is ("plateau" in told[-1])
+    assert ("a better rate may lie outside the grid" in words(page)) is warns
     # Over learning rates, with one seed in tuning, the mark is for the edge, as before.
     old = [tuning(lr=u, accuracy=a, max_grad_norm=1.0) for u, a in grid.items()]
     old = printed([*old, final(lr=max(grid, key=lambda u: grid[u]), max_grad_norm=1.0)])
@@ -794,6 +796,8 @@ def test_the_share_clipped_is_marked_not_private(tmp_path: Path) -> None:
     assert "Seeds NOT PRIVATE Clipped On floor" in page
     assert "NOT PRIVATE Clipped: share of gradients that were longer than C" in page
     assert "no ε covers it" in page
+    statement = page.split("Privacy statement")[1]
+    assert "NOT PRIVATE The share of clipped gradients was computed before the noise, and no ε" in statement
     users = words(write(tmp_path, over_grid("A", INSIDE), plan=PLAN | {"privacy_unit": "user"}))
     assert "share of updates that were longer than C in the last tenth of the rounds" in users
 
@@ -806,7 +810,7 @@ def test_a_private_run_shows_no_raw_number(tmp_path: Path) -> None:
     for seed, shown in ((0, True), (None, False)):
         records = [run | {"seed": seed, "curve": curve if seed is None else run["curve"]}]
         page = words(write(tmp_path, records))
-        for said in ("Clipped", "lower C", "3.1 %", "non-finite"):
+        for said in ("Clipped", "clipped gradients", "lower C", "3.1 %", "non-finite"):
             assert (said in page) is shown, said
         assert "Diagnostics" not in page
         assert ("clipped" in printed(records)) is shown
