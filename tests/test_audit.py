@@ -363,6 +363,17 @@ def test_a_specification_is_audited_with_a_canary_among_its_data(
     assert "NO" in here("audit", "one.toml", "--trials", 200, code=1).stdout
 
 
+def test_a_specification_is_audited_with_scales_that_follow_its_noise(here: Here, tmp_path: Path):
+    """Without the noise, these scales would not be those of the audited step."""
+    scaled = 'lr = 0.01\nprecondition = { rule = "public_rmsprop" }\npublic = { batch_size = 8 }\n'
+    text = ONE.replace("target_epsilon = 1.0", "noise_multiplier = 0.6").replace("lr = 0.01\n", scaled)
+    text = text.replace("num_examples = 1197", "num_examples = 1160")
+    (tmp_path / "one.toml").write_text(text.replace("validation = 240", "validation = 240\npublic = 37"))
+    (row,) = last_json(here("audit", "one.toml", "--trials", 400, "--confidence", 0.9999, "--json"))["audits"]
+    assert row["bound"] > 0.1
+    assert row["passed"]
+
+
 def test_specifications_that_cannot_be_audited_are_refused(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
     assert "to be one of DP-AdamBC" in here("audit", "one.toml", "--method", "DP-SGD", code=2).stderr

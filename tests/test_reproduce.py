@@ -231,6 +231,35 @@ def test_a_folder_of_another_item_is_left_alone(name: str, tmp_path: Path):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.usefixtures("without_rendering")
+def test_some_methods_of_an_item_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded: dict[str, DataSet] = {}
+    monkeypatch.setattr(runner, "make_data", lambda spec: once(loaded, spec))
+    command = ["reproduce", "heavy-tail/fig2", "--smoke", "--json", "--out", str(tmp_path / "some")]
+    some = [*command, "--method", "DP-GDM", "--method", "DP-AdamBC"]
+    answer = RUNNER.invoke(app, some)
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert {run["method"] for run in read_records(tmp_path / "some")} == {"DP-GDM", "DP-AdamBC"}
+    assert [name for name in found if name.startswith("DP-")] == ["DP-GDM", "DP-AdamBC"]
+    runs = (tmp_path / "some" / "runs.jsonl").read_bytes()
+    for other in (command, [*command, "--method", "DP-GDM"]):  # each choice needs a folder of its own
+        refused = RUNNER.invoke(app, other)
+        assert isinstance(refused.exception, pg.PrivacyError)
+        assert "runs of a spec with a different methods" in str(refused.exception)
+    assert RUNNER.invoke(app, some).exit_code == 0
+    assert (tmp_path / "some" / "runs.jsonl").read_bytes() == runs
+
+
+def test_an_unknown_method_of_an_item_is_refused_with_the_nearest(tmp_path: Path):
+    wrong = r"--method to be one of DP-GD, DP-GDM, DP-Adam, DP-AdamBC, got 'DP-AdmaBC'; did you mean 'DP-AdamBC'"
+    with pytest.raises(pg.PrivacyError, match=wrong):
+        reproduce("heavy-tail/fig2", tmp_path / "new", methods=["DP-GD", "DP-AdmaBC"])
+    with pytest.raises(pg.PrivacyError, match="--method to be one of none, got 'DP-GD'; leave --method out"):
+        reproduce("adadps/toy", tmp_path / "new", methods=["DP-GD"])
+    assert not (tmp_path / "new").exists()
+
+
 def test_what_cannot_be_shown_or_combined_is_refused(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="without --so-far"):
         reproduce("heavy-tail/fig2", tmp_path / "new", smoke=True, so_far=True)
