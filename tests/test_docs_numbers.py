@@ -82,11 +82,25 @@ def test_what_choosing_says_was_measured_stands_in_the_records():
 
 
 def test_what_choosing_says_in_words_stands_in_its_table():
-    text = CHOOSING.read_text()
+    text = re.sub(r"(?s)## Defaults without tuning\n.*?(?=## )", "", CHOOSING.read_text())  # the next test reads it
     before, table, after = re.split(r"((?:^\|.*\n)+)", text, maxsplit=1, flags=re.MULTILINE)
     numbers = re.findall(r"\d+\.\d+(?: %)?", before + after)
     assert numbers
     assert [number for number in numbers if number not in table] == []
+
+
+def test_the_defaults_without_tuning_stand_in_the_records():
+    found = [json.loads(line) for line in (ROOT / "results/defaults/runs.jsonl").read_text().splitlines()]
+    (section,) = re.findall(r"(?s)## Defaults without tuning\n.*?(?=## )", CHOOSING.read_text())
+    rows = re.findall(r"^\| (\w+), epsilon.*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|", section, re.MULTILINE)
+    assert len(rows) == 5
+    for name, step, product, accuracy in rows:
+        task = {"tags": "tags3"}.get(name, name.lower())
+        runs = [run for run in found if run["task"] == task and run["factor"] == 1]
+        assert len(runs) == 3
+        assert printed(100 * statistics.mean(run["accuracy"] for run in runs), accuracy) == accuracy
+        assert {run["noise_step"] for run in runs} == {float(step)}
+        assert runs[0]["noise_step"] * runs[0]["input_norm"] == pytest.approx(float(product), abs=5e-3)
 
 
 def rate(run: dict[str, Any]) -> float:

@@ -36,7 +36,7 @@ from privgrad.experiments.build import (
     warm_start,
 )
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
-from privgrad.experiments.records import own_text, rate_text
+from privgrad.experiments.records import FEW_CLIPPED, own_text, rate_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, wider
 from privgrad.optim.adaptive import Debiased
@@ -49,7 +49,6 @@ from privgrad.training_run import FitResult
 if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard
 
-_FEW_CLIPPED = 0.1
 Phase = Literal["tuning", "final"]
 
 
@@ -145,7 +144,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 bar.advance(task)
 
         def seen() -> list[Record]:
-            """Return the records that an uninterrupted comparison has at this point, so that a resumed one chooses alike."""
+            """Return the records that an uninterrupted comparison has here, so that a resumed one chooses alike."""
             return [record for record in read_records(out) if (record["method"], candidate_of(record)) in tried]
 
         fair = [method for method in spec.methods if spec.shares_grid(method)]
@@ -248,7 +247,7 @@ def _warn_of_raw(run: Run, result: FitResult, clip_fraction: float | None) -> No
             f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
             stacklevel=3,
         )
-    if clip_fraction is not None and clip_fraction < _FEW_CLIPPED and run.phase == "final":
+    if clip_fraction is not None and clip_fraction < FEW_CLIPPED and run.phase == "final":
         warnings.warn(
             f"NOT PRIVATE: {run.method.name} clipped {clip_fraction:.0%} of the gradients in the last tenth of its "
             f"steps. The noise is made for norms that do not occur: lower max_grad_norm",
