@@ -116,12 +116,61 @@ ema_decay = 0.99
 engine = "factored"
 memory_mb = 100.0
 """
+_STEPS = """
+title = "One grid of noise steps"
+[data]
+name = "digits"
+validation = 200
+public = 37
+[model]
+name = "linear"
+[privacy]
+noise_multiplier = 2.0
+delta = 1e-4
+max_grad_norm = 0.1
+num_examples = 1200
+expected_batch_size = 60
+steps = 100
+simulate = 2
+[[methods]]
+name = "DP-SGD"
+optimizer = "SGD"
+tune = { momentum = [0.5, 0.9] }
+schedule = { decay = "cosine", warmup = 0.05 }
+[[methods]]
+name = "Adam"
+optimizer = "Adam"
+tune = { betas = [[0.9, 0.99], [0.5, 0.99]] }
+[[methods]]
+name = "AdaDPS"
+optimizer = "SGD"
+precondition = { rule = "public_adam", options = { keep = 0.9, schedule = "epoch" } }
+tune = { "precondition.noise_eps" = [0.1, 10.0] }
+[[methods]]
+name = "public"
+optimizer = "MirrorDescent"
+lr = [1.0, 4.0]
+max_grad_norm = [0.1, 0.2]
+[[methods]]
+name = "fixed"
+optimizer = "AdamBC"
+noise_step = 0.02
+options = { debias_floor = 4.0 }
+[tuning]
+noise_steps = [0.01, 0.04]
+seeds = [100, 101]
+by = "loss"
+extend = true
+[run]
+schedule = "linear"
+"""
 
 
 def _write_specs(folder: Path) -> None:
     for file in (_ROOT / "examples").glob("*.toml"):
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "all.toml").write_text(_SPEC)
+    (folder / "steps.toml").write_text(_STEPS)
 
 
 def _read_specs(folder: Path) -> None:
