@@ -77,6 +77,18 @@ def test_words_are_vectors_with_a_single_one():
     assert norms_of(sparse, packed)[""] == pytest.approx(0.5)
 
 
+def test_a_layer_of_another_kind_may_take_one_number_an_example():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, None] * self.weight
+
+    assert norms_of(Scaled(), torch.tensor([3.0, 4.0]))[""] == pytest.approx(math.sqrt(12.5))
+
+
 def test_sequences_count_their_places():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))

@@ -221,7 +221,7 @@ def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
         padding = cast(Any, module.padding)
         squares = convolve(inputs.square(), ones, None, module.stride, padding, module.dilation, module.groups)
         return squares.flatten()
-    wide = inputs.flatten(1) if inputs.ndim < 2 else inputs
+    wide = inputs.unsqueeze(-1) if inputs.ndim < 2 else inputs
     return wide.square().sum(-1).flatten()
 
 

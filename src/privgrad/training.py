@@ -296,12 +296,12 @@ def _progress_bar(
             spent = private_grad.epsilon(steps=covered)
         elif not live and last.get("step") == step:
             spent = last["epsilon"]
-        told = _epsilon_note(private_grad, spent)
+        cost = _epsilon_note(private_grad, spent)
         rate = f"{result.examples_per_second:,.0f} {'users' if of_users else 'examples'}/s"
         numbers = (f"{k} {v:.3g}" for k, v in last.items() if k not in ("step", "epsilon") and isinstance(v, float))
         # A line has 80 columns. The words about a simulation take the room of the speed.
-        shown = (told, "" if "simulates" in told else rate, next(numbers, ""))
-        bar.update(task, advance=1, note="  ".join(filter(None, shown)))
+        parts = (cost, "" if "simulates" in cost else rate, next(numbers, ""))
+        bar.update(task, advance=1, note="  ".join(filter(None, parts)))
 
     try:
         with nullcontext() if bar is progress else bar:

@@ -9,7 +9,7 @@ examples through `fit` alone. No epsilon covers a choice by training loss.
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,10 +129,12 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec.
     """
     data, tuning = open_folder(spec, out), spec.tuning
-    planned = sum(len(spec.grid(method)) for method in spec.methods if spec.is_tuned(method))
+    seeds, by, extend = (tuning.seeds, tuning.by, tuning.extend) if tuning else ([], "accuracy", False)
+    tuned = [method for method in spec.methods if spec.is_tuned(method)]
+    fair = [method for method in tuned if spec.shares_grid(method)]
     tried: set[tuple[str, Candidate]] = set()
     with bars(shown=progress) as bar:
-        planned *= len(tuning.seeds) if tuning else 0
+        planned = sum(len(spec.grid(method)) for method in tuned) * len(seeds)
         task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
 
         def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
@@ -147,32 +149,25 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             """Return the records that an uninterrupted comparison has here, so that a resumed one chooses alike."""
             return [record for record in read_records(out) if (record["method"], candidate_of(record)) in tried]
 
-        fair = [method for method in spec.methods if spec.shares_grid(method)]
+        def tune(method: MethodTable, candidates: Iterable[Candidate], *, more: bool = False) -> None:
+            for candidate in candidates:
+                if more:  # than the bar has planned
+                    bar.update(task, total=(bar.tasks[task].total or 0) + len(seeds))
+                do(method, candidate, seeds, "tuning")
+
         for method in fair:
-            assert tuning is not None
-            for candidate in spec.grid(method):
-                do(method, candidate, tuning.seeds, "tuning")
+            tune(method, spec.grid(method))
         names = [method.name for method in fair]
-        while fair and tuning and tuning.extend and (rates := wider(seen(), names, tuning.by)) is not None:
+        while fair and extend and (rates := wider(seen(), names, by)) is not None:
             for method in fair:
-                more = dict.fromkeys(at_rate(candidate, rates[method.name]) for candidate in spec.grid(method))
-                bar.update(task, total=(bar.tasks[task].total or 0) + len(more) * len(tuning.seeds))
-                for candidate in more:
-                    do(method, candidate, tuning.seeds, "tuning")
+                tune(method, dict.fromkeys(at_rate(c, rates[method.name]) for c in spec.grid(method)), more=True)
         for method in spec.methods:
-            best = spec.grid(method)[0]
-            if method in fair:
-                assert tuning is not None
-                best = best_candidate(seen(), method.name, tuning.by)
-            elif spec.is_tuned(method):
-                assert tuning is not None
-                for candidate in spec.grid(method):
-                    do(method, candidate, tuning.seeds, "tuning")
-                grows = tuning.extend and not method.has_fixed_rate
-                while grows and (more := beyond_edge(seen(), method.name, tuning.by)) is not None:
-                    bar.update(task, total=(bar.tasks[task].total or 0) + len(tuning.seeds))
-                    do(method, more, tuning.seeds, "tuning")
-                best = best_candidate(seen(), method.name, tuning.by)
+            if method in tuned and method not in fair:
+                tune(method, spec.grid(method))
+                grows = extend and not method.has_fixed_rate
+                while grows and (candidate := beyond_edge(seen(), method.name, by)) is not None:
+                    tune(method, [candidate], more=True)
+            best = best_candidate(seen(), method.name, by) if method in tuned else spec.grid(method)[0]
             do(method, best, spec.run.seeds, "final")
     return read_records(out)
 

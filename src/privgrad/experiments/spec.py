@@ -178,7 +178,7 @@ class Spec(Table):
         rates = method.lr or ((self.tuning.lr if self.tuning else None) if steps is None else None)
         if steps is None and rates is None:
             return []
-        own = [[(name, _plain(value)) for value in values] for name, values in method.tune.items()]
+        own = [[(name, plain(value)) for value in values] for name, values in method.tune.items()]
         norms = method.max_grad_norm or self.privacy.max_grad_norm
         radii = None if method.perturb is None else method.perturb.radius
         local = None if method.local is None else method.local.lr
@@ -253,6 +253,9 @@ class Spec(Table):
         return PrivacyPlan(**numbers, sample_rate=rate, seed=seed)
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of `tune` that can be compared and used as a key: lists become tuples."""
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+def plain(value: Any) -> Any:
+    """Return a value of `tune` that can be compared and used as a key: lists become tuples.
+
+    `tuner.candidate_of` calls it too, because JSON turns tuples into lists.
+    """
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value

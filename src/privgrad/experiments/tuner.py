@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from privgrad.experiments.records import Record
-from privgrad.experiments.spec import Candidate
+from privgrad.experiments.spec import Candidate, plain
 
-_COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
+# The measurement of each criterion of [tuning]. The report also reads it.
+COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
 _MOST_RATES = 16  # rates of one method, at which a growing grid stops
 
 
@@ -56,14 +57,22 @@ class Verdict:
             return None
         return {self.rates[0]: "low", self.rates[-1]: "high"}.get(best)
 
+    @property
+    def text(self) -> str:
+        """The verdict in words: "inside 0.01 to 0.3; plateau 0.03 to 0.1", say."""
+        if len(self.rates) < 2:
+            return "one value tried"
+        ends = f"{self.rates[0]:g} to {self.rates[-1]:g}"
+        place = f"inside {ends}" if self.is_inside else f"not shown to be inside {ends}"
+        return place + (f"; plateau {self.low:g} to {self.high:g}" if self.low != self.high else "")
+
 
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
     """Return the candidate with the best mean over tuning seeds; of equal ones, the smallest.
 
     `by` is "accuracy", "loss" (both on validation examples) or "train_loss". `runner.compare` calls it.
     """
-    costs = {candidate: _mean(values) for candidate, values in _costs(records, method, by).items()}
-    return min(costs, key=lambda candidate: (costs[candidate], candidate))
+    return _best(_means(_costs(records, method, by)))
 
 
 def judge(records: Sequence[Record], method: str, by: str) -> Verdict:
@@ -72,11 +81,11 @@ def judge(records: Sequence[Record], method: str, by: str) -> Verdict:
     `wider`, `runner.compare` and the report call it. `by` is as in `best_candidate`.
     """
     costs = _costs(records, method, by)
-    means = {candidate: _mean(values) for candidate, values in costs.items()}
+    means = _means(costs)
     by_rate: dict[float, float] = {}
     for candidate, cost in means.items():
         by_rate[_rate(candidate)] = min(by_rate.get(_rate(candidate), math.inf), cost)
-    best, rates, spread = best_candidate(records, method, by), sorted(by_rate), _spread(costs, means)
+    best, rates, spread = _best(means), sorted(by_rate), _spread(costs, means)
     place, lowest = rates.index(_rate(best)), by_rate[_rate(best)]
 
     def end(places: Iterable[int]) -> float:
@@ -133,8 +142,8 @@ def beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | 
     inside the grid, if another rate was equally good, or if _MOST_RATES were tried. `runner.compare` calls it for
     methods that are tuned over learning rates of their own.
     """
-    costs = {candidate: _mean(values) for candidate, values in _costs(records, method, by).items()}
-    best = best_candidate(records, method, by)
+    costs = _means(_costs(records, method, by))
+    best = _best(costs)
     tried = {_rate(other): cost for other, cost in costs.items() if at_rate(other, _rate(best)) == best}
     diverged = math.isinf(costs[best])  # then every candidate diverged: try a smaller rate
     level = not diverged and list(tried.values()).count(costs[best]) > 1
@@ -145,22 +154,13 @@ def beyond_edge(records: Sequence[Record], method: str, by: str) -> Candidate | 
 
 
 def grid_text(records: Sequence[Record], method: str, by: str) -> str:
-    """Return what a method's grid of rates shows, in words: "inside 0.01 to 0.3; plateau 0.03 to 0.1", say.
-
-    The report and `papers.reproduce` call it.
-    """
-    verdict = judge(records, method, by)
-    ends = f"{verdict.rates[0]:g} to {verdict.rates[-1]:g}"
-    if len(verdict.rates) < 2:
-        return "one value tried"
-    place = f"inside {ends}" if verdict.is_inside else f"not shown to be inside {ends}"
-    level = f"; plateau {verdict.low:g} to {verdict.high:g}" if verdict.low != verdict.high else ""
-    return place + level
+    """Return the verdict on a method's grid of rates in words. `papers.reproduce` calls it."""
+    return judge(records, method, by).text
 
 
 def candidate_of(record: Record) -> Candidate:
     """Return the tuned values of one run. `runner` and the report also call it."""
-    own = tuple((str(name), _hashable(value)) for name, value in record.get("own") or ())
+    own = tuple((str(name), plain(value)) for name, value in record.get("own") or ())
     step = record.get("noise_step") if record["lr"] is None else None
     return Candidate(record["max_grad_norm"], record["lr"], record.get("radius"), record.get("local_lr"), step, own)
 
@@ -192,13 +192,14 @@ def _spread(costs: dict[Candidate, list[float]], means: dict[Candidate, float]) 
     return math.sqrt(statistics.fmean(variances)) if variances else math.nan
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _means(costs: dict[Candidate, list[float]]) -> dict[Candidate, float]:
+    """Return the mean cost over seeds of each candidate."""
+    return {candidate: statistics.fmean(values) for candidate, values in costs.items()}
 
 
-def _hashable(value: object) -> object:
-    """Return a value as `Spec.grid` gives it: JSON turns tuples into lists."""
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+def _best(means: dict[Candidate, float]) -> Candidate:
+    """Return the candidate with the smallest mean cost; of equal ones, the smallest candidate."""
+    return min(means, key=lambda candidate: (means[candidate], candidate))
 
 
 def _costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, list[float]]:
@@ -206,6 +207,6 @@ def _costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, l
     found: dict[Candidate, list[float]] = {}
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
-            cost = -record[_COSTS[by]] if by == "accuracy" else record[_COSTS[by]]
+            cost = -record[COSTS[by]] if by == "accuracy" else record[COSTS[by]]
             found.setdefault(candidate_of(record), []).append(cost if math.isfinite(cost) else math.inf)
     return found

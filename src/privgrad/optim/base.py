@@ -159,15 +159,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "grad", "to be a NoisyGradient", type(gradient).__name__, remedy)
         active = [[name for name, _ in self._active(group)] for group in self.param_groups]
         _require_covered(function, gradient, [name for names in active for name in names])
-        by_noise = [names for group, names in zip(self.param_groups, active, strict=True) if group["lr_is_noise_step"]]
-        _require_noise(function, gradient, [name for names in by_noise for name in names])
+        pairs = zip(self.param_groups, active, strict=True)
+        by_noise = [name for group, names in pairs if group["lr_is_noise_step"] for name in names]
+        _require_noise(function, gradient, by_noise)
         self._clear()
         try:
             for group, names in zip(self.param_groups, active, strict=True):
                 std = gradient.noise_std
                 group["noise_std"] = std if isinstance(std, float | int) else {name: std[name] for name in names}
             if by_noise:
-                self._update_in_noise_units(gradient, [name for names in by_noise for name in names])
+                self._update_in_noise_units(gradient, by_noise)
             else:
                 self._update(gradient)
         finally:

@@ -1,4 +1,4 @@
-"""Put into words what the grids of a comparison show about each method: a mark for the terminal, text for the page.
+"""Describe the verdicts on the grids of a comparison: a mark for the terminal, text for the page.
 
 `report.texts`, `report.page` and `report.figures` call it. The privacy guarantee does not rest on this file: it reads
 the records of finished trainings. Its words are NOT private for the examples on which tuning measured.
@@ -7,9 +7,9 @@ the records of finished trainings. Its words are NOT private for the examples on
 from collections.abc import Sequence
 
 from privgrad.experiments.records import Record, by_method, in_phase, is_by_noise, numbers, tuned_by
-from privgrad.experiments.tuner import Verdict, grid_text, judge
+from privgrad.experiments.tuner import COSTS, Verdict, judge
 
-_BY = {"validation_accuracy": "accuracy", "validation_loss": "loss", "raw_train_loss": "train_loss"}
+_BY = {measurement: by for by, measurement in COSTS.items()}
 EDGE, OPEN, PLATEAU = "⚠ edge", "⚠ open end", "plateau"
 MEANINGS = {
     EDGE: "the chosen value is the smallest or the largest one tried; a better one may lie outside.",
@@ -19,7 +19,7 @@ MEANINGS = {
 
 
 def verdicts(records: Sequence[Record]) -> dict[str, Verdict]:
-    """Return what the grid of each tuned method shows; empty unless some method was tuned over noise steps.
+    """Return the verdict on the grid of each tuned method; empty unless some method was tuned over noise steps.
 
     Older comparisons, over learning rates alone, have one seed in tuning and therefore no spread to judge by.
     """
@@ -47,9 +47,9 @@ def mark(verdict: Verdict) -> str:
     return PLATEAU if verdict.low != verdict.high else ""
 
 
-def words(records: Sequence[Record], method: str, verdict: Verdict) -> str:
-    """Return a verdict in words: "inside 0.01 to 0.3; plateau 0.03 to 0.1", say."""
+def words(verdict: Verdict) -> str:
+    """Return a verdict in words, as `Verdict.text`, but with the edge that holds the best rate."""
     if verdict.leads_at is None:
-        return grid_text(records, method, _BY[tuned_by(records)])
+        return verdict.text
     end = {"low": "lower", "high": "upper"}[verdict.leads_at]
     return f"best at the {end} edge of {verdict.rates[0]:g} to {verdict.rates[-1]:g}"

@@ -35,7 +35,7 @@ def method_texts(records: Sequence[Record]) -> list[dict[str, Any]]:
         if verdict is not None:
             others = " and ".join(name for name, key in _EDGES[1:] if row[f"{key}_at_edge"])
             marks = dict.fromkeys(filter(None, (mark(verdict), EDGE if others else "")))
-            text |= {"at_edge": others, "marks": list(marks), "grid": words(records, row["method"], verdict)}
+            text |= {"at_edge": others, "marks": list(marks), "grid": words(verdict)}
             text["grid_warns"] = mark(verdict) in (EDGE, OPEN)
         texts.append(text)
     return texts
