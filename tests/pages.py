@@ -95,6 +95,10 @@ def _guide() -> dict[str, Any]:
     }
 
 
+def _methods() -> dict[str, Any]:
+    return _guide() | {"plan": make_plan()}
+
+
 def _federated() -> dict[str, Any]:
     inputs, labels = make_data(3000).tensors
     writers = [f"writer {index % 1000}" for index in range(3000)]
@@ -192,6 +196,7 @@ GIVEN = {
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
     ),
+    "docs/methods.md": Given(names={"": _methods}),
     "docs/integrations.md": Given(
         names={"Hugging Face": _huggingface, "Lightning": _lightning},
         packages=("accelerate", "lightning", "peft", "transformers"),

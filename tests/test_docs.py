@@ -77,8 +77,8 @@ def test_the_pages_experiments_are_valid(page: str, tmp_path: Path):
         assert load_spec(path).methods
 
 
-def test_the_guides_rule_is_right():
-    (rule,) = (block for block in blocks("docs/guide.md", "python") if "register_rule" in block.text)
+def test_the_rule_of_a_layer_is_right():
+    (rule,) = (block for block in blocks("docs/engines.md", "python") if "register_rule" in block.text)
     names: dict[str, Any] = {"torch": torch}
     exec(rule.text, names)
     for inputs in (torch.randn(5, 3), torch.randn(5, 2, 3)):
@@ -135,8 +135,8 @@ def test_examples_are_valid(path: Path):
     assert load_spec(path).title
 
 
-def test_the_guide_lists_every_option_of_a_spec():
-    guide = (ROOT / "docs/guide.md").read_text()
+def test_every_option_of_a_spec_is_documented():
+    guide = (ROOT / "docs/experiments.md").read_text()
     for table in Spec.model_fields.values():
         inner = table.annotation
         for name in getattr(inner, "model_fields", {}):

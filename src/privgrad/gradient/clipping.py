@@ -194,7 +194,7 @@ class ClippingAccumulator:
         expected_size: the public expected number of contributions. It decides the precision of the sum (`sum_dtype`).
     Privacy:
         The guarantee rests on this. If one example is added or removed, the sum changes by at most C in L2 norm, up to
-        rounding (docs/promise.md). The split into chunks does not matter, because each contribution is bounded before
+        rounding (docs/rounding.md). The split into chunks does not matter, because each contribution is bounded before
         it is added to another. With groups the bound is 2C, because one contribution of norm C is replaced by another,
         perhaps its opposite.
     """

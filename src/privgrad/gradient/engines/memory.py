@@ -2,7 +2,7 @@
 
 `factored.Factored` calls `examples` and `displaced_examples`, and `passes.Passes` calls `room`.
 
-The bound on rounding rests on this file (docs/promise.md, "Rounding of the sum"): the answers depend on the model, on
+The bound on rounding rests on this file (docs/rounding.md): the answers depend on the model, on
 the shapes of the examples and on public numbers only, never on the number of examples that were drawn. If one example
 could split a pass in two, or change how a gradient is stored, all others would be rounded differently.
 """
