@@ -1,12 +1,13 @@
 """Items of kind "toy": linear regression with rare features, with and without privacy, with and without scales.
 
-`reproduce` calls `toy_regression`. The privacy guarantee rests on PrivateGradient, which computes private steps. It
-does not rest on this file.
+The private methods are tuned over one grid of noise steps. `reproduce` calls `toy_regression`. The privacy guarantee
+rests on PrivateGradient, which computes private steps. It does not rest on this file.
 """
 
 import json
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal, cast
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privgrad import precondition
-from privgrad.experiments.folder import claim
+from privgrad.experiments.folder import Record, append, claim, read_records
+from privgrad.experiments.tuner import judge
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -27,6 +29,7 @@ from privgrad.threads import one_thread
 from privgrad.types import Scales
 
 _POINTS = 60  # per curve
+_PRIVATE = ("DP-SGD", "AdaDPS")
 Curve = list[tuple[int, float]]
 
 
@@ -41,7 +44,8 @@ class Private(_Table):
     max_grad_norm: float
     steps: int
     delta: float
-    lr: dict[Literal["DP-SGD", "AdaDPS"], float]
+    noise_steps: list[float] = Field(min_length=1)
+    tuning_seeds: list[int] = Field(min_length=2)
 
 
 class NonPrivate(_Table):
@@ -67,9 +71,9 @@ class Toy(_Table):
 
 
 def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Train every method in every trial, and compare the final losses with the expected ones.
+    """Tune the private methods, train every method in every trial, and compare the losses with the expected ones.
 
-    A second call resumes after the last finished method.
+    A second call resumes after the last finished training.
 
     Args:
         raw: the item's file, see Toy.
@@ -89,41 +93,70 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
 
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
-    """Train the methods without records, write the plots, and return the result of `toy_regression`."""
+    """Train what is not in the records yet, and return the result of `toy_regression`."""
+    x, y, scales = _problem(item)
+    records = read_records(out)
+
+    def keep(made: list[Record]) -> None:
+        append(out, made)
+        records.extend(made)
+
+    def train(method: str, phase: str, step: float, trial: int) -> None:
+        """Train one private run that is not in the records."""
+        key = {"method": method, "phase": phase, "seed": trial, "noise_step": step}
+        bar.update(task, description=f"{method}, noise step {step:g}", refresh=True)
+        if not any(key.items() <= record.items() for record in records):
+            curve = _private(item, method, step, trial, x, y, scales)
+            rest = {"max_grad_norm": item.private.max_grad_norm, "lr": None}
+            keep([{**key, **rest, "raw_train_loss": curve[-1][1], "curve": curve}])
+        bar.advance(task)
+
+    tuning = len(item.private.noise_steps) * len(item.private.tuning_seeds)
+    with Progress(disable=not progress, transient=True) as bar:
+        task = bar.add_task("", total=len(_PRIVATE) * (tuning + item.trials) + len(item.nonprivate.lr))
+        for method in _PRIVATE:
+            for step, seed in product(item.private.noise_steps, item.private.tuning_seeds):
+                train(method, "tuning", step, seed)
+            chosen = judge(records, method, "train_loss").best.noise_step
+            assert chosen is not None
+            for trial in range(item.trials):
+                train(method, "final", chosen, trial)
+        for method in item.nonprivate.lr:
+            bar.update(task, description=method, refresh=True)
+            if not any(record["method"] == method for record in records):
+                curves = _nonprivate(item, method, x, y, scales)
+                rest = {"method": method, "phase": "final", "lr": item.nonprivate.lr[method]}
+                keep([{**rest, "seed": t, "raw_train_loss": c[-1][1], "curve": c} for t, c in enumerate(curves)])
+            bar.advance(task)
+    return _result(item, out, records)
+
+
+def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any], Table]:
+    """Write the plots, and return the result of `toy_regression`."""
     from privgrad.experiments.report.figures import png
     from privgrad.papers.figures import curves_figure
 
-    path = out / "runs.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    x, y, scales = _problem(item)
-    methods = [*item.private.lr, *item.nonprivate.lr]
-    with Progress(disable=not progress, transient=True) as bar, path.open("a") as file:
-        task = bar.add_task("", total=len(methods))
-        for method in methods:
-            bar.update(task, description=method, refresh=True)
-            if not any(record["method"] == method for record in records):
-                train = _private if method in item.private.lr else _nonprivate
-                curves = train(item, method, x, y, scales)
-                made = [{"method": method, "trial": t, "loss": c[-1][1], "curve": c} for t, c in enumerate(curves)]
-                records += made
-                file.write("".join(json.dumps(record) + "\n" for record in made))
-                file.flush()
-            bar.advance(task)
-    curves = {m: [r["curve"] for r in records if r["method"] == m] for m in methods}
-    for name, shown in (("private", item.private.lr), ("nonprivate", item.nonprivate.lr)):
+    methods = [*_PRIVATE, *item.nonprivate.lr]
+    final = {m: [r for r in records if r["method"] == m and r["phase"] == "final"] for m in methods}
+    curves = {m: [r["curve"] for r in runs] for m, runs in final.items()}
+    for name, shown in (("private", _PRIVATE), ("nonprivate", item.nonprivate.lr)):
         (out / f"{name}.png").write_bytes(png(partial(curves_figure, {m: curves[m] for m in shown}, yscale="log")))
-    plan = _plan(item, 0)
-    table = Table("method", "final loss", "expected", title=item.title)
+    table = Table("method", "final loss", "expected", "noise step", "grid", title=item.title)
     table.caption = (
         f"Training loss (NOT PRIVATE), mean ± standard deviation over {item.trials} trials; one private training: "
-        f"epsilon {plan.epsilon():.2f}."
+        f"epsilon {_plan(item, 0).epsilon():.2f}."
     )
     found: dict[str, Any] = {}
     for method in methods:
-        losses, target = [r["loss"] for r in records if r["method"] == method], item.expected[method]
+        losses, target = [r["raw_train_loss"] for r in final[method]], item.expected[method]
         found[method] = {"mean": mean(losses), "sd": stdev(losses)}
         spread = f" ± {target['sd']:.2g}" if "sd" in target else ""
-        table.add_row(method, f"{mean(losses):.3g} ± {stdev(losses):.1g}", f"{target['mean']:.3g}{spread}")
+        grid = ["–", "–"]
+        if method in _PRIVATE:
+            verdict = judge(records, method, "train_loss")
+            found[method] |= {"noise_step": verdict.best.noise_step, "grid": verdict.text}
+            grid = [f"{verdict.best.noise_step:g}", verdict.text]
+        table.add_row(method, f"{mean(losses):.3g} ± {stdev(losses):.1g}", f"{target['mean']:.3g}{spread}", *grid)
     return found, table
 
 
@@ -163,22 +196,19 @@ def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(batch[0])[:, 0] - batch[1]).square() / 2
 
 
-def _private(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
-    """Train one private method, trial by trial, and return the curve of each trial."""
+def _private(item: Toy, method: str, step: float, trial: int, x: Tensor, y: Tensor, scales: Tensor) -> Curve:
+    """Train a private method with one noise step in one trial, and return its curve."""
     known = Scales({"weight": scales[None]}, provenance="common knowledge", source="how frequent each feature is")
     made = precondition.fixed(known) if method == "AdaDPS" else None
-    curves: list[Curve] = []
-    for trial in range(item.trials):
-        model, plan = _start(item, trial), _plan(item, trial)
-        private_grad = PrivateGradient(model, _losses, plan, precondition=made)
-        optimizer = SGD(model.named_parameters(), lr=item.private.lr[method])
-        curve = [(0, _loss(model.weight, x, y)[0])]
-        for step, batch in enumerate(plan.batches(TensorDataset(x, y)), start=1):
-            optimizer.step(grad=private_grad(batch))
-            if step % max(1, plan.steps // _POINTS) == 0 or step == plan.steps:
-                curve.append((step, _loss(model.weight, x, y)[0]))
-        curves.append(curve)
-    return curves
+    model, plan = _start(item, trial), _plan(item, trial)
+    private_grad = PrivateGradient(model, _losses, plan, precondition=made)
+    optimizer = SGD(model.named_parameters(), noise_step=step)
+    curve = [(0, _loss(model.weight, x, y)[0])]
+    for number, batch in enumerate(plan.batches(TensorDataset(x, y)), start=1):
+        optimizer.step(grad=private_grad(batch))
+        if number % max(1, plan.steps // _POINTS) == 0 or number == plan.steps:
+            curve.append((number, _loss(model.weight, x, y)[0]))
+    return curve
 
 
 def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) -> list[Curve]:
