@@ -16,13 +16,13 @@ from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.report import figures
 from privgrad.experiments.spec import Spec
 from privgrad.papers.clipping_bias import _shown, clipping_bias, runtime
-from privgrad.papers.reproduce import _prepared, reproduce
+from privgrad.papers.reproduce import prepared, reproduce
 
 pytestmark = pytest.mark.usefixtures("by_rdp")
 
 
 def smoke(name: str) -> tuple[Spec, dict[str, Any]]:
-    raw = _prepared(name, smoke=True)
+    raw = prepared(name, smoke=True)
     probe = raw.pop("probe")
     return check_spec({key: value for key, value in raw.items() if key not in ("kind", "stands_in_for")}, name), probe
 

@@ -25,7 +25,7 @@ from privgrad.experiments.runner import train
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
-from privgrad.papers.reproduce import _prepared
+from privgrad.papers.reproduce import prepared
 from test_data_text import save_byte_tokenizer, write_lists
 
 pytest.importorskip("accelerate")
@@ -203,7 +203,7 @@ def test_an_experiment_adapts_a_language_model(tmp_path: Path):
     save_small_llama(tmp_path / "llama", tokens=257)
     save_byte_tokenizer(tmp_path / "llama")
     write_lists(tmp_path)
-    raw = _prepared("heavy-tail/e2e")
+    raw = prepared("heavy-tail/e2e")
     raw["data"] |= {"path": str(tmp_path), "limit": 32, "length": 80}
     raw["model"]["encoder"] = str(tmp_path / "llama")
     raw["privacy"] |= {"num_examples": 32, "expected_batch_size": 8, "steps": 3}

@@ -27,7 +27,7 @@ from privgrad.experiments.report import figures
 from privgrad.experiments.runner import Run
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import best_candidate, beyond_edge
-from privgrad.papers.reproduce import _beside_paper, _load, _prepared, items, reproduce
+from privgrad.papers.reproduce import _beside_paper, _load, items, prepared, reproduce
 from test_data_sparse import write_tweets
 
 RUNNER = CliRunner()
@@ -118,11 +118,11 @@ def test_every_table_names_methods_that_there_are(name: str):
     raw = _load(name)
     for row in raw["rows"]:
         assert len(row["methods"]) == len(row["paper"]) == len(raw["columns"])
-        base = _prepared(row["item"], data=None, smoke=False)
+        base = prepared(row["item"], data=None, smoke=False)
         names = [method["name"] for method in base["methods"]]
         for method, paper in zip(row["methods"], row["paper"], strict=True):
             assert method in names or (method == "" and paper == "none")
-        small = _prepared(row["item"], smoke=True, methods=row["methods"])
+        small = prepared(row["item"], smoke=True, methods=row["methods"])
         check_spec({key: value for key, value in small.items() if key != "stands_in_for"}, row["item"])
 
 
@@ -130,7 +130,7 @@ def test_every_table_names_methods_that_there_are(name: str):
 def test_every_item_is_a_sound_description(name: str):
     """Also on the paper's own data, which is not here."""
     for data in (None, Path("somewhere")) if _load(name).get("given") else (None,):
-        raw = _prepared(name, data=data, smoke=False)
+        raw = prepared(name, data=data, smoke=False)
         check_spec({k: v for k, v in raw.items() if k not in ("kind", "probe", "stands_in_for")}, name)
 
 
@@ -299,7 +299,7 @@ def test_no_two_methods_share_a_folder():
 
 @pytest.mark.parametrize("name", ["adadps/federated", "adadps/stackoverflow", "bam/table1", "heavy-tail/sections"])
 def test_tables_are_whole_at_80_columns(name: str):
-    raw = _prepared(name)
+    raw = prepared(name)
     stands_in_for = raw.pop("stands_in_for", None)
     records = read_records(Path(__file__).parent.parent / "results" / name.replace("/", "-"))
     _, table = _beside_paper(check_spec(raw, name), records, stands_in_for)

@@ -241,14 +241,14 @@ def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Ca
     if type(dataset) is TensorDataset and collate is None:
         return _tensor_taker(dataset.tensors)
     data = cast(Sequence[Any], dataset)
-    collate_list = cast(Collate, default_collate) if collate is None else collate
+    collate_list = _default_collated if collate is None else collate
 
     def take(chosen: Tensor) -> Any:
         if len(chosen) == 0:
             # Example 0 gives the structure, dtypes and shapes; its content is dropped.
             return map_examples(lambda leaf: leaf[:0], collate_list([_item(data, 0)]))
         items = [_item(data, int(index)) for index in chosen]
-        examples = _collated(collate_list, items) if collate is None else collate_list(items)
+        examples = collate_list(items)
         if collate is not None:
             _require_rows(collate, items, examples)
         return examples
@@ -266,14 +266,14 @@ def _item(data: Sequence[Any], index: int) -> Any:
         raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
 
 
-def _collated(collate: Collate, items: list[Any]) -> Any:
+def _default_collated(items: list[Any]) -> Any:
     """Collate items by torch's default_collate.
 
     Raises:
         SamplingError: default_collate cannot turn the items into tensors.
     """
     try:
-        return collate(items)
+        return cast(Collate, default_collate)(items)
     except (TypeError, RuntimeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         remedy = "turn each example into tensors of one shape in the data set, or give collate="

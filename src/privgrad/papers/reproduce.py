@@ -67,7 +67,7 @@ def reproduce(
         PrivacyError: the item is unknown or does not support `data` or `so_far`, or the folder holds runs of another
             item.
     """
-    raw = _prepared(name, data=data, smoke=smoke, methods=methods)
+    raw = prepared(name, data=data, smoke=smoke, methods=methods)
     probe, stands_in_for = raw.pop("probe", {}), raw.pop("stands_in_for", None)
     kind = raw.get("kind", "comparison")
     if so_far and kind not in ("comparison", "table"):
@@ -125,10 +125,10 @@ def _load(name: str) -> dict[str, Any]:
     raise expected("reproduce", "item", f"to be one of {', '.join(items())}", repr(name), remedy)
 
 
-def _prepared(
+def prepared(
     name: str, *, data: Path | None = None, smoke: bool = False, methods: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return an item's tables, adapted to the request.
+    """Return an item's tables, adapted to the request. benchmarks/defaults.py also calls it.
 
     Args:
         name: paper/item.
@@ -237,7 +237,7 @@ def _table(
         "", *item.columns, title=item.title, caption="Mean ± standard deviation over seeds; below, the paper."
     )
     for row in item.rows:
-        base = _prepared(row.item, smoke=smoke, methods=row.methods)
+        base = prepared(row.item, smoke=smoke, methods=row.methods)
         stands_in_for = base.pop("stands_in_for", None)
         base["paper"] = {}
         spec = check_spec(base, row.item)
