@@ -94,7 +94,7 @@ def toy_regression(raw: Mapping[str, Any], out: Path, *, progress: bool) -> tupl
 
 def _run(item: Toy, out: Path, *, progress: bool) -> tuple[dict[str, Any], Table]:
     """Train what is not in the records yet, and return the result of `toy_regression`."""
-    x, y, scales = _problem(item)
+    x, y, scales = problem(item)
     records = read_records(out)
 
     def keep(made: list[Record]) -> None:
@@ -144,7 +144,7 @@ def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any]
     table = Table("method", "final loss", "expected", "noise step", "grid", title=item.title)
     table.caption = (
         f"Training loss (NOT PRIVATE), mean ± standard deviation over {item.trials} trials; one private training: "
-        f"epsilon {_plan(item, 0).epsilon():.2f}."
+        f"epsilon {plan_of(item, 0).epsilon():.2f}."
     )
     found: dict[str, Any] = {}
     for method in methods:
@@ -160,9 +160,12 @@ def _result(item: Toy, out: Path, records: list[Record]) -> tuple[dict[str, Any]
     return found, table
 
 
-def _problem(item: Toy) -> tuple[Tensor, Tensor, Tensor]:
-    """Return features (n, d), targets (n,), and the scales A (d,): the magnitudes, assumed to be public knowledge."""
-    generator = torch.Generator().manual_seed(0)
+def problem(item: Toy, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features (n, d), targets (n,), and the scales A (d,): the magnitudes, assumed to be public knowledge.
+
+    benchmarks/defaults.py also calls it, and the three functions below.
+    """
+    generator = torch.Generator().manual_seed(seed)
     often = torch.arange(item.features) < item.frequent
     x = (torch.rand(item.examples, item.features, generator=generator) < torch.where(often, 0.9, 0.01)).float()
     truth = torch.where(often, 0.01, 1.0)
@@ -170,7 +173,7 @@ def _problem(item: Toy) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, torch.where(often, 1.0, 0.01) + 1e-3
 
 
-def _plan(item: Toy, trial: int) -> PrivacyPlan:
+def plan_of(item: Toy, trial: int) -> PrivacyPlan:
     """Return the plan of one private trial; the trial's number is its research seed."""
     return PrivacyPlan(
         noise_multiplier=item.private.noise_multiplier,
@@ -184,14 +187,14 @@ def _plan(item: Toy, trial: int) -> PrivacyPlan:
     )
 
 
-def _start(item: Toy, trial: int) -> nn.Linear:
+def start(item: Toy, trial: int) -> nn.Linear:
     """Return a trial's initial model; all methods start from the same one."""
     model = nn.Linear(item.features, 1, bias=False)
     nn.init.normal_(model.weight, std=0.1, generator=torch.Generator().manual_seed(trial))
     return model
 
 
-def _losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of each example, shape (B,); PrivateGradient calls it."""
     return (model(batch[0])[:, 0] - batch[1]).square() / 2
 
@@ -200,8 +203,8 @@ def _private(item: Toy, method: str, step: float, trial: int, x: Tensor, y: Tens
     """Train a private method with one noise step in one trial, and return its curve."""
     known = Scales({"weight": scales[None]}, provenance="common knowledge", source="how frequent each feature is")
     made = precondition.fixed(known) if method == "AdaDPS" else None
-    model, plan = _start(item, trial), _plan(item, trial)
-    private_grad = PrivateGradient(model, _losses, plan, precondition=made)
+    model, plan = start(item, trial), plan_of(item, trial)
+    private_grad = PrivateGradient(model, losses, plan, precondition=made)
     optimizer = SGD(model.named_parameters(), noise_step=step)
     curve = [(0, _loss(model.weight, x, y)[0])]
     for number, batch in enumerate(plan.batches(TensorDataset(x, y)), start=1):
@@ -216,7 +219,7 @@ def _nonprivate(item: Toy, method: Any, x: Tensor, y: Tensor, scales: Tensor) ->
 
     The gradient is written out by hand, because nothing is clipped.
     """
-    weights = torch.cat([_start(item, trial).weight.detach() for trial in range(item.trials)])
+    weights = torch.cat([start(item, trial).weight.detach() for trial in range(item.trials)])
     lr = item.nonprivate.lr[method] / (scales if method == "AdaS" else torch.ones_like(scales))
     generator, steps = torch.Generator().manual_seed(0), item.nonprivate.steps
     curves: list[Curve] = [[(0, loss)] for loss in _loss(weights, x, y)]

@@ -1,0 +1,158 @@
+"""Accuracy of trainings by `privgrad.suggest`, and of the same trainings at multiples of the suggested noise step.
+
+`python -m benchmarks.defaults --task sections --factor 1 --factor 2` appends a line to results/defaults/runs.jsonl for
+each training that the file does not hold yet. docs/choosing.md has the table. Losses and accuracies are measured on
+test examples (for the toy, on training examples) and are NOT private for these.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from privgrad.experiments import build
+from privgrad.experiments.load_spec import check_spec, load_spec
+from privgrad.experiments.spec import Spec
+from privgrad.papers.reproduce import prepared
+from privgrad.papers.toy_regression import Toy, losses, plan_of, problem, start
+from privgrad.types import LossFunction
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC = 256  # examples of the public batch, at most
+ADULT = {
+    "data": {"name": "adult", "validation": 2421},
+    "model": {"name": "linear"},
+    "privacy": {
+        "target_epsilon": 1.0,
+        "delta": 1e-6,
+        "num_examples": 22_000,
+        "expected_batch_size": 4096,
+        "steps": 300,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a training needs, and how its model is measured."""
+
+    train: TensorDataset
+    public_batch: Any
+    loss_fn: LossFunction
+    plan: Callable[[int], pg.PrivacyPlan]  # of a seed
+    model: Callable[[int], nn.Module]  # of a seed
+    measure: Callable[[nn.Module], dict[str, float]]
+
+
+def of_spec(spec: Spec) -> Task:
+    data = build.make_data(spec)
+    public = data.public if data.public is not None and len(data.public) else data.validation
+    assert public is not None
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return build.make_model(spec, data)
+
+    return Task(
+        data.train,
+        tuple(values[:PUBLIC] for values in public.tensors),
+        build.losses_for(data),
+        spec.plan,
+        model,
+        lambda trained: build.measure(trained, data.test, data),
+    )
+
+
+def of_tables(tables: dict[str, Any], **privacy: Any) -> Task:
+    """Return a task from the tables of an experiment; its methods, grids and schedule are left out."""
+    kept = {key: tables[key] for key in ("data", "model")}
+    kept |= {"privacy": {"max_grad_norm": 1.0} | tables["privacy"] | privacy}
+    method = {"name": "defaults", "optimizer": "SGD", "noise_step": 1.0}
+    return of_spec(check_spec(kept | {"title": "defaults", "methods": [method]}, "defaults"))
+
+
+def of_toy() -> Task:
+    item = Toy.model_validate({k: v for k, v in prepared("adadps/toy").items() if k != "smoke"})
+    x, y, _ = problem(item)
+    # Features that are drawn anew are public: the frequencies are common knowledge. C needs the targets, too.
+    other, targets, _ = problem(item, seed=1)
+    return Task(
+        TensorDataset(x, y),
+        (other[:PUBLIC], targets[:PUBLIC]),
+        losses,
+        lambda seed: plan_of(item, seed),
+        lambda seed: start(item, seed),
+        lambda model: {"loss": losses(model, (x, y)).mean().item()},
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "tags3": lambda: of_tables(prepared("adadps/stackoverflow")),
+    "tags1": lambda: of_tables(prepared("adadps/stackoverflow-eps1")),
+    "sections": lambda: of_tables(prepared("heavy-tail/sections")),
+    "autoencoder": lambda: of_tables(prepared("adadps/autoencoder")),
+    "digits": lambda: of_spec(load_spec(ROOT / "examples/digits.toml")),
+    "toy": of_toy,
+    "adult": lambda: of_tables(ADULT),
+    "tweets": lambda: of_tables(
+        prepared("adadps/imdb-linear"), target_epsilon=3.0, expected_batch_size=1024, steps=300
+    ),
+}
+
+
+def trained(task: Task, factor: float, seed: int) -> dict[str, Any]:
+    """Train with the suggested settings, at a multiple of the noise step, and return the record."""
+    began, model = time.time(), task.model(seed)
+    found = pg.suggest(model, task.plan(seed), public_batch=task.public_batch, loss_fn=task.loss_fn)
+    private_grad = pg.PrivateGradient(model, task.loss_fn, found.plan, clip=found.clip)
+    step = found.noise_step * factor
+    optimizer = pg.optim.SGD(model.named_parameters(), noise_step=step, momentum=found.momentum)
+    pg.fit(private_grad, optimizer, task.train, scheduler=found.schedule, progress=False)
+    measured = task.measure(model)
+    return {
+        "factor": factor,
+        "noise_step": step,
+        "C": found.plan.max_grad_norm,
+        "input_norm": max(found.input_norms.values()),
+        "seed": seed,
+        "loss": measured["loss"],
+        "accuracy": measured.get("accuracy"),
+        "seconds": time.time() - began,
+        "epsilon": found.plan.epsilon(),
+        "schedule": found.schedule.decay,
+    }
+
+
+def main(
+    task: Annotated[list[str], typer.Option(help=f"{', '.join(TASKS)}; repeat it for several")],
+    factor: Annotated[list[float], typer.Option(help="multiple of the suggested noise step")] = [1.0],  # noqa: B006
+    seed: Annotated[list[int], typer.Option(help="research seed")] = [0, 1, 2],  # noqa: B006
+    out: Annotated[Path, typer.Option(help="file of the records")] = ROOT / "results/defaults/runs.jsonl",
+) -> None:
+    """Train with the defaults, and append the records."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "a fixed seed makes the noise predictable")
+    for name in task:
+        held = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        done = {(record["task"], record["factor"], record["seed"]) for record in held}
+        missing = [(f, s) for f in factor for s in seed if (name, f, s) not in done]
+        made = TASKS[name]() if missing else None
+        for f, s in missing:
+            assert made is not None
+            record = {"task": name} | trained(made, f, s)
+            with out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            typer.echo(json.dumps(record))
+
+
+if __name__ == "__main__":
+    typer.run(main)
