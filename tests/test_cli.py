@@ -143,6 +143,16 @@ def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("without_rendering")
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
+def test_the_verdict_on_a_grid_of_noise_steps_is_in_json(here: Here, tmp_path: Path):
+    grid = SIGMA.replace("lr = [0.01, 0.1]", "noise_steps = [0.01, 0.1]").replace("seeds = [9]", "seeds = [8, 9]")
+    (tmp_path / "s.toml").write_text(grid.replace("seeds = [0, 1]", "seeds = [0]"))
+    rows = last_json(here("compare", "s.toml", "--json"))["methods"]
+    assert len(rows) == 2
+    assert all(str(row["grid"]).endswith("0.01 to 0.1") for row in rows)
+
+
+@pytest.mark.usefixtures("without_rendering")
 def test_train_epsilon_and_calibrate_agree(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
     done = here("train", "one.toml", "--json")

@@ -256,6 +256,11 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
         ({"lr": [0.1, 0.5]}, r"expected \[tuning\] to be given"),
         ({"max_grad_norm": [0.1, 0.5]}, r"expected \[tuning\] to be given"),
         ({"lr": None}, r"methods.Q.lr"),
+        ({"lr": None, "optimizer": "Yogi"}, r"methods.Q.lr .*; give the method an lr, or give a grid"),
+        (
+            scaled_by("public_rmsprop") | {"tune": {"precondition.noise_ep": [1.0, 10.0]}},
+            r"methods.Q.tune.precondition.noise_ep.*did you mean 'noise_eps'",
+        ),
     ],
 )
 def test_methods_that_would_be_others_than_they_say_are_refused(method: dict[str, Any], message: str):

@@ -441,7 +441,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a preconditioner's unknown value": (
         changed('tune = { "precondition.noise_epps" = [0.1, 1.0] }', index=SCALED),
-        r"got 'methods\.scaled\.precondition\.options\.noise_epps'; did you mean 'noise_eps'",
+        r"got 'methods\.scaled\.tune\.precondition\.noise_epps'; did you mean 'noise_eps'",
     ),
     "nothing to tune": (changed("tune = { momentum = [] }"), r"methods\.momentum\.tune\.momentum.*at least 1 item"),
     "a number to tune": (changed("tune = { momentum = 0.9 }"), r"methods\.momentum\.tune\.momentum.*valid list"),

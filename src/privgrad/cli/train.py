@@ -74,6 +74,7 @@ def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool) -
     """Write the report of all trainings in the folder, and print its summary or, with `as_json`, its numbers."""
     # matplotlib is an optional extra and slow to import, so only commands that draw import it.
     from privgrad.experiments.records import in_phase, summarize
+    from privgrad.experiments.report.grids import verdicts, words
     from privgrad.experiments.report.metadata import metadata_of
     from privgrad.experiments.report.page import write_report
     from privgrad.experiments.report.terminal import summary_table
@@ -82,7 +83,9 @@ def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool) -
     metadata = metadata_of(spec, records, folder, command=command_line())
     index = write_report(records, metadata, folder)
     if as_json:
-        print_json({"report": str(index), "methods": summarize(records)})
+        grids = {name: words(verdict) for name, verdict in verdicts(records).items()}
+        rows = [row | {"grid": grids.get(row["method"])} for row in summarize(records)]
+        print_json({"report": str(index), "methods": rows})
         return
     STDOUT.print(summary_table(records))
     if metadata["total_epsilon"] is not None:

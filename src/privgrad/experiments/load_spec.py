@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
@@ -239,6 +239,8 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         place = f"methods.{method.name}.tune.{name}"
         if method.precondition is None or not name.startswith("precondition."):
             _require_option(name, valid, place)
+        else:
+            _require_option(name.removeprefix("precondition."), _options_of(method.precondition), place)
         if tables := [value for value in values if isinstance(value, dict)]:
             raise expected("load_spec", place, "to be numbers, names or lists", tables[0], "correct it")
     by_noise = method.noise_step is not None
@@ -301,7 +303,8 @@ def _require_tuning(method: MethodTable, spec: Spec) -> None:
     if not spec.is_tuned(method):
         return
     if not spec.grid(method):
-        remedy = "give the method an lr or a noise_step, or give a grid and a [tuning] table"
+        rate = "an lr or a noise_step" if method.has_noise_step and not method.non_private else "an lr"
+        remedy = f"give the method {rate}, or give a grid and a [tuning] table"
         raise expected("load_spec", f"methods.{method.name}.lr", "to be given", None, remedy)
     if spec.tuning is None:
         remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
@@ -344,16 +347,29 @@ def _require_noise_for_scales(method: MethodTable, spec: Spec) -> None:
         raise expected("load_spec", place, condition, got, "add eps, such as options = { eps = 1e-5 }")
 
 
+# Arguments of a preconditioner's rule that the experiment gives itself.
+_GIVEN = ("gradient", "counts", "parameter", "dim", "source", "provenance")
+
+
+def _rule(table: PreconditionTable) -> Callable[..., Any]:
+    """Return the function of a preconditioner's rule."""
+    return getattr(side_information if table.by_counts else precondition, table.rule)
+
+
+def _options_of(table: PreconditionTable) -> list[str]:
+    """Return the names of the options that a preconditioner's rule takes."""
+    return [name for name in inspect.signature(_rule(table)).parameters if name not in _GIVEN]
+
+
 def _require_precondition(table: PreconditionTable, place: str) -> None:
     """Raise PrivacyError unless the options suit the rule; the rule is called once on tiny inputs to check."""
-    function = getattr(side_information if table.by_counts else precondition, table.rule)
+    for name in table.options:
+        _require_option(name, _options_of(table), f"{place}.{name}")
     # Tiny versions of the arguments that the experiment gives itself.
     public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
-    given = {"gradient": public, "counts": torch.ones(10_000), "parameter": "p", "dim": 0, "source": "none"}
-    given["provenance"] = "public data"
+    given = dict(zip(_GIVEN, (public, torch.ones(10_000), "p", 0, "none", "public data"), strict=True))
+    function = _rule(table)
     parameters = inspect.signature(function).parameters
-    for name in table.options:
-        _require_option(name, [name for name in parameters if name not in given], f"{place}.{name}")
     try:
         function(**{name: value for name, value in given.items() if name in parameters}, **table.options)
     except (TypeError, ValueError, OverflowError) as error:
