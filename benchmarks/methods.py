@@ -114,7 +114,7 @@ def private(
         **planned,
     )
     private_grad = pg.PrivateGradient(model, setup.losses, plan, microbatch_size=setup.microbatch_size, **arguments)
-    optimizer = pg.optim.AdamBC(model.named_parameters())
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     batches = _same_batch(plan, setup)
 
     def step() -> None:

@@ -117,21 +117,21 @@ WAYS: dict[str, tuple[dict[str, Any], int, float]] = {
 @pytest.mark.parametrize(("options", "batches", "expected_std"), WAYS.values(), ids=WAYS)
 def test_the_noise_is_known_however_opacus_divides(options: dict[str, Any], batches: int, expected_std: float):
     torch.manual_seed(0)
-    inner = pg.optim.AdamBC((model := Indifferent()).named_parameters())
+    inner = pg.optim.AdamBC((model := Indifferent()).named_parameters(), lr=1e-3)
     module, optimizer, _ = private(model, inner, **options)
     assert_noise_is_known(step_of(optimizer, module, batches=batches), expected_std)
 
 
 def test_the_noise_is_known_under_ghost_clipping():
     torch.manual_seed(0)
-    inner = pg.optim.AdamBC((model := Indifferent()).named_parameters())
+    inner = pg.optim.AdamBC((model := Indifferent()).named_parameters(), lr=1e-3)
     module, optimizer, criterion, _ = private(model, inner, grad_sample_mode="ghost")
     assert_noise_is_known(step_of(optimizer, module, criterion=criterion), SIGMA * C / BATCH)
 
 
 def test_the_noise_is_known_after_it_was_scheduled():
     torch.manual_seed(0)
-    inner = pg.optim.AdamBC((model := Indifferent()).named_parameters())
+    inner = pg.optim.AdamBC((model := Indifferent()).named_parameters(), lr=1e-3)
     module, optimizer, _ = private(model, inner)
     ExponentialNoise(optimizer, gamma=0.25).step()
     assert_noise_is_known(step_of(optimizer, module), 0.25 * SIGMA * C / BATCH)
@@ -141,7 +141,7 @@ def test_the_noise_is_known_in_several_processes():
     torch.manual_seed(0)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        inner = pg.optim.AdamBC((model := Indifferent()).named_parameters())
+        inner = pg.optim.AdamBC((model := Indifferent()).named_parameters(), lr=1e-3)
         numbers: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "expected_batch_size": BATCH // 2}
         optimizer = DistributedDPOptimizer(inner, **numbers)
         assert_noise_is_known(step_of(optimizer, GradSampleModule(model)), SIGMA * C / BATCH)
@@ -168,7 +168,7 @@ def test_opacus_own_loop_trains_with_its_own_batches():
 def test_batches_taken_in_parts_are_one_step():
     torch.manual_seed(0)
     model = Indifferent()
-    inner = pg.optim.AdamBC(model.named_parameters())
+    inner = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     module, optimizer, loader = private(model, inner)
     seen: list[pg.NoisyGradient] = []
     connect(optimizer)
@@ -201,13 +201,13 @@ def ordinary(model: nn.Module, inner: Any) -> Any:
 def test_what_has_no_known_noise_is_refused(make: Callable[[nn.Module, Any], Any], got: str):
     model = make_model()
     with pytest.raises(pg.PrivacyError, match=rf"connect: expected .*, got {got};"):
-        connect(make(model, pg.optim.AdamBC(model.named_parameters())))
+        connect(make(model, pg.optim.AdamBC(model.named_parameters(), lr=1e-3)))
 
 
 def test_no_step_without_the_bridge_or_without_noise():
     model = make_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    inner = pg.optim.AdamBC(model.named_parameters())
+    inner = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     module, optimizer, _ = private(model, inner)
     inputs, labels = make_data(BATCH).tensors
     F.cross_entropy(module(inputs), labels).backward()
@@ -227,7 +227,7 @@ def test_what_opacus_has_noised_serves_once(rank: int):
     torch.manual_seed(0)
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     try:
-        inner = pg.optim.AdamBC((model := make_model()).named_parameters())
+        inner = pg.optim.AdamBC((model := make_model()).named_parameters(), lr=1e-3)
         numbers: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "expected_batch_size": BATCH}
         module, optimizer = cast(Any, GradSampleModule(model)), DistributedDPOptimizer(inner, **numbers)
         connect(connect(optimizer))  # a notebook's cell may be run again

@@ -113,6 +113,27 @@ def test_a_scaled_plan_has_the_same_noise_and_no_epsilon(factor: float, group_si
     assert pickle.loads(pickle.dumps(scaled)) == dataclasses.replace(scaled) == scaled
 
 
+def test_a_plan_is_simulated_on_fewer_public_examples():
+    plan = make_plan(target_epsilon=3.0, delta=0.01)
+    scaled = plan.scaled(1 / 2, num_examples=20)  # without a warning of delta: nothing is private here
+    assert (scaled.num_examples, scaled.expected_batch_size, scaled.sample_rate) == (20, 4, 0.2)
+    assert scaled.noise_std == plan.noise_std
+    assert scaled.epsilon() == math.inf
+    assert scaled.release.noise_multiplier == 0.0
+    assert [len(batch.examples[0]) for batch in scaled.batches(make_data(20))]
+    assert pickle.loads(pickle.dumps(scaled)) == dataclasses.replace(scaled) == scaled
+    whole = plan.scaled(1, num_examples=20)
+    assert (whole.simulates, whole.expected_batch_size, whole.epsilon()) == (plan, 8, math.inf)
+    with pytest.raises(
+        pg.PrivacyError, match=r"expected_batch_size \* factor to be at most num_examples, got 4 of 3; "
+    ):
+        plan.scaled(1 / 2, num_examples=3)
+    with pytest.raises(pg.PrivacyError, match=r"PrivacyPlan\.scaled: expected num_examples"):
+        plan.scaled(1 / 2, num_examples=3.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pg.SamplingError, match=r"or simulate .*: plan\.scaled\(factor, num_examples=20\)"):
+        plan.batches(make_data(20))
+
+
 def test_a_plan_scaled_by_one_is_the_plan():
     plan = make_plan()
     assert plan.scaled(1) is plan

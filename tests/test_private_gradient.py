@@ -317,7 +317,7 @@ def test_half_precision_parameters_are_summed_and_noised_in_float32():
         first_batch(plan, make_data())
     )
     assert all(value.dtype == torch.float32 for value in gradient.values())
-    pg.optim.AdamBC(model.named_parameters()).step(grad=gradient)
+    pg.optim.AdamBC(model.named_parameters(), lr=1e-3).step(grad=gradient)
     assert model[0].weight.dtype == torch.bfloat16
 
 

@@ -348,7 +348,7 @@ def test_keys_are_in_no_file_log_or_output_of_a_training(
     secrets: list[bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
     model, caplog.handler.level = make_model(), logging.NOTSET
-    optimizer = pg.optim.AdamBC(model.named_parameters())
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     result = pg.fit(pg.PrivateGradient(model, loss_fn, make_plan(steps=3)), optimizer, make_data(), output_dir=tmp_path)
     assert len(secrets) >= 5  # two roots; sampling, noise, dropout
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

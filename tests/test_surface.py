@@ -33,7 +33,7 @@ SIGNATURES = {
     "noise_multiplier sampling seed noise_on_grid",
     pg.PrivacyPlan.batches: "self dataset start collate processes",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
-    pg.PrivacyPlan.scaled: "self factor",
+    pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
     "processes",
     pg.NoisyGradient: "tensors noise_std",

@@ -576,7 +576,7 @@ def test_state_and_checkpoint_depend_on_the_released_gradients_only(tmp_path: Pa
         plan = make_plan(seed=1)
         inputs, labels = make_data().tensors
         data = torch.utils.data.TensorDataset(inputs + shift, labels)
-        optimizer = pg.optim.AdamBC(model.named_parameters())
+        optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
         folder = tmp_path / str(shift)
         private_grad = pg.PrivateGradient(model, lambda m, b: 0.0 * loss_fn(m, b), plan)
         pg.fit(private_grad, optimizer, data, output_dir=folder, progress=False)
@@ -734,7 +734,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path):
 def test_other_numbers_on_resume_are_refused(tmp_path: Path):
     run(tmp_path)
     model = make_model()
-    optimizer = pg.optim.AdamBC(model.named_parameters())
+    optimizer = pg.optim.AdamBC(model.named_parameters(), lr=1e-3)
     private_grad = pg.PrivateGradient(model, loss_fn, make_plan(noise_multiplier=0.5))
     with pytest.raises(pg.PrivacyError, match="noise_multiplier"):
         pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path)

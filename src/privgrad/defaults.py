@@ -13,11 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import described, expected, require_callable
 from privgrad.gradient.clipping import Automatic, Clipping, Flat
 from privgrad.gradient.module_state import evaluating, trainable
 from privgrad.gradient.probes import gradients
+from privgrad.gradient.validation import require_supported
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import require_model
@@ -28,7 +30,7 @@ from privgrad.types import Batch, LossFunction, count_examples, map_examples
 _LINEAR = 0.06
 _NETWORK = 0.16
 _PLACES = 0.25  # exponent of the number of places that share a weight
-_CLIPPED = 0.1  # clipping norm over the median norm of public gradients at the start
+_CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
 _EXAMPLES = 32  # whose gradient norms are measured
 _MOMENTUM = 0.9
 
@@ -56,7 +58,12 @@ class Suggestion:
     reasons: tuple[str, ...]
 
     def optimizer(self, model: nn.Module) -> SGD:
-        """Return SGD with the suggested noise step and momentum, over the model's parameters."""
+        """Return SGD with the suggested noise step and momentum, over the model's parameters.
+
+        Raises:
+            PrivacyError: `model` is not a module.
+        """
+        require_model("Suggestion.optimizer", model)
         return SGD(model.named_parameters(), noise_step=self.noise_step, momentum=self.momentum)
 
     def __str__(self) -> str:
@@ -72,24 +79,27 @@ def suggest(
     """Suggest a noise step, a clipping norm and a schedule that need no tuning on private data.
 
     Computes: the root mean square norm a_l of each layer's inputs at one place (a position of a sequence, a patch of a
-        convolution), over the public batch, at the present weights, and the number n_l of places of an example. A model
+        convolution), over the public batch, at the present weights, and the number n_l of places of an example. A word
+        of an embedding table has norm 1. Layers without a weight matrix, such as normalizations, are left out. A model
         with one trained layer gets u = 0.06 / a_l and a constant rate. Any other model gets
-        u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays linearly to zero. C is a tenth of the
-        median gradient norm of 32 public examples. Nearly all gradients are then clipped, and u does not depend on C.
+        u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays linearly to zero. C is 0.3 times the
+        median gradient norm of 32 public examples. Most gradients are then clipped, and u does not depend on C.
 
     Args:
         model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
             than torch's counts as linear in the last dimension of its input, unless it has a method
             `input_squares(inputs)`: the squared norm of its inputs at each place, shape (places,).
-        plan: the plan of the training, for examples. Its max_grad_norm is replaced.
-        public_batch: public examples, as loss_fn takes them; without loss_fn, the model's input. A few hundred suffice.
-            They must not be private: the suggestion would be a release that no epsilon covers.
+        plan: the plan of the training, for examples. Its max_grad_norm is replaced, which changes no epsilon.
+        public_batch: public examples, as loss_fn takes them, such as public_set[:256] of a TensorDataset. Without
+            loss_fn, the model's input; a tuple holds its positional arguments, a dict its keyword arguments. A few
+            hundred examples suffice. They must not be private: the suggestion would be a release that no epsilon
+            covers.
         loss_fn: (model, examples) -> losses, shape (B,). None: the clipping rule is then clip.Automatic().
     Returns:
         Suggestion.
     Raises:
-        PrivacyError: public_batch is a batch of a plan, the plan is for users, or no trained layer with a weight
-            matrix was called.
+        PrivacyError: public_batch is a batch of a plan, or no batch; the plan is for users, or without noise;
+            PrivateGradient does not support the model; or no trained layer with a weight matrix was called.
     Privacy:
         This costs no privacy: it uses the model and public data only. No private gradient norm is looked at.
     Reference:
@@ -100,6 +110,10 @@ def suggest(
         raise expected(
             "suggest", "plan", "to be a PrivacyPlan", described(plan), "make one: PrivacyPlan.for_budget(...)"
         )
+    require_supported(model)
+    if plan.noise_multiplier == 0:
+        remedy = "plan with noise: without noise there is no noise step"
+        raise expected("suggest", "plan.noise_multiplier", "to be > 0", plan.noise_multiplier, remedy)
     if isinstance(public_batch, Batch):
         remedy = "give public examples: a suggestion from private ones would be a release without noise"
         raise expected("suggest", "public_batch", "to be public", "a batch of a privacy plan", remedy)
@@ -108,7 +122,7 @@ def suggest(
         raise expected("suggest", "plan", "to be for examples", "privacy_unit 'user'", remedy)
     if loss_fn is not None:
         require_callable("suggest", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
-    examples = count_examples(public_batch)
+    examples = _count(public_batch)
     norms = _input_norms(model, public_batch, loss_fn, examples)
     inputs, is_linear = {name: norm for name, (norm, _) in norms.items()}, len(norms) == 1
     if is_linear:
@@ -125,6 +139,30 @@ def suggest(
     reasons = [f"Noise step {step:g}. {why}", _of_schedule(decay)]
     clip, chosen, reason = _clipping(model, plan, public_batch, loss_fn, examples)
     return Suggestion(step, _MOMENTUM, chosen, clip, decay, inputs, (*reasons, reason))
+
+
+def _count(public_batch: Any) -> int:
+    """Return the number of public examples; raise PrivacyError unless they are a batch of tensors."""
+    leaves: list[Any] = tree_leaves(public_batch)
+    if odd := [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.ndim == 0]:
+        remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
+        got = "a number for an example" if isinstance(odd[0], Tensor) else type(odd[0]).__name__
+        raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
+    return count_examples(public_batch)
+
+
+def _call(model: nn.Module, public_batch: Any) -> None:
+    """Call a model on its own inputs; raise PrivacyError if it does not take them."""
+    try:
+        if isinstance(public_batch, Mapping):
+            model(**cast("Mapping[str, Any]", public_batch))
+        elif isinstance(public_batch, tuple | list):
+            model(*cast("tuple[Any, ...]", public_batch))
+        else:
+            model(public_batch)
+    except TypeError as error:
+        remedy = "give the model's inputs alone, or give loss_fn too"
+        raise expected("suggest", "public_batch", "to be what the model takes", error, remedy) from error
 
 
 def _of_schedule(schedule: Schedule) -> str:
@@ -155,8 +193,8 @@ def _clipping(
         chosen = replace(plan, max_grad_norm=largest)
     else:
         factor = plan.expected_batch_size / simulated.expected_batch_size
-        chosen = replace(simulated, max_grad_norm=largest).scaled(factor)
-    reason = f"C = {largest:g}, a tenth of the median public gradient norm ({middle:.3g}): nearly all are clipped."
+        chosen = replace(simulated, max_grad_norm=largest).scaled(factor, num_examples=plan.num_examples)
+    reason = f"C = {largest:g}, {_CLIPPED:g} times the median public gradient norm ({middle:.3g}): most are clipped."
     return Flat(), chosen, f"{reason} The noise step does not depend on C."
 
 
@@ -189,7 +227,7 @@ def _input_norms(
     handles = [module.register_forward_pre_hook(observe(name), with_kwargs=True) for name, module in layers.items()]
     try:
         with torch.no_grad(), evaluating(model):
-            model(public_batch) if loss_fn is None else loss_fn(model, public_batch)
+            _call(model, public_batch) if loss_fn is None else loss_fn(model, public_batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -217,28 +217,31 @@ class PrivacyPlan:
         sample_rate = expected_cohort_size / num_users
         return cls(sample_rate=sample_rate, noise_multiplier=cast(float, noise_multiplier), **numbers)
 
-    def scaled(self, factor: float) -> "PrivacyPlan":
+    def scaled(self, factor: float, *, num_examples: int | None = None) -> "PrivacyPlan":
         """Return a plan that simulates this one in smaller batches. It is NOT private: its epsilon is infinite.
 
         Its expected batch size, sample rate and noise multiplier are those of this plan times `factor`. The mean
-        gradient then has the same noise (`noise_std`), and a step takes about `factor` of the time. The mean itself
-        varies more, because it is taken over fewer examples. For tuning on public data, and for research. Users and
-        `experiments.spec` call it.
+        gradient then has the same noise (`noise_std`). A step takes as little as `factor` of the time, if the batch
+        decides its time. The mean itself varies more, because it is taken over fewer examples. For tuning on public
+        data, and for research. Users and `experiments.spec` call it.
 
         Args:
             factor: in (0, 1], such as 1 / 16. The scaled batch size must be a whole number that group_size divides.
-                1 returns this plan.
+                1 returns this plan, unless num_examples is another number.
+            num_examples: the number of examples to train on, if the public data are smaller; None for this plan's. The
+                sample rate follows from it.
         Returns:
             A plan with `simulates` set to this plan, and without target_epsilon.
         Raises:
-            PrivacyError: the factor does not fit, or this plan simulates another one.
+            PrivacyError: factor or num_examples does not fit, or this plan simulates another one.
         Privacy:
             NOT private. Each release of the returned plan is charged as a release without noise.
         Reference:
             Sander, Stock, Sablayrolles 2023 (arXiv 2210.03403), which tune at a constant sigma / B.
         """
-        numbers = scaled_numbers(self, factor)
-        return self if factor == 1 else replace(self, **numbers)
+        count = self.num_examples if num_examples is None else num_examples
+        numbers = scaled_numbers(self, factor, count)
+        return self if factor == 1 and count == self.num_examples else replace(self, **numbers)
 
     @property
     def divisor(self) -> int:

@@ -77,7 +77,7 @@ def require_numbers(plan: "PrivacyPlan") -> None:
         require_positive(function, "target_epsilon", plan.target_epsilon, remedy)
     if plan.delta is not None:
         require_delta(function, plan.delta)
-        if plan.delta > 1 / plan.num_examples:
+        if plan.delta > 1 / plan.num_examples and plan.simulates is None:
             count, whole = ("num_users", "user") if plan.privacy_unit == "user" else ("num_examples", "record")
             warnings.warn(
                 f"delta = {plan.delta:g} is above 1 / {count} = {1 / plan.num_examples:.3g}: such a delta allows "
@@ -93,12 +93,13 @@ def is_infinite(value: object) -> bool:
     return isinstance(value, float) and value == math.inf
 
 
-def scaled_numbers(plan: "PrivacyPlan", factor: float) -> dict[str, Any]:
+def scaled_numbers(plan: "PrivacyPlan", factor: float, num_examples: int) -> dict[str, Any]:
     """Return the fields in which a plan that simulates `plan` differs from it.
 
     Args:
         plan: the plan to simulate.
         factor: as in PrivacyPlan.scaled.
+        num_examples: as in PrivacyPlan.scaled, a number.
     Raises:
         PrivacyError: as in PrivacyPlan.scaled.
     """
@@ -116,15 +117,21 @@ def scaled_numbers(plan: "PrivacyPlan", factor: float) -> dict[str, Any]:
         condition = "to be a whole number >= 1" + (f" that group_size = {groups} divides" if groups > 1 else "")
         got, remedy = f"{size} * {share:.6g} = {size * share:.6g}", _working_factors(plan.divisor, share)
         raise expected(function, "expected_batch_size * factor", condition, got, remedy)
-    return _numbers_at(plan, left)
+    require_integer(function, "num_examples", num_examples, 1)
+    if left > num_examples:
+        got, remedy = f"{left} of {num_examples}", "give a smaller factor, or more examples"
+        raise expected(function, "expected_batch_size * factor", "to be at most num_examples", got, remedy)
+    return _numbers_at(plan, left, num_examples)
 
 
-def _numbers_at(plan: "PrivacyPlan", batch_size: int) -> dict[str, Any]:
-    """Return the fields of the plan with this expected batch size that simulates `plan`."""
+def _numbers_at(plan: "PrivacyPlan", batch_size: int, num_examples: int) -> dict[str, Any]:
+    """Return the fields of the plan with this batch size that simulates `plan` on a number of examples."""
     share = batch_size / plan.expected_batch_size
+    same = num_examples == plan.num_examples
     return {
         "expected_batch_size": batch_size,
-        "sample_rate": plan.sample_rate * share,
+        "num_examples": num_examples,
+        "sample_rate": plan.sample_rate * share if same else batch_size / num_examples,
         "noise_multiplier": plan.noise_multiplier * share,
         "target_epsilon": None,
         "simulates": plan,
@@ -151,7 +158,8 @@ def _require_scaled(plan: "PrivacyPlan", simulated: object) -> None:
     if not isinstance(simulated, type(plan)) or simulated.simulates is not None:
         remedy = "leave it out: plan.scaled(factor) sets it"
         raise expected(function, "simulates", "to be a plan that simulates no plan", described(simulated), remedy)
-    follows = vars(simulated) | _numbers_at(simulated, min(plan.expected_batch_size, simulated.expected_batch_size))
+    batch_size = min(plan.expected_batch_size, simulated.expected_batch_size)
+    follows = vars(simulated) | _numbers_at(simulated, batch_size, plan.num_examples)
     differing = [name for name, value in follows.items() if vars(plan)[name] != value]
     if differing:
         condition = f"to follow from the simulated plan ({', '.join(f'{n} {follows[n]}' for n in differing)})"

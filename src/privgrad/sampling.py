@@ -125,7 +125,10 @@ def _require_samplable(
     if len(data) == 0:
         raise refusal("to hold at least one example", "0 examples", "check its path")
     if len(data) < num_examples:
-        remedy = "correct num_examples, the public count from which sample rate and batch size follow"
+        remedy = (
+            "correct num_examples, the public count from which sample rate and batch size follow, or simulate the plan "
+            f"on fewer public examples: plan.scaled(factor, num_examples={len(data)})"
+        )
         if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
             remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
         raise refusal(f"to hold at least {num_examples} examples", f"{len(data)} examples", remedy)

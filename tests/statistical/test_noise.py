@@ -213,7 +213,7 @@ def wide_model() -> nn.Sequential:
 def test_an_empty_batch_is_noised_charged_and_stepped_as_any_other():
     plan = make_plan(sample_rate=1e-9, expected_batch_size=1, steps=20, noise_multiplier=2.0, num_examples=32)
     private_grad = pg.PrivateGradient(wide_model(), loss_fn, plan)
-    optimizer = pg.optim.AdamBC(private_grad._model.named_parameters())
+    optimizer = pg.optim.AdamBC(private_grad._model.named_parameters(), lr=1e-3)
     noise: list[torch.Tensor] = []
     noise_std: object = None
     for batch in plan.batches(make_data()):

@@ -197,8 +197,6 @@ class AdamBC(Debiased):
         relative to the noise, unless gamma_prime is given.
     """
 
-    _default_lr: ClassVar[float | None] = 1e-3
-
     def __init__(
         self,
         params: NamedParameters,
@@ -265,13 +263,10 @@ class NAdamBC(AdamBC):
 
     Args:
         momentum_decay: >= 0.
-        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC. By default,
-            lr is 2e-3.
+        params, lr, noise_step, betas, debias_floor, gamma_prime, floor_rule, Raises, Privacy: as AdamBC.
     Reference:
         Dozat 2016 (NAdam), with the denominator of Tang, Lecuyer 2023.
     """
-
-    _default_lr = 2e-3
 
     def __init__(
         self,
@@ -318,8 +313,6 @@ class RMSpropBC(Debiased):
     Reference:
         Ours, after Tang, Lecuyer 2023; its biased form is RMSprop.
     """
-
-    _default_lr = 1e-2
 
     def __init__(
         self,
@@ -372,7 +365,7 @@ class AdagradBC(Debiased):
     def __init__(
         self,
         params: NamedParameters,
-        lr: float = 1e-2,
+        lr: float | None = None,
         *,
         debias_floor: float = DEFAULT_FLOOR,
         gamma_prime: float | None = None,

@@ -46,14 +46,13 @@ class PrivateOptimizer(torch.optim.Optimizer):
         noise_step: u >= 0, in units of the weights. Give this or `lr`.
     Raises:
         PrivacyError: parameters lack names or share a name; an option is unknown or out of its range; `lr` and
-            `noise_step` are both given; or noise_step is given to an optimizer that has none.
+            `noise_step` are both given, or neither; or noise_step is given to an optimizer that has none.
     Privacy:
         Post-processing: state and updates are functions of released gradients and public constants.
     """
 
     # Why the optimizer has no noise step; empty if it has one.
     _without_noise_step: ClassVar[str] = ""
-    _default_lr: ClassVar[float | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse `noise_step` by name where the constructor of a subclass does not take it."""
@@ -67,7 +66,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         lr = self._require_one_rate(args[0] if args else options.pop("lr", None), noise_step)
         if not args and (lr is not None or options is not kwargs):
             options["lr"] = lr
-        self._lr_is_noise_step = noise_step is not None
+        self._lr_is_noise_step, self._has_rate = noise_step is not None, lr is not None
         try:
             super().__init__(cast(Any, params), *args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -89,6 +88,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
             group["lr"] = self._require_one_rate(group.get("lr"), noise_step)
         by_default = self.defaults.get("lr_is_noise_step", self._lr_is_noise_step)
         is_noise_step = noise_step is not None or ("lr" not in group and by_default)
+        if group.get("lr") is None and not self._has_rate:  # torch's own default would spend a budget on a guess
+            remedy = f"give {'noise_step or ' if self.has_noise_step() else ''}lr"
+            raise expected(type(self).__name__, "lr or noise_step", "to be given", None, remedy)
         super().add_param_group({"lr_is_noise_step": is_noise_step} | group)
         group = self.param_groups.pop()
         self._require_group(group)
@@ -244,12 +246,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return "" if self.has_noise_step() else self._without_noise_step or type(self).__name__
 
     def _require_one_rate(self, lr: float | None, noise_step: float | None) -> float | None:
-        """Return the one of lr and noise_step that is given, else the default lr; raise PrivacyError for both."""
+        """Return the one of lr and noise_step that is given, or None; raise PrivacyError for both."""
         if lr is not None and noise_step is not None:
             got, remedy = f"lr {_number(lr)} and noise_step {noise_step}", "leave one of the two out"
             raise expected(type(self).__name__, "lr or noise_step", "to be given, not both", got, remedy)
         if noise_step is None:
-            return self._default_lr if lr is None else lr
+            return lr
         require_nonnegative(type(self).__name__, "noise_step", noise_step, "give the noise step of a weight, 0.01 say")
         return noise_step
 
@@ -285,9 +287,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "options of a param group", "to be known", ", ".join(sorted(unknown)), remedy)
         group |= {key: value.item() for key, value in group.items() if isinstance(value, np.generic)}
         group["noise_std"] = None
-        if group["lr"] is None:
-            remedy = "give lr, or noise_step"
-            raise expected(function, "lr or noise_step", "to be given", None, remedy)
         require_nonnegative(function, "lr", _number(group["lr"]), "give the learning rate")
         self._require_options(group)
         if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):
