@@ -6,7 +6,7 @@ Shows   side information. A few public examples, one in a hundred, estimate the 
 Needs   Debian or Ubuntu, after `apt-get update -o Acquire::Languages=en`. A minute.
 Run     python examples/sparse_tags.py
 Prints  recall@5 (the share of a package's tags among the five most likely) and epsilon, without and with AdaDPS. On
-        these tags AdaDPS gains little or nothing. results/adadps-stackoverflow has ten tuned methods with three seeds.
+        these tags AdaDPS gains little or nothing. results/adadps-stackoverflow has four tuned methods with three seeds.
 """
 
 import torch
