@@ -245,6 +245,48 @@ def test_fixed_batches_are_labeled_everywhere(here: Here, tmp_path: Path):
     assert "no accountant covers" in here("epsilon", ledger, "--delta", "1e-5").stderr
 
 
+@pytest.mark.usefixtures("without_rendering")
+def test_a_private_training_keeps_what_was_measured_on_training_examples_apart(here: Here, tmp_path: Path):
+    (tmp_path / "heavy.toml").write_text(
+        """
+title = "test"
+[data]
+name = "heavy-tail"
+groups = 3
+log_size = 5
+[model]
+name = "linear"
+[privacy]
+noise_multiplier = 2.0
+delta = 1e-3
+max_grad_norm = 0.1
+num_examples = 96
+expected_batch_size = 24
+steps = 4
+[[methods]]
+name = "SGD"
+optimizer = "SGD"
+noise_step = 0.02
+[tuning]
+seeds = [0]
+by = "train_loss"
+[run]
+num_evaluations = 1
+"""
+    )
+    here("train", "heavy.toml", "--out", "private")
+    here("train", "heavy.toml", "--out", "seeded", "--seed", "1")
+    private, seeded = ((tmp_path / name / "runs.jsonl").read_text() for name in ("private", "seeded"))
+    assert "raw_" not in private
+    assert "raw_groups" in seeded
+    assert "raw_train_loss" in seeded
+    (checkpoint,) = (tmp_path / "private").rglob("checkpoint.pt")
+    assert b"raw_groups" not in checkpoint.read_bytes()
+    (raw,) = (tmp_path / "private" / "raw").iterdir()
+    assert "raw_groups" in raw.read_text()
+
+
+@pytest.mark.usefixtures("without_rendering")
 def test_raw_counts_are_announced_and_not_saved(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def spoilt(*, validation: int = 0) -> data.DataSet:
         loaded = data.digits(validation=validation)

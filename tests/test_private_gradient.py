@@ -117,6 +117,15 @@ def test_rolling_an_oracle_back_does_not_repeat_its_noise():
     assert not torch.equal(one["0.weight"], two["0.weight"])
 
 
+@pytest.mark.parametrize("other", [make_plan(seed=1), make_plan().scaled(1 / 2)], ids=["seed", "simulation"])
+def test_a_state_of_a_run_that_is_not_private_is_refused_under_a_private_plan(other: pg.PrivacyPlan):
+    model = make_model()
+    theirs, ours = (pg.PrivateGradient(model, loss_fn, plan) for plan in (other, make_plan()))
+    for state, into in ((theirs.state_dict(), ours), (ours.state_dict(), theirs)):
+        with pytest.raises(pg.PrivacyError, match=r"state to be of a plan with .*; resume under the plan"):
+            into.load_state_dict(state)
+
+
 def test_threads_get_noise_of_their_own():
     plan, model = make_plan(sample_rate=1.0, expected_batch_size=32, steps=40), make_model()
     private_grad = pg.PrivateGradient(model, loss_fn, plan)

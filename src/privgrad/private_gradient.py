@@ -497,7 +497,7 @@ class PrivateGradient:
         It holds no key, and no value from before the noise (except for a preconditioner that is NOT private).
         `training_run`, the bridges and `audit.methods` call it.
         """
-        state: dict[str, Any] = {"step": self._step}
+        state: dict[str, Any] = {"step": self._step, "plan": self._kind_of_plan()}
         for name, part in self._parts().items():
             state[name] = {"made_by": self._described(part), **part.state_dict()}
         return state
@@ -505,14 +505,18 @@ class PrivateGradient:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats.
 
-        `training_run`, `integrations.external_loop` and `audit.methods` call this.
+        `training_run`, `integrations.external_loop` and `audit.methods` call this. The guarantee rests on one check: a
+        state of a simulation, or of a run with a research seed, is refused under a plan without.
         """
         function, parts = "PrivateGradient.load_state_dict", self._parts()
         if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give what state_dict() of a PrivateGradient returned"
             raise expected(function, "state", "to be a mapping with a step", described(state), remedy)
         require_integer(function, "step", state["step"], 0)
-        for name in parts.keys() | state.keys() - {"step"}:
+        if state.get("plan") != (kind := self._kind_of_plan()):
+            condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
+            raise expected(function, "state", condition, described(state.get("plan")), remedy)
+        for name in parts.keys() | state.keys() - {"step", "plan"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
                 remedy = "resume with the same perturb and precondition"
@@ -522,6 +526,10 @@ class PrivateGradient:
             if name in state:
                 part.load_state_dict(state[name])
         self._make_streams()
+
+    def _kind_of_plan(self) -> dict[str, Any]:
+        """Return what decides whether the releases of this plan are private at all."""
+        return {"research_seed": self._plan.seed is not None, "simulates": self._facts["simulates"]}
 
     def _parts(self) -> dict[str, Contribution | Preconditioner]:
         """Return perturb and precondition by name, as far as they were given."""

@@ -192,10 +192,11 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
 
     def evaluate(model: nn.Module) -> dict[str, Any]:
         measured = measure(model, data.validation if validated else data.test, data)
-        raw = {} if recorder is None else recorder.row()
+        raw = {name: value for name, value in measured.items() if name.startswith("raw_")}
+        raw |= {} if recorder is None else recorder.row()
         if raw and plan.seed is None:  # a private run keeps what was computed before the noise apart
             _append_raw(out, run, {"step": private_grad.ledger.releases} | raw)
-            return measured
+            return {name: value for name, value in measured.items() if name not in raw}
         return measured | raw
 
     private_grad = PrivateGradient(
@@ -230,7 +231,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     record = _record(run, plan, data, result, optimizer, clipped.fraction, validated=validated)
     record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
-    if by_train_loss:
+    if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
         record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())
     return record
 
