@@ -147,6 +147,7 @@ def test_private_batches_plans_of_users_and_models_without_layers_are_refused():
         ({"loss_fn": 3}, "loss_fn"),
         ({"model": nn.LayerNorm(4), "public_batch": torch.randn(3, 4), "loss_fn": None}, "to call a trained layer"),
         ({"public_batch": (torch.zeros(3, 4), torch.zeros(2))}, "one leading dimension"),
+        ({"public_batch": make_data().tensors[0][:0], "loss_fn": None}, "to hold examples, got 0 examples"),
         ({"public_batch": data}, r"got TensorDataset; give one batch: public_set\[:256\]"),
         ({"public_batch": DataLoader(data)}, r"got DataLoader; give one batch: .* or next\(iter\(loader\)\)"),
         ({"public_batch": [data[0], data[1]]}, "got a number for an example; give one batch"),
@@ -170,6 +171,37 @@ def test_private_batches_plans_of_users_and_models_without_layers_are_refused():
     suggestion = pg.suggest(model, plan, public_batch=data.tensors[0])
     with pytest.raises(pg.PrivacyError, match=r"Suggestion\.optimizer: expected model to be a torch\.nn\.Module"):
         suggestion.optimizer(model.named_parameters())  # pyright: ignore[reportArgumentType]
+
+
+def test_the_model_and_the_global_random_stream_are_left_as_they_were():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(5, 3), nn.Dropout(0.5)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(F.dropout(x, 0.5, training=True))
+
+    model, before = Counting(), torch.get_rng_state()
+    pg.suggest(model, make_plan(), public_batch=torch.randn(20, 5, generator=torch.Generator().manual_seed(0)))
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_only_a_model_with_one_trained_matrix_gets_the_linear_rule():
+    torch.manual_seed(0)
+    rows = torch.randn(50, 6)
+    shared = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 3))
+    assert pg.suggest(shared, make_plan(), public_batch=rows).schedule == pg.Schedule("linear")
+    normed = nn.Sequential(nn.LayerNorm((6,)), nn.Linear(6, 3))
+    assert pg.suggest(normed, make_plan(), public_batch=rows).schedule == pg.Schedule("constant")
+    images = nn.Sequential(nn.LayerNorm((4, 4)), nn.Flatten(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
+    assert set(pg.suggest(images, make_plan(), public_batch=torch.randn(9, 4, 4)).input_norms) == {"2", "4"}
+    half = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).half()
+    found = pg.suggest(half, make_plan(), public_batch=(200 * rows).half())
+    assert found.input_norms["0"] == pytest.approx(float((200 * rows).square().sum(1).mean().sqrt()), rel=0.01)
 
 
 def test_without_losses_a_batch_holds_the_arguments_of_the_model():

@@ -13,7 +13,7 @@ import pytest
 
 import privgrad as pg
 from conftest import account_by_rdp
-from privgrad.experiments import runner
+from privgrad.experiments import runner, tuner
 from privgrad.experiments.build import make_data
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.runner import Run, compare
@@ -147,6 +147,12 @@ def test_one_method_that_leads_at_an_edge_widens_the_grid_of_all():
 def test_the_majority_of_those_that_lead_decides_on_the_shared_side():
     records, names = of_grids(a=LOW, b=HIGH, c=HIGH, d=INSIDE)
     assert wider(records, names, "loss") == dict.fromkeys("abcd", 10.0)
+
+
+def test_a_grid_of_rates_that_lie_close_together_grows_too():
+    assert tuner._beyond([1.0, 1.01], "high") > 1.01
+    assert tuner._beyond([0.995, 1.0], "low") < 0.995
+    assert tuner._beyond([0.01, 0.025], "high") == 0.062
 
 
 def test_a_method_with_learning_rates_grows_beyond_its_own_edge():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import described, expected, require_callable
 from privgrad.gradient.clipping import Automatic, Clipping, Flat
-from privgrad.gradient.module_state import evaluating, trainable
+from privgrad.gradient.module_state import evaluating, preserved, seeded, trainable
 from privgrad.gradient.probes import gradients
 from privgrad.gradient.validation import require_supported
 from privgrad.optim import SGD
@@ -33,6 +33,7 @@ _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
 _EXAMPLES = 32  # whose gradient norms are measured
 _MOMENTUM = 0.9
+_NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def suggest(
         require_callable("suggest", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
     examples = _count(public_batch)
     norms = _input_norms(model, public_batch, loss_fn, examples)
-    inputs, is_linear = {name: norm for name, (norm, _) in norms.items()}, len(norms) == 1
+    matrices = sum(parameter.ndim > 1 for parameter in trainable(model).values())
+    inputs, is_linear = {name: norm for name, (norm, _) in norms.items()}, len(norms) == matrices == 1
     if is_linear:
         (name, norm), *_ = inputs.items()
         step, decay = _LINEAR / norm, Schedule("constant")
@@ -148,7 +150,9 @@ def _count(public_batch: Any) -> int:
         remedy = "give one batch: public_set[:256] of a TensorDataset, or next(iter(loader)) of a DataLoader"
         got = "a number for an example" if isinstance(odd[0], Tensor) else type(odd[0]).__name__
         raise expected("suggest", "public_batch", "to be tensors with one entry per example", got, remedy)
-    return count_examples(public_batch)
+    if (count := count_examples(public_batch)) == 0:
+        raise expected("suggest", "public_batch", "to hold examples", "0 examples", "give a few hundred")
+    return count
 
 
 def _call(model: nn.Module, public_batch: Any) -> None:
@@ -209,7 +213,12 @@ def _input_norms(
     own = {id(parameter) for parameter in trainable(model).values() if parameter.ndim > 1}
     layers: dict[str, nn.Module] = {}
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        if own & {id(parameter) for parameter in vars(module)["_parameters"].values()}:
+        has_parts = any(True for _ in module.children()) and not isinstance(module, nn.MultiheadAttention)
+        if (
+            not has_parts
+            and not isinstance(module, _NORMALIZATIONS)
+            and own & {id(parameter) for parameter in vars(module)["_parameters"].values()}
+        ):
             layers[name] = module
     sums: dict[str, list[float]] = {}
 
@@ -217,7 +226,10 @@ def _input_norms(
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             if tensors:
-                squares = _squares(module, tensors[0].detach())
+                inputs = tensors[0].detach()
+                # In half precision, a square may be infinite.
+                wide = inputs.float() if inputs.is_floating_point() and inputs.itemsize < 4 else inputs
+                squares = _squares(module, wide)
                 held = sums.setdefault(name, [0.0, 0.0])
                 held[0] += float(squares.double().sum())
                 held[1] += squares.numel()
@@ -225,12 +237,15 @@ def _input_norms(
         return hook
 
     handles = [module.register_forward_pre_hook(observe(name), with_kwargs=True) for name, module in layers.items()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), evaluating(model), preserved(model), seeded(0):
             _call(model, public_batch) if loss_fn is None else loss_fn(model, public_batch)
     finally:
         for handle in handles:
             handle.remove()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
     found = {name: (math.sqrt(total / count), count / examples) for name, (total, count) in sums.items()}
     usable = {name: pair for name, pair in found.items() if math.isfinite(pair[0]) and pair[0] > 0}
     if not usable:

@@ -181,7 +181,9 @@ def _beyond(rates: Sequence[float], side: str) -> float:
     """Return the rate beyond one edge, at the distance of the two outermost rates."""
     ratios = [high / low for low, high in itertools.pairwise(rates)] or [10**0.5]
     factor = ratios[0 if side == "low" else -1]
-    return float(f"{rates[0] / factor if side == 'low' else rates[-1] * factor:.2g}")
+    beyond = rates[0] / factor if side == "low" else rates[-1] * factor
+    rounded = float(f"{beyond:.2g}")
+    return beyond if rates[0] <= rounded <= rates[-1] else rounded
 
 
 def _spread(costs: dict[Candidate, list[float]], means: dict[Candidate, float]) -> float:
