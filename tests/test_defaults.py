@@ -195,9 +195,9 @@ def test_only_a_model_with_one_trained_matrix_gets_the_linear_rule():
     rows = torch.randn(50, 6)
     shared = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), nn.Tanh(), nn.Linear(5, 3))
     assert pg.suggest(shared, make_plan(), public_batch=rows).schedule == pg.Schedule("linear")
-    normed = nn.Sequential(nn.LayerNorm((6,)), nn.Linear(6, 3))
+    normed = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3))
     assert pg.suggest(normed, make_plan(), public_batch=rows).schedule == pg.Schedule("constant")
-    images = nn.Sequential(nn.LayerNorm((4, 4)), nn.Flatten(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
+    images = nn.Sequential(nn.LayerNorm([4, 4]), nn.Flatten(), nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 2))
     assert set(pg.suggest(images, make_plan(), public_batch=torch.randn(9, 4, 4)).input_norms) == {"2", "4"}
     half = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).half()
     found = pg.suggest(half, make_plan(), public_batch=(200 * rows).half())
