@@ -363,7 +363,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, evaluate=interrupt, save_seconds=1e9)
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"] == {"step": 20}
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"]["step"] == 20
     resumed, _ = run(tmp_path)
     assert equal(whole, resumed)
 
@@ -382,7 +382,7 @@ def test_interrupted_amid_an_update_nothing_half_done_is_saved(tmp_path: Path, m
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, save_seconds=1e9)
     monkeypatch.undo()
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"] == {"step": 0}
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["private_grad"]["step"] == 0
     resumed, result = run(tmp_path)
     assert equal(whole, resumed)
     assert result.ledger.releases == STEPS
@@ -565,7 +565,7 @@ def test_checkpoint_holds_no_key_and_nothing_but_state(tmp_path: Path):
         )
     }
     assert set(state["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_noise_var"}
-    assert state["private_grad"] == {"step": STEPS}
+    assert state["private_grad"] == {"step": STEPS, "plan": {"research_seed": True, "simulates": None}}
 
 
 def test_state_and_checkpoint_depend_on_the_released_gradients_only(tmp_path: Path):
