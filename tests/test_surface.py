@@ -172,6 +172,7 @@ EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {
     pg.optim.PrivateOptimizer: {
         "__init__": "self params args noise_step kwargs",
         "noise_step": "property",
+        "settings": "property",
         "has_noise_step": "class",
         "_noise_step_per_lr": "self group noise_std",
         "_why_no_noise_step": "self group",

@@ -882,3 +882,33 @@ def test_a_checkpoint_without_its_ledger_is_refused_and_none_is_begun(tmp_path: 
     with pytest.raises(pg.PrivacyError, match=r"ledger.jsonl to exist next to its checkpoint, .*; put it back"):
         run(tmp_path)
     assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_another_rate_of_a_group_on_resume_is_refused(tmp_path: Path):
+    def train(rates: list[dict[str, float]], steps: int) -> None:
+        model = make_model()
+        groups = [
+            {"params": [(name, parameter)], **rate}
+            for (name, parameter), rate in zip(model.named_parameters(), [*rates, *rates[-1:] * 99], strict=False)
+        ]
+        private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=steps))
+        pg.fit(private_grad, pg.optim.SGD(groups), make_data(), output_dir=tmp_path)
+
+    train([{"noise_step": 0.01}, {"noise_step": 0.02}], 3)
+    for other in ({"noise_step": 0.05}, {"lr": 0.02}):
+        with pytest.raises(pg.PrivacyError, match="optimizer rates"):
+            train([{"noise_step": 0.01}, other], 6)
+    train([{"noise_step": 0.01}, {"noise_step": 0.02}], 6)
+
+
+def test_a_state_with_steps_that_the_ledger_has_not_charged_is_refused():
+    plan = make_plan(steps=4)
+    saved = pg.PrivateGradient(make_model(), loss_fn, plan)
+    for batch in list(plan.batches(make_data()))[:2]:
+        saved(batch)
+    forgetful = pg.PrivateGradient(make_model(), loss_fn, plan)
+    with pytest.raises(pg.PrivacyError, match=r"the ledger to hold the 2 steps of the state, got 0 releases"):
+        forgetful.load_state_dict(saved.state_dict())
+    resumed = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=saved.ledger)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.state_dict()["step"] == 2

@@ -505,8 +505,9 @@ class PrivateGradient:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of the state. Without a research seed the streams are new, so no noise repeats.
 
-        `training_run`, `integrations.external_loop` and `audit.methods` call this. The guarantee rests on one check: a
-        state of a simulation, or of a run with a research seed, is refused under a plan without.
+        `training_run`, `integrations.external_loop` and `audit.methods` call this. The guarantee rests on two checks. A
+        state of a simulation, or of a run with a research seed, is refused under a plan without. A state with steps
+        that the ledger has not charged is refused, because epsilon would not count them.
         """
         function, parts = "PrivateGradient.load_state_dict", self._parts()
         if not isinstance(state, Mapping) or "step" not in state:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -516,6 +517,10 @@ class PrivateGradient:
         if state.get("plan") != (kind := self._kind_of_plan()):
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
             raise expected(function, "state", condition, described(state.get("plan")), remedy)
+        if self.processes.rank == 0 and state["step"] > self._ledger.releases:
+            remedy = "give PrivateGradient(..., ledger=) the ledger file of the run that saved the state"
+            condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
+            raise expected(function, "the ledger", condition, got, remedy)
         for name in parts.keys() | state.keys() - {"step", "plan"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:

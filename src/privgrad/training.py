@@ -120,7 +120,7 @@ def fit(
     try:
         result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
         settings = private_grad.settings | {
-            **settings_of("optimizer", optimizer, optimizer.defaults),
+            **settings_of("optimizer", optimizer, optimizer.settings),
             **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
             "ema_decay": repr(ema_decay),
         }

@@ -133,7 +133,7 @@ def test_a_resumed_run_draws_the_same_groups():
     batches = list(plan.batches(make_data()))
     whole = pg.PrivateGradient(make_model(), loss_fn, plan)
     released = [whole(batch) for batch in batches]
-    resumed = pg.PrivateGradient(make_model(), loss_fn, plan)
+    resumed = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=whole.ledger)
     resumed.load_state_dict(resumed.state_dict() | {"step": 5})
     for one, other in zip(released[5:], (resumed(batch) for batch in batches[5:]), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

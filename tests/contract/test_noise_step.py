@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -197,8 +198,9 @@ def test_its_state_resumes_and_is_not_taken_for_that_of_a_learning_rate():
     twin.data.copy_(parameter.data)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     by_lr, _ = made(pg.optim.AdamBC, lr=1.0)
-    by_lr.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert by_lr.noise_step == STEP
+    with pytest.raises(pg.PrivacyError, match="the rate to be given as lr, got noise_step"):
+        by_lr.load_state_dict(optimizer.state_dict())
+    assert by_lr.param_groups[0]["lr"] == 1.0
     for gradient in gradients[3:]:
         optimizer.step(grad=gradient)
         other.step(grad=gradient)
@@ -221,3 +223,62 @@ def test_one_of_both_is_taken_and_noise_is_needed():
             optimizer.step(grad=NoisyGradient({"p": torch.ones(4)}, given))
     assert not parameter.any()
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["SGD, Nesterov", "Adam", "AdamW", "NAdam", "RMSprop, momentum", "AdamBC"])
+def test_weights_in_half_precision_are_updated_in_float32_and_resume(name: str, dtype: torch.dtype):
+    kind, options, _, _ = ROWS[name]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [NoisyGradient({"p": STD * torch.randn(64, generator=generator)}, STD) for _ in range(8)]
+
+    def stepped(parameter: nn.Parameter, saved: Any = None) -> PrivateOptimizer:
+        optimizer = kind([("p", parameter)], noise_step=STEP, **options)
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        for gradient in gradients[:4] if saved is None else gradients[4:]:
+            optimizer.step(grad=gradient)
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+        return optimizer
+
+    wide, narrow = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64, dtype=dtype))
+    storage = narrow.data_ptr()
+    of_wide, of_narrow = stepped(wide), stepped(narrow)
+    assert narrow.dtype == dtype
+    assert narrow.data_ptr() == storage
+    for key, value in of_wide.state[wide].items():
+        torch.testing.assert_close(of_narrow.state[narrow][key], value, rtol=0, atol=0)
+    torch.testing.assert_close(narrow.float(), wide.detach(), rtol=0, atol=0)
+    twin = nn.Parameter(narrow.detach().clone())
+    stepped(twin, copy.deepcopy(of_narrow.state_dict()))
+    stepped(wide, copy.deepcopy(of_wide.state_dict()))
+    torch.testing.assert_close(twin.float(), wide.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda held: pickle.loads(pickle.dumps(held))])
+def test_a_copy_knows_which_rate_was_given(copied: Any):
+    for name in ("lr", "noise_step"):
+        optimizer = copied(pg.optim.Adam([("p", nn.Parameter(torch.zeros(4)))], **{name: STEP}))
+        optimizer.add_param_group({"params": [("q", nn.Parameter(torch.zeros(1)))]})
+        assert [group["lr_is_noise_step"] for group in optimizer.param_groups] == [name == "noise_step"] * 2
+        assert [group["lr"] for group in optimizer.param_groups] == [STEP] * 2
+
+
+def test_an_option_that_rules_it_out_is_refused_when_it_is_set_later():
+    optimizer, parameter = made(pg.optim.AdamBC, noise_step=STEP)
+    optimizer.param_groups[0]["gamma_prime"] = 1e-8
+    with pytest.raises(pg.PrivacyError, match="gamma_prime, which is in gradient units"):
+        optimizer.step(grad=NoisyGradient({"p": torch.ones(4)}, STD))
+    assert not parameter.any()
+
+
+def test_it_can_be_read_after_a_parameter_became_trainable():
+    weights = {"p": nn.Parameter(torch.zeros(2)), "q": nn.Parameter(torch.zeros(2), requires_grad=False)}
+    by_step = pg.optim.SGD(list(weights.items()), noise_step=STEP)
+    by_lr = pg.optim.SGD(list(weights.items()), lr=1.0)
+    gradient = NoisyGradient({"p": torch.ones(2)}, {"p": STD})
+    by_step.step(grad=gradient)
+    by_lr.step(grad=gradient)
+    weights["q"].requires_grad_(True)
+    assert by_step.noise_step == STEP
+    assert math.isnan(by_lr.noise_step)

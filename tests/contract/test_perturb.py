@@ -27,6 +27,7 @@ from privgrad.gradient.layers.base import register_rule
 from privgrad.gradient.layers.linear import Linear as LinearRule
 from privgrad.gradient.layers.standardization import standardized
 from privgrad.gradient.module_state import seeded
+from privgrad.ledger import Ledger
 
 RADIUS = 0.3
 
@@ -307,11 +308,11 @@ def sat_plan(steps: int) -> pg.PrivacyPlan:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_sat_equals_a_plain_loop_and_goes_on_from_a_checkpoint(engine: Any):
     plan, model, twin = sat_plan(6), mlp(), mlp()
-    by_hand = SatByHand(0.4)
+    by_hand, ledger = SatByHand(0.4), Ledger()
 
     def start() -> tuple[pg.PrivateGradient, pg.optim.SGD]:
         private_grad = pg.PrivateGradient(
-            model, loss_fn, plan, perturb=pg.perturb.SAT(0.4), engine=engine, microbatch_size=4
+            model, loss_fn, plan, perturb=pg.perturb.SAT(0.4), engine=engine, microbatch_size=4, ledger=ledger
         )
         return private_grad, pg.optim.SGD(model.named_parameters(), lr=0.5)
 

@@ -76,7 +76,7 @@ class ExternalLoopStep:
         self._require_held()
         self._settings = {
             "clip": private_grad.settings["clip"],
-            **settings_of("optimizer", optimizer, optimizer.defaults),
+            **settings_of("optimizer", optimizer, optimizer.settings),
         }
         self._gradient: NoisyGradient | None = None
         self._unmoved: dict[str, tuple[float, float]] | None = None

@@ -34,10 +34,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     the first step.
 
     With `noise_step=u` in place of `lr`, a group's `lr` is u, and schedulers act on u. Each step divides the gradient
-    by its noise_std first, and so all options in gradient units (`eps`, say) then count standard deviations of the
-    noise. The rate is the one at which u is the noise step: the root mean square displacement of a weight after T
-    updates of pure noise, divided by sqrt(T), for large T. Noise that changes over time, or differs between parameters
-    or coordinates, is divided out before it enters any state, so that each release moves each weight by u.
+    by its noise_std first. All options in gradient units (`eps`, and L2 `weight_decay`) then count standard deviations
+    of the noise. The rate is the one at which u is the noise step: the root mean square displacement of a weight after
+    T updates of pure noise, divided by sqrt(T), for large T. Noise that changes over time, or differs between
+    parameters or coordinates, is divided out before it enters any state, so that each release moves each weight by u.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters. A group may have its own `lr` or
@@ -67,6 +67,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not args and (lr is not None or options is not kwargs):
             options["lr"] = lr
         self._lr_is_noise_step, self._has_rate = noise_step is not None, lr is not None
+        self._rates: list[dict[str, float]] = []  # by group: its own rate; empty if it has the default one
         try:
             super().__init__(cast(Any, params), *args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -77,12 +78,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise expected(function, "params and options", "to be valid for torch", error, remedy) from error
         self.defaults["lr_is_noise_step"] = self._lr_is_noise_step
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: torch's own state, and which rates were given."""
+        own = ("_lr_is_noise_step", "_has_rate", "_rates")
+        return super().__getstate__() | {name: vars(self)[name] for name in own}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch, after the checks that the class describes.
 
         torch's constructor calls it for each param group; users can call it later.
         """
         group = dict(param_group)
+        given = group.keys() & {"lr", "noise_step"}
         noise_step = group.pop("noise_step", None)
         if noise_step is not None:
             group["lr"] = self._require_one_rate(group.get("lr"), noise_step)
@@ -95,6 +102,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         group = self.param_groups.pop()
         self._require_group(group)
         self.param_groups.append(group)
+        kind = "noise_step" if is_noise_step else "lr"
+        self._rates.append({kind: float(_number(group["lr"]))} if given else {})
 
     @classmethod
     def has_noise_step(cls) -> bool:
@@ -104,6 +113,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         described = cls._noise_step_per_lr is not PrivateOptimizer._noise_step_per_lr
         return described and not cls._without_noise_step
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options as they were given, and the rates of param groups with their own: a resumed run has the same.
+
+        `fit` and `integrations.external_loop` read it.
+        """
+        return self.defaults | ({"rates": self._rates} if any(self._rates) else {})
 
     @property
     def noise_step(self) -> float:
@@ -117,7 +134,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, parameter in self._active(group):
                 held = cast("float | Mapping[str, float | Tensor] | None", group["noise_std"])
-                std = held[name] if isinstance(held, Mapping) else held
+                std = held.get(name) if isinstance(held, Mapping) else held
                 if self._why_no_noise_step(group) or (std is None and not group["lr_is_noise_step"]):
                     return math.nan
                 per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, cast(float, std))
@@ -141,8 +158,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             grad: the gradient. It must hold a value for each trainable parameter; frozen parameters are skipped.
         Raises:
             PrivacyError: neither or both are given, the gradient is not a NoisyGradient, a trainable parameter has no
-                value in it, or noise_std is not a finite number >= 0 (> 0 for a group with a noise step). The
-                parameters have not moved.
+                value in it, or noise_std is not a finite number >= 0 (> 0 for a group with a noise step, whose options
+                must allow one). The parameters have not moved.
         Privacy:
             Post-processing.
         """
@@ -164,6 +181,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         pairs = zip(self.param_groups, active, strict=True)
         by_noise = [name for group, names in pairs if group["lr_is_noise_step"] for name in names]
         _require_noise(function, gradient, by_noise)
+        for group in self.param_groups:
+            if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):  # set since the group was added
+                raise _no_noise_step(function, why)
         self._clear()
         try:
             for group, names in zip(self.param_groups, active, strict=True):
@@ -183,8 +203,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         The options take their saved values. Users, `training_run` and `integrations.flower` call it.
 
         Raises:
-            PrivacyError: the parameter names, their order or the names of the options differ. The optimizer has not
-                changed.
+            PrivacyError: the parameter names, their order, the names of the options, or the kind of rate (lr or
+                noise_step) differ. The optimizer has not changed.
         """
         function = f"{type(self).__name__}.load_state_dict"
         remedy = "load a state that the same optimizer class saved for the same model"
@@ -201,6 +221,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if differing:
                 got = ", ".join(f"{'unknown' if name in saved else 'no'} {name}" for name in sorted(differing))
                 raise expected(function, "the options", "to be the same as this optimizer's", got, remedy)
+            kind, own = ("noise_step" if options["lr_is_noise_step"] else "lr" for options in (saved, group))
+            if kind != own:  # a scheduler that was made before would go on in the other unit
+                raise expected(function, "the rate", f"to be given as {own}", kind, f"give {kind} here too")
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
@@ -208,7 +231,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             for name, value in saved.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and parameter.itemsize < 4:
                     # torch has rounded this state to the parameter's precision; see `widened`.
-                    self.state[parameter][name] = value.detach().to(parameter.device, torch.float32, copy=True)
+                    wide = torch.promote_types(value.dtype, torch.float32)
+                    self.state[parameter][name] = value.detach().to(parameter.device, wide, copy=True)
 
     def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
         """Update by the gradient divided by its noise_std, at the rates whose noise steps the groups hold.
@@ -256,15 +280,27 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return noise_step
 
     def _update(self, gradient: NoisyGradient) -> None:
-        """Move the parameters by the gradient: torch's own step, unless a subclass overrides this."""
-        for group in self.param_groups:
-            for name, parameter in self._active(group):
-                value = gradient[name].to(parameter.dtype)
-                # torch's foreach implementation of Nesterov momentum adds to .grad in place.
-                parameter.grad = value.clone() if group.get("nesterov") else value
+        """Move the parameters by the gradient: torch's own step, unless a subclass overrides this.
+
+        torch keeps its state in the precision of the parameters. Parameters in half precision are therefore updated in
+        float32, and rounded afterwards.
+        """
         step = super().step
-        # Unwrapped: the hooks of torch's optimizers already run around our `step`, and must not run twice.
-        (step.__func__.__wrapped__ if getattr(step, "hooked", False) else step.__func__)(self)  # pyright: ignore
+        narrow: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for group in self.param_groups:
+                for name, parameter in self._active(group):
+                    if parameter.itemsize < 4:
+                        narrow.append((parameter, parameter.data))
+                        parameter.data = parameter.data.float()
+                    value = gradient[name].to(parameter.dtype)
+                    # torch's foreach implementation of Nesterov momentum adds to .grad in place.
+                    parameter.grad = value.clone() if group.get("nesterov") else value
+            # Unwrapped: the hooks of torch's optimizers already run around our `step`, and must not run twice.
+            (step.__func__.__wrapped__ if getattr(step, "hooked", False) else step.__func__)(self)  # pyright: ignore
+        finally:
+            for parameter, stored in narrow:
+                parameter.data = stored.copy_(parameter.data)
 
     def _require_group(self, group: dict[str, Any]) -> None:
         """Check one param group, and turn its numpy scalars into plain numbers, which checkpoints can hold.
