@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import models
+from privgrad.augmentation import multiplicity
 
 
 def classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -64,6 +65,32 @@ def test_a_convolutions_inputs_are_its_patches(layer: nn.Conv2d):
     per_group = patches.unflatten(1, (layer.groups, -1)).square().sum(2)
     found = pg.suggest(model, make_plan(), public_batch=images)
     assert found.input_norms["0"] == pytest.approx(float(per_group.mean().sqrt()))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_output_of_a_transposed_convolution_reads_the_inputs_that_reach_it(groups: int):
+    layer = nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1, groups=groups)
+    images = torch.randn(3, 4, 5, 4)
+    found = norms_of(nn.Sequential(layer, nn.Flatten(), nn.Linear(4 * 10 * 8, 2)), images)
+    weights, biases = dict(layer.named_parameters()), torch.zeros(4)
+
+    def output(weight: torch.Tensor) -> torch.Tensor:
+        """The first channel of each group: linear in the weights, so the inputs are its derivatives by them."""
+        return torch.func.functional_call(layer, {"weight": weight, "bias": biases}, images)[:, :: 4 // groups]
+
+    reads = torch.func.jacrev(output)(weights["weight"].detach()).flatten(4).square().sum(-1)
+    assert found["0"] == pytest.approx(float(reads.mean().sqrt()), rel=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("views", [1, 8])
+def test_places_are_those_of_one_weight_in_one_view(groups: int, views: int):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=groups), nn.Tanh(), nn.Flatten(), nn.Linear(196, 2))
+    examples = 100 * torch.randn(6, 4, 9, 9), torch.zeros(6, dtype=torch.long)
+    losses = multiplicity(classes, lambda batch: batch, views=views)
+    found = pg.suggest(model, make_plan(), public_batch=examples, loss_fn=losses)
+    assert "x 49 places" in found.reasons[0]
+    assert found.noise_step == pytest.approx(0.16 / (found.input_norms["0"] * 49**0.25), rel=0.05)
 
 
 def test_words_are_vectors_with_a_single_one():

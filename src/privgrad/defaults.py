@@ -4,6 +4,7 @@ Users call `suggest`. The privacy guarantee rests on one fact that no code can c
 rest on the formulas.
 """
 
+import copy
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import described, expected, require_callable
@@ -34,6 +34,10 @@ _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the 
 _EXAMPLES = 32  # whose gradient norms are measured
 _MOMENTUM = 0.9
 _NORMALIZATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,12 @@ def suggest(
     """Suggest a noise step, a clipping norm and a schedule that need no tuning on private data.
 
     Computes: the root mean square norm a_l of each layer's inputs at one place (a position of a sequence, a patch of a
-        convolution), over the public batch, at the present weights, and the number n_l of places of an example. A word
-        of an embedding table has norm 1. Layers without a weight matrix, such as normalizations, are left out. A model
-        with one trained layer gets u = 0.06 / a_l and a constant rate. Any other model gets
-        u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays linearly to zero. C is 0.3 times the
-        median gradient norm of 32 public examples. Most gradients are then clipped, and u does not depend on C.
+        convolution), over the public batch, at the present weights, and the number n_l of places of an example (or of a
+        view, if loss_fn calls the model with several of each). A word of an embedding table has norm 1. Layers without
+        a weight matrix, such as normalizations, are left out. A model with one trained layer gets u = 0.06 / a_l and a
+        constant rate. Any other model gets u = min over layers of 0.16 / (a_l n_l**0.25) and a rate that decays
+        linearly to zero. C is 0.3 times the median gradient norm of 32 public examples. Most gradients are then
+        clipped, and u does not depend on C.
 
     Args:
         model: the model, with the weights that the training starts from. It is not changed. A layer of another kind
@@ -221,6 +226,10 @@ def _input_norms(
         ):
             layers[name] = module
     sums: dict[str, list[float]] = {}
+    rows: list[int] = []  # of each call of the model; more than `examples` if it sees several views of each
+
+    def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows.append(next((len(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), examples))
 
     def observe(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -237,6 +246,7 @@ def _input_norms(
         return hook
 
     handles = [module.register_forward_pre_hook(observe(name), with_kwargs=True) for name, module in layers.items()]
+    handles.append(model.register_forward_pre_hook(count, with_kwargs=True))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.no_grad(), evaluating(model), preserved(model), seeded(0):
@@ -246,7 +256,8 @@ def _input_norms(
             handle.remove()
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-    found = {name: (math.sqrt(total / count), count / examples) for name, (total, count) in sums.items()}
+    seen = max(sum(rows), examples)
+    found = {name: (math.sqrt(total / places), places / seen) for name, (total, places) in sums.items()}
     usable = {name: pair for name, pair in found.items() if math.isfinite(pair[0]) and pair[0] > 0}
     if not usable:
         remedy = "give a model whose trained layers have a weight matrix, or choose noise_step yourself, from 0.01"
@@ -267,13 +278,11 @@ def _squares(module: nn.Module, inputs: Tensor) -> Tensor:
         return torch.stack([_bag_square(module, row) for row in inputs])
     if not inputs.is_floating_point():  # word ids: each is a vector with a single one
         return torch.ones(inputs.numel())
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        convolve = getattr(functional, f"conv{inputs.ndim - 2}d")
-        shape = (module.groups, inputs.shape[1] // module.groups, *module.kernel_size)
-        ones = torch.ones(shape, dtype=inputs.dtype, device=inputs.device)
-        padding = cast(Any, module.padding)
-        squares = convolve(inputs.square(), ones, None, module.stride, padding, module.dilation, module.groups)
-        return squares.flatten()
+    if isinstance(module, _CONVOLUTIONS):  # with all weights 1, it sums over what each place reads
+        ones = copy.deepcopy(module).to(inputs.dtype)
+        for name, parameter in ones.named_parameters():
+            nn.init.constant_(parameter, float(name == "weight"))
+        return ones.forward(inputs.square()).mean(-1 - len(module.kernel_size)).flatten()
     wide = inputs.unsqueeze(-1) if inputs.ndim < 2 else inputs
     return wide.square().sum(-1).flatten()
 
