@@ -395,8 +395,14 @@ def test_what_users_wrote_is_not_read_as_markup(here: Here, tmp_path: Path):
 
 def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
     (tmp_path / "one.toml").write_text(ONE)
-    here("train", "one.toml", "--seed", 3)
+    seeded = last_json(here("train", "one.toml", "--seed", 3, "--json"))
+    assert seeded["research_seeds"] == [3]
+    assert "protects nobody" in here("train", "one.toml", "--seed", 3).stdout  # it trains no more, and still says so
     assert "--out" in here("train", "one.toml", code=2).stderr
+    private = last_json(here("train", "one.toml", "--out", "private", "--json"))
+    assert private["research_seeds"] == []
+    assert private["total_epsilon"] == pytest.approx(private["methods"][0]["epsilon"])
+    assert "a run of `privgrad train`" in here("compare", "one.toml", "--out", "private", code=2).stderr
 
 
 @pytest.mark.usefixtures("without_rendering")

@@ -188,6 +188,10 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
     page = write_report(records, metadata_of(spec, records, tmp_path, command=""), tmp_path)
     assert "has the lowest mean test loss" in page.read_text()
     assert "(plain), 3 (other)" in page.read_text()
+    raw["tuning"]["by"] = "accuracy"
+    with pytest.raises(pg.PrivacyError, match=r"tuning\.by to be measured, got 'accuracy' of data without a score"):
+        compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
+    raw["tuning"]["by"] = "loss"
     del raw["data"]["elsewhere"]
     with pytest.raises(pg.PrivacyError, match="other public data"):
         compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)

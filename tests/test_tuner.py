@@ -167,6 +167,12 @@ def test_a_learning_rate_that_leads_alone_widens_the_shared_grid_at_its_nearer_e
     assert wider(records, names, "loss") == {"a": 10.0, "b": 10.0, "c": 10.0, "lr": 0.001}
 
 
+def test_ties_of_own_values_of_any_type_are_broken():
+    values = ("x", 2, 1.0, None)
+    level = [run for value in values for run in grid("a", {0.1: 1}, own=[["foreach", value]])]
+    assert judge(level, "a", "loss").best.own == (("foreach", 1.0),)
+
+
 def test_new_rates_keep_the_distance_of_the_outermost_two():
     records, names = of_grids(a={0.004: 3, 0.01: 2, 0.025: 1})
     assert wider(records, names, "loss") == {"a": 0.062}
@@ -480,6 +486,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "scales by the noise of a plan without": (
         without_noise([tables()["methods"][2] | {"lr": 1.0, "tune": {}}]),
         r"methods\.scaled\.precondition\.options\.eps to be given where no noise sets the unit, got privacy\.noise",
+    ),
+    "a noise step of a wrong noise": (
+        changed("assumed_noise_std = 0.1\ntune = {}\nnoise_step = 0.1"),
+        r"methods\.momentum\.noise_step to be absent for an optimizer without one, got SGD with assumed_noise_std",
     ),
     "noise steps of a plan without noise": (
         without_noise(tables()["methods"][:1]),

@@ -85,9 +85,13 @@ def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool) -
     if as_json:
         grids = {name: words(verdict) for name, verdict in verdicts(records).items()}
         rows = [row | {"grid": grids.get(row["method"])} for row in summarize(records)]
-        print_json({"report": str(index), "methods": rows})
+        seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
+        total = metadata["total_epsilon"] and metadata["total_epsilon"]["value"]
+        print_json({"report": str(index), "methods": rows, "research_seeds": seeds, "total_epsilon": total})
         return
     STDOUT.print(summary_table(records))
+    if any(record["seed"] is not None for record in records):
+        STDOUT.print("Research seeds: the noise is predictable, and protects nobody.")
     if metadata["total_epsilon"] is not None:
         STDOUT.print(Text(total_text(metadata["total_epsilon"], tuned=bool(in_phase(records, "tuning")))))
     STDOUT.print(f"Report: {index}")

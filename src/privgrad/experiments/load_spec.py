@@ -251,7 +251,8 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         raise expected("load_spec", place, "to be given without this", got, remedy)
     if by_noise and not method.has_noise_step:
         place, condition = f"methods.{method.name}.noise_step", "to be absent for an optimizer without one"
-        raise expected("load_spec", place, condition, method.optimizer, "give lr in its place")
+        got = method.optimizer if method.assumed_noise_std is None else f"{method.optimizer} with assumed_noise_std"
+        raise expected("load_spec", place, condition, got, "give lr in its place")
     by_noise = any(candidate.noise_step is not None for candidate in spec.grid(method))
     if by_noise and spec.privacy.noise_multiplier == 0:
         got, remedy = spec.privacy.noise_multiplier, "give lr in place of noise steps"

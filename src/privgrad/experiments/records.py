@@ -198,9 +198,11 @@ def is_finite(value: float | None) -> bool:
 def tuned_by(records: Sequence[Record]) -> str:
     """Return the key of the measurement that tuning compared.
 
-    Where scores and losses were measured, it is the first one at which the values of all final runs are the best.
+    Older records do not hold it. It is then the first measurement at which the values of all final runs are the best.
     """
     tuning = in_phase(records, "tuning")
+    if recorded := next((run["tuned_by"] for run in tuning if run.get("tuned_by")), None):
+        return recorded
     known = [key for key in _MEASURED if any(run.get(key) is not None for run in tuning)]
     chosen_by = (key for key in known if len(known) > 1 and _is_best(records, key))
     return next(chosen_by, next(iter(known), "validation_accuracy"))

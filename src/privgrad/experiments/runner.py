@@ -38,7 +38,7 @@ from privgrad.experiments.build import (
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
 from privgrad.experiments.records import FEW_CLIPPED, own_text, rate_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, wider
+from privgrad.experiments.tuner import COSTS, at_rate, best_candidate, beyond_edge, candidate_of, wider
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient, RawStep
@@ -126,9 +126,15 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     Returns:
         All records in the order of their runs; they are also written to out/runs.jsonl.
     Raises:
-        PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec.
+        PrivacyError: the data or the model do not suit the spec, or `out` holds runs of another spec or of `train`.
     """
     data, tuning = open_folder(spec, out), spec.tuning
+    if any(record["seed"] is None for record in read_records(out)):
+        remedy = "choose another --out: a comparison has research seeds, and would mix with the private run"
+        raise expected("compare", f"{out}", "to hold runs of a comparison", "a run of `privgrad train`", remedy)
+    if tuning is not None and tuning.by == "accuracy" and data.score is None:
+        got = "'accuracy' of data without a score"
+        raise expected("compare", "tuning.by", "to be measured", got, 'set by = "loss"')
     seeds, by, extend = (tuning.seeds, tuning.by, tuning.extend) if tuning else ([], "accuracy", False)
     tuned = [method for method in spec.methods if spec.is_tuned(method)]
     fair = [method for method in tuned if spec.shares_grid(method)]
@@ -229,6 +235,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
     record = _record(run, plan, data, result, optimizer, clipped.fraction, validated=validated)
+    if run.phase == "tuning" and spec.tuning is not None:
+        record["tuned_by"] = COSTS[spec.tuning.by]
     record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
@@ -281,9 +289,11 @@ def _append_raw(out: Path, run: Run, row: Mapping[str, Any]) -> None:
 
 
 def _noise_step(run: Run, optimizer: optim.PrivateOptimizer) -> float | None:
-    """Return the noise step of a training's peak rate; None for an optimizer without one, and without noise."""
+    """Return the noise step of a training's peak rate; None for one without it, and without noise."""
     if run.candidate.noise_step is not None:
         return run.candidate.noise_step
+    if run.method.assumed_noise_std is not None:
+        return None
     for group in optimizer.param_groups:  # the training is over, and a schedule may have lowered the rate
         group["lr"] = run.candidate.lr
     step = optimizer.noise_step

@@ -90,9 +90,12 @@ class MethodTable(Table):
 
     @property
     def has_noise_step(self) -> bool:
-        """Return whether the method's rate can be given as a noise step. `Spec.grid` and `load_spec` read it."""
+        """Return whether the method's rate can be given as a noise step. `Spec.grid` and `load_spec` read it.
+
+        An optimizer with an assumed noise scale would divide by that one, and so has none.
+        """
         optimizer = optim.OPTIMIZERS[self.optimizer]
-        return not self.non_private and optimizer.has_noise_step()
+        return not self.non_private and self.assumed_noise_std is None and optimizer.has_noise_step()
 
     def with_own(self, candidate: Candidate) -> "MethodTable":
         """Return the method with the candidate's values of `tune` among its options.

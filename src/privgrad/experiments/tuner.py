@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from privgrad.experiments.records import Record
 from privgrad.experiments.spec import Candidate, plain
@@ -201,7 +202,13 @@ def _means(costs: dict[Candidate, list[float]]) -> dict[Candidate, float]:
 
 def _best(means: dict[Candidate, float]) -> Candidate:
     """Return the candidate with the smallest mean cost; of equal ones, the smallest candidate."""
-    return min(means, key=lambda candidate: (means[candidate], candidate))
+
+    def order(candidate: Candidate) -> list[tuple[str, Any]]:
+        """Return a key that compares values of any types: own values may be numbers, texts, lists or absent."""
+        values = [*candidate[:-1], *(value for _, value in candidate.own)]
+        return [("" if isinstance(value, int | float) else type(value).__name__, value) for value in values]
+
+    return min(means, key=lambda candidate: (means[candidate], order(candidate)))
 
 
 def _costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, list[float]]:
