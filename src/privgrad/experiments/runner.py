@@ -148,7 +148,8 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             for run in (Run(method, candidate, seed, phase) for seed in seeds):
                 bar.update(task, note=f"{phase}  {method.name}  {rate_text(candidate)}  seed {run.seed}")
                 if _find(read_records(out), run) is None:
-                    append(out, [_tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)])
+                    record = _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)
+                    append(out, [record | {"tuned_by": COSTS[by] if tuning else None}])
                 bar.advance(task)
 
         def seen() -> list[Record]:
@@ -235,8 +236,6 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
     record = _record(run, plan, data, result, optimizer, clipped.fraction, validated=validated)
-    if run.phase == "tuning" and spec.tuning is not None:
-        record["tuned_by"] = COSTS[spec.tuning.by]
     record["simulates_epsilon"] = private_grad.simulated_epsilon
     record["side_information"] = made.source if made is not None else public.source if public is not None else None
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it

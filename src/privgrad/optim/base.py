@@ -74,8 +74,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if isinstance(error, PrivacyError) or "unexpected keyword" in str(error):  # a TypeError, as usual
                 raise
             remedy = "give model.named_parameters(), and options in their ranges"
-            function = type(self).__name__
-            raise expected(function, "params and options", "to be valid for torch", error, remedy) from error
+            raise expected(type(self).__name__, "options", "to be valid for torch", error, remedy) from error
         self.defaults["lr_is_noise_step"] = self._lr_is_noise_step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,8 +101,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         group = self.param_groups.pop()
         self._require_group(group)
         self.param_groups.append(group)
-        kind = "noise_step" if is_noise_step else "lr"
-        self._rates.append({kind: float(_number(group["lr"]))} if given else {})
+        self._rates.append({"noise_step" if is_noise_step else "lr": float(_number(group["lr"]))} if given else {})
 
     @classmethod
     def has_noise_step(cls) -> bool:
@@ -231,8 +229,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             for name, value in saved.items():
                 if isinstance(value, Tensor) and value.is_floating_point() and parameter.itemsize < 4:
                     # torch has rounded this state to the parameter's precision; see `widened`.
-                    wide = torch.promote_types(value.dtype, torch.float32)
-                    self.state[parameter][name] = value.detach().to(parameter.device, wide, copy=True)
+                    self.state[parameter][name] = value.detach().to(parameter.device, copy=True).float()
 
     def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
         """Update by the gradient divided by its noise_std, at the rates whose noise steps the groups hold.
