@@ -92,13 +92,15 @@ def test_what_choosing_says_in_words_stands_in_its_table():
 def test_the_defaults_without_tuning_stand_in_the_records():
     found = [json.loads(line) for line in (ROOT / "results/defaults/runs.jsonl").read_text().splitlines()]
     (section,) = re.findall(r"(?s)## Defaults without tuning\n.*?(?=## )", CHOOSING.read_text())
-    rows = re.findall(r"^\| (\w+), epsilon.*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \|", section, re.MULTILINE)
-    assert len(rows) == 5
-    for name, step, product, accuracy in rows:
-        task = {"tags": "tags3"}.get(name, name.lower())
+    row = r"^\| ([\w ]+), epsilon ([\d.]+).*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+)( %)? \|"
+    rows = re.findall(row, section, re.MULTILINE)
+    assert len(rows) == 8
+    for name, epsilon, step, product, measured, percent in rows:
+        task = {"tags": f"tags{epsilon}", "toy regression": "toy"}.get(name, name.lower())
         runs = [run for run in found if run["task"] == task and run["factor"] == 1]
         assert len(runs) == 3
-        assert printed(100 * statistics.mean(run["accuracy"] for run in runs), accuracy) == accuracy
+        mean = statistics.mean(100 * run["accuracy"] if percent else run["loss"] for run in runs)
+        assert printed(mean, measured) == measured
         assert {run["noise_step"] for run in runs} == {float(step)}
         assert runs[0]["noise_step"] * runs[0]["input_norm"] == pytest.approx(float(product), abs=5e-3)
 
