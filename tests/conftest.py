@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad import accounting
+from privgrad import accounting, calibration_cache
 from privgrad.gradient import clipping
 from privgrad.gradient.clipping import RawClipping
 from privgrad.gradient.factors.base import Factor
@@ -85,6 +85,15 @@ def by_rdp() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         account_by_rdp(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def without_kept_calibrations(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test takes a noise multiplier that another one has left, or that the user of this machine has."""
+    folder = (
+        tmp_path_factory.getbasetemp() / "noise" / os.environ.get("PYTEST_CURRENT_TEST", "").replace("/", "-")[:100]
+    )
+    monkeypatch.setattr(calibration_cache, "folder", lambda: folder)
 
 
 @pytest.fixture

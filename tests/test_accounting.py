@@ -1,6 +1,7 @@
 """Golden values, and calibration that errs on the safe side."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 import privgrad as pg
-from privgrad import accounting
+from privgrad import accounting, calibration_cache
 from privgrad.accounting import Release, calibrate_noise_multiplier, epsilon, steps_for_budget
+from reference.calibration import smallest_sigma
 
 # sample rate, sigma, steps, delta, RDP epsilon: SPEC's computed values (E1, 4.5.5, E4, E8, E3, 13.1, ENGINE).
 RDP_GOLDEN = [
@@ -102,9 +104,59 @@ def test_the_search_ends_on_the_safe_side(target: float, q: float, steps: int, t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accounting, "_epsilon", fast)
+        patch.setattr(calibration_cache, "found", lambda key: None)  # another example's costs, with the same numbers
         sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-6, sample_rate=q, steps=steps)
         assert (found := cost(q, sigma, steps, 1e-6)) <= target
         assert sigma < 0.1 or found >= 0.998 * target - grid
+
+
+@pytest.mark.parametrize(
+    ("target", "q", "steps", "besides"),
+    [(3.0, 0.2, 50, [Release(4.0, 1.0)]), (8.0, 1.0, 3, [])],
+)
+def test_calibration_finds_what_bisection_finds(target: float, q: float, steps: int, besides: list[Release]):
+    sigma = calibrate_noise_multiplier(target_epsilon=target, delta=1e-5, sample_rate=q, steps=steps, besides=besides)
+    slowly = smallest_sigma(target, 1e-5, q, steps, besides)
+    found, best = (epsilon([Release(s, q, count=steps), *besides], delta=1e-5) for s in (sigma, slowly))
+    assert 0.998 * target <= found <= target
+    assert best == pytest.approx(found, rel=2e-3)
+
+
+def test_releases_that_already_cost_the_target_leave_nothing():
+    with pytest.raises(pg.PrivacyError, match="the epsilon of the releases in besides"):
+        calibrate_noise_multiplier(
+            target_epsilon=1.0, delta=1e-5, sample_rate=0.1, steps=10, besides=[Release(0.5, 1.0)]
+        )
+
+
+def test_a_second_calibration_computes_nothing(monkeypatch: pytest.MonkeyPatch):
+    def sigma(**changed: Any) -> float:
+        numbers: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-5, "sample_rate": 0.1, "steps": 7}
+        return calibrate_noise_multiplier(**(numbers | changed))
+
+    def refuse(*_: Any) -> float:
+        raise AssertionError("computed")
+
+    first = sigma()
+    real = accounting._epsilon
+    monkeypatch.setattr(accounting, "_epsilon", refuse)
+    assert sigma() == first
+    for changed in ({"steps": 8}, {"delta": 1e-6}, {"besides": [Release(9.0, 1.0)]}, {"target_epsilon": 2.5}):
+        with pytest.raises(AssertionError, match="computed"):
+            sigma(**changed)
+    (kept,) = calibration_cache.folder().glob("*.json")
+    held = kept.read_text()
+    for damaged in ("", "[]", held[:-5], held.replace(str(first), "NaN"), held.replace(str(first), "-1.0")):
+        kept.write_text(damaged)
+        with pytest.raises(AssertionError, match="computed"):
+            sigma()
+    kept.write_text(held)
+    monkeypatch.setattr(calibration_cache, "version", lambda _: "another one")
+    with pytest.raises(AssertionError, match="computed"):
+        sigma()
+    monkeypatch.setattr(accounting, "_epsilon", real)
+    monkeypatch.setattr(calibration_cache, "folder", lambda: kept)  # a file, in which nothing can be kept
+    assert sigma() == first
 
 
 def test_steps_for_budget_is_the_largest_that_fits():

@@ -13,13 +13,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import dp_accounting
 import numpy as np
 from dp_accounting import pld, rdp
-from scipy import optimize
 
+from privgrad import calibration_cache
 from privgrad.errors import (
     SamplingError,
     described,
@@ -40,6 +40,7 @@ _RDP_ORDERS = (
     *range(11, 64),
     *(64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
 )
+_COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 _TOLERANCE = 1e-3  # largest relative distance of a calibrated epsilon below its target
 _LARGEST_NOISE_MULTIPLIER = 1e7
 _SMALLEST_NOISE_MULTIPLIER = 1e-2
@@ -91,41 +92,96 @@ def epsilon(
     """
     require_delta("epsilon", delta)
     require_choice("epsilon", "accountant", accountant, get_args(Accountant))
+    mechanisms = _mechanisms("epsilon", releases, assume_poisson=assume_poisson)
+    return _epsilon(mechanisms, float(delta), accountant)
+
+
+def attack_success(releases: Iterable[Release], *, false_positive_rate: float, assume_poisson: bool = False) -> float:
+    """Bound the success of every attack that tells from the releases whether one unit was in the data.
+
+    `statement` calls it; users can.
+
+    Computes: the minimum over epsilon of e**epsilon * alpha + delta(epsilon) and 1 - e**-epsilon (1 - delta(epsilon) -
+        alpha), where alpha is the false positive rate and delta(epsilon) the privacy profile by PLD.
+
+    Args:
+        releases: as in epsilon.
+        false_positive_rate: alpha in (0, 1), the share of absent units that the attack takes for present ones.
+        assume_poisson: as in epsilon.
+    Returns:
+        The largest possible share of present units that the attack finds, in [alpha, 1]; 1 if no bound can be computed.
+    Raises:
+        PrivacyError, SamplingError: as epsilon.
+    Privacy:
+        An upper bound, because each point of the profile bounds both error rates.
+    Reference:
+        Kairouz, Oh, Viswanath 2015 (arXiv 1311.0776).
+    """
+    alpha = false_positive_rate
+    require_rate("attack_success", alpha)
+    mechanisms = _mechanisms("attack_success", releases, assume_poisson=assume_poisson)
+    if not mechanisms:
+        return alpha
+    if any(noise_multiplier < 1e-100 for noise_multiplier, _, _ in mechanisms):
+        return 1.0
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
+    if not math.isfinite(_compose(accountant, mechanisms, 1e-6)):
+        return 1.0
+    bound = 1.0
+    for eps in np.linspace(0.0, 12.0, 121):
+        delta = float(accountant.get_delta(eps))
+        bound = min(bound, math.exp(eps) * alpha + delta, 1 - math.exp(-eps) * (1 - delta - alpha))
+    return max(alpha, bound)
+
+
+def _mechanisms(
+    function: str, releases: Iterable[Release], *, assume_poisson: bool = False
+) -> tuple[tuple[float, float, int], ...]:
+    """Return the releases as (noise multiplier, sample rate, count), equal ones added up, in ascending order.
+
+    Raises:
+        PrivacyError, SamplingError: as `epsilon`.
+    """
     counts: dict[tuple[float, float], int] = {}
     for release in releases if isinstance(releases, Iterable) else [releases]:  # pyright: ignore[reportUnnecessaryIsInstance]
         if not isinstance(release, Release):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
-            raise expected("epsilon", "releases", "to be a list of Release", described(release), remedy)
+            raise expected(function, "releases", "to be a list of Release", described(release), remedy)
         if release.scheme != "poisson" and not assume_poisson:
             raise expected(
-                "epsilon",
+                function,
                 "batches",
                 "to be Poisson samples",
                 f"scheme {release.scheme!r}, which is not covered by the accountant",
                 "draw Poisson samples, or pass assume_poisson=True for a number that is only a label",
                 SamplingError,
             )
-        require_nonnegative("epsilon", "noise_multiplier", release.noise_multiplier, "give sigma")
-        require_rate("epsilon", release.sample_rate)
-        require_integer("epsilon", "count", release.count, 0)
+        require_nonnegative(function, "noise_multiplier", release.noise_multiplier, "give sigma")
+        require_rate(function, release.sample_rate)
+        require_integer(function, "count", release.count, 0)
         key = (float(release.noise_multiplier), float(release.sample_rate))
         counts[key] = counts.get(key, 0) + release.count
-    mechanisms = tuple(sorted((*key, count) for key, count in counts.items() if count > 0))
-    return _epsilon(mechanisms, float(delta), accountant)
+    return tuple(sorted((*key, count) for key, count in counts.items() if count > 0))
 
 
 @functools.lru_cache(maxsize=4096)
-def _epsilon(mechanisms: tuple[tuple[float, float, int], ...], delta: float, accountant: Accountant) -> float:
-    """Compute the epsilon of releases, each given as (noise multiplier, sample rate, count); cached."""
+def _epsilon(mechanisms: tuple[tuple[float, float, int], ...], delta: float, accountant: str) -> float:
+    """Compute the epsilon of releases, each given as (noise multiplier, sample rate, count); cached.
+
+    Besides the accountants of `epsilon`, it has "coarse rdp" and "coarse pld": faster and looser.
+    """
     if not mechanisms:
         return 0.0
     if any(noise_multiplier < 1e-100 for noise_multiplier, _, _ in mechanisms):
         return math.inf  # no noise, or so little that its square underflows to 0
-    by_rdp = _compose(rdp.RdpAccountant(_RDP_ORDERS), mechanisms, delta)
-    if accountant == "rdp":
+    is_coarse = accountant.startswith("coarse")
+    orders = _COARSE_ORDERS if is_coarse else _RDP_ORDERS
+    by_rdp = _compose(rdp.RdpAccountant(orders), mechanisms, delta)
+    if accountant.endswith("rdp"):
         return by_rdp
     # An interval of 1e-4 is accurate enough up to epsilon 20. Above, the interval grows with epsilon to bound memory.
-    interval = 1e-4 * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
+    finest = 1e-3 if is_coarse else 1e-4
+    interval = finest * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
     by_pld = _compose(pld.PLDAccountant(value_discretization_interval=interval), mechanisms, delta)
     return min(by_rdp, by_pld)
 
@@ -145,10 +201,11 @@ def _compose(
                 event = dp_accounting.PoissonSampledDpEvent(sample_rate, event)
             accountant.compose(event, count)
         if isinstance(accountant, rdp.RdpAccountant):
-            costs, rounding = accountant.rdp, _rounding(mechanisms)
+            costs = accountant.rdp
+            rounding = _rounding(mechanisms, accountant.orders)
             if (costs < rounding).any():  # an RDP rounded to zero or below would make an order cost nothing
                 costs = np.maximum(costs, 0.0) + rounding
-                return max(0.0, float(rdp.compute_epsilon(_RDP_ORDERS, costs.tolist(), delta)[0]))
+                return max(0.0, float(rdp.compute_epsilon(accountant.orders.tolist(), costs.tolist(), delta)[0]))
         found = float(accountant.get_epsilon(delta))
         return math.inf if math.isnan(found) else max(0.0, found)
     except (ArithmeticError, ValueError):
@@ -157,13 +214,13 @@ def _compose(
         logger.removeFilter(_is_worth_telling)
 
 
-def _rounding(mechanisms: Iterable[tuple[float, float, int]]) -> np.ndarray:
+def _rounding(mechanisms: Iterable[tuple[float, float, int]], orders: np.ndarray) -> np.ndarray:
     """Return by how much rounding may lower the RDP of each order.
 
     Under sampling the RDP is a sum of terms that nearly cancel. The largest term is order * sample_rate, with a
     relative error of 2^-39. This matters at rates below about 1e-10.
     """
-    return 2.0**-36 * np.asarray(_RDP_ORDERS) * sum(rate * count for _, rate, count in mechanisms if rate < 1)
+    return 2.0**-36 * orders * sum(rate * count for _, rate, count in mechanisms if rate < 1)
 
 
 def _is_worth_telling(record: logging.LogRecord) -> bool:
@@ -174,25 +231,30 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
     return "Excluding this order" not in record.getMessage()
 
 
-def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+def calibrate_noise_multiplier(
+    *, target_epsilon: float, delta: float, sample_rate: float, steps: int, besides: Iterable[Release] = ()
+) -> float:
     """Find a noise multiplier, close to the smallest one, whose releases cost at most the target.
 
     `PrivacyPlan.for_budget`, `cli.privacy` and audits call it; users can.
 
-    Computes: a sigma that meets the target by RDP, then the root by PLD below it, rounded up to meet the target.
+    Computes: the root of epsilon(sigma) - target, by RDP at a few orders, from there by PLD on a coarse grid, and from
+        there by PLD, ending above the root.
 
     Args:
         target_epsilon: > 0.
         delta: in (0, 1).
         sample_rate: q in (0, 1].
         steps: T >= 1.
+        besides: other releases from the same data, which share the target.
     Returns:
-        sigma with epsilon(sigma) <= target_epsilon by PLD. Epsilon is within 0.1 % of the target, unless sigma is near
-        0.01, the smallest sigma that is tried.
+        sigma with epsilon(sigma) <= target_epsilon by PLD, for the steps and `besides` together. Epsilon is within 0.1
+        percent of the target, unless sigma is near 0.01, the smallest sigma that is tried. A second call with the same
+        numbers takes sigma from `calibration_cache`.
     Raises:
         PrivacyError: a number is out of its range, or no sigma meets the target.
     Privacy:
-        Always errs on the safe side: the epsilon of the returned sigma has been checked.
+        Always errs on the safe side: the epsilon of the returned sigma has been checked when it was found.
     """
     function = "calibrate_noise_multiplier"
     require_positive(function, "target_epsilon", target_epsilon, "give a target, usually from 1 to 10")
@@ -200,57 +262,70 @@ def calibrate_noise_multiplier(*, target_epsilon: float, delta: float, sample_ra
     require_rate(function, sample_rate)
     require_integer(function, "steps", steps, 1)
 
-    def cost(noise_multiplier: float, accountant: Accountant = "pld") -> float:
-        return epsilon([Release(noise_multiplier, sample_rate, count=steps)], delta=delta, accountant=accountant)
+    others = _mechanisms(function, besides)
+    numbers = {"target_epsilon": float(target_epsilon), "delta": float(delta), "sample_rate": float(sample_rate)}
+    key = calibration_cache.key_of({**numbers, "steps": int(steps), "besides": [list(other) for other in others]})
+    if (kept := calibration_cache.found(key)) is not None:
+        return kept
 
-    safe = _first_safe(lambda sigma: cost(sigma, "rdp"), target_epsilon) or _first_safe(cost, target_epsilon)
-    if safe is None:
-        raise expected(
-            function,
-            "target_epsilon",
-            "to be within reach",
-            target_epsilon,
-            "raise it, lower sample_rate or steps, or allow a larger delta",
-        )
-    unsafe, shrink = safe, 0.8
-    while cost(unsafe) <= target_epsilon:
-        safe, unsafe, shrink = unsafe, unsafe * shrink, shrink**2
-        if unsafe < _SMALLEST_NOISE_MULTIPLIER:
-            return safe
-    aim = math.log(target_epsilon * (1 - _TOLERANCE / 2))
+    def cost(noise_multiplier: float, accountant: str) -> float:
+        own = (noise_multiplier, float(sample_rate), steps)
+        return _epsilon(tuple(sorted((own, *others))), float(delta), accountant)
 
-    def excess(log_sigma: float) -> float:
-        return math.log(max(cost(math.exp(log_sigma)), 1e-12)) - aim
-
-    above = safe
-    while excess(math.log(above)) > 0:
-        above *= 1 + _TOLERANCE
-        if above > 2 * safe:  # the PLD interval is coarser than the tolerance; safe has been checked
-            return safe
-    ends = math.log(unsafe), math.log(above)
-    log_found = cast(float, optimize.brentq(excess, *ends, xtol=_TOLERANCE / 4))
-    found = math.exp(log_found)
-    while cost(found) > target_epsilon:
-        found *= 1 + _TOLERANCE / 4
+    remedy = "raise it, lower sample_rate or steps, or allow a larger delta"
+    if others and (spent := _epsilon(others, float(delta), "pld")) >= target_epsilon:
+        condition = f"to be above {spent:.6g}, the epsilon of the releases in besides"
+        raise expected(function, "target_epsilon", condition, target_epsilon, "raise it, or leave some of these out")
+    # Each search is closer to the accountant of the result, and takes longer for one sigma, than the one before.
+    found, slope = 1.0, -1.0
+    for accountant in ("coarse rdp", "coarse pld", "pld"):
+        root = _root(functools.partial(cost, accountant=accountant), target_epsilon, found, slope)
+        if root is None and accountant == "pld":
+            raise expected(function, "target_epsilon", "to be within reach", target_epsilon, remedy)
+        found, slope = root or (found, slope)
+    calibration_cache.keep(key, found)
     return found
 
 
-def _first_safe(cost: Callable[[float], float], target: float) -> float | None:
-    """Return a sigma that meets the target, at most 5 % above the smallest one; None if no sigma meets it."""
-    safe = 1.0
-    while cost(safe) > target:
-        safe *= 2
-        if safe > _LARGEST_NOISE_MULTIPLIER:
-            return None
-    unsafe = safe / 2
-    while cost(unsafe) <= target:
-        safe, unsafe = unsafe, unsafe / 2
-        if unsafe < _SMALLEST_NOISE_MULTIPLIER:
-            return safe
-    while safe / unsafe > 1.05:
-        middle = math.sqrt(safe * unsafe)
-        safe, unsafe = (middle, unsafe) if cost(middle) <= target else (safe, middle)
-    return safe
+def _root(cost: Callable[[float], float], target: float, start: float, slope: float) -> tuple[float, float] | None:
+    """Find a sigma whose cost is at most the target, and at most _TOLERANCE below it if the cost is continuous.
+
+    A secant search for log cost over log sigma, which is nearly linear, between the largest sigma known to cost too
+    much and the smallest one known not to. `calibrate_noise_multiplier` calls it.
+
+    Args:
+        cost: sigma -> epsilon, falling.
+        target: > 0.
+        start: the first sigma to try.
+        slope: of log cost over log sigma there, < 0; any guess will do.
+    Returns:
+        sigma, with cost(sigma) <= target by a call of cost, and the last slope; None if no sigma meets the target. Near
+        _SMALLEST_NOISE_MULTIPLIER the cost may be far below the target.
+    """
+    aim, widest = math.log(target * (1 - _TOLERANCE / 2)), math.log(4)
+    safe, unsafe, before = math.inf, 0.0, None
+    sigma = max(start, _SMALLEST_NOISE_MULTIPLIER)
+    while sigma <= _LARGEST_NOISE_MULTIPLIER:
+        found = cost(sigma)
+        if found <= target:
+            safe = min(safe, sigma)
+            if found >= target * (1 - _TOLERANCE) or sigma == _SMALLEST_NOISE_MULTIPLIER:
+                return sigma, slope
+        else:
+            unsafe = max(unsafe, sigma)
+        if safe <= unsafe * (1 + _TOLERANCE / 4):
+            return safe, slope
+        here = math.log(sigma), math.log(min(max(found, 1e-12), 1e12))
+        if before is not None:
+            slope = min((here[1] - before[1]) / (here[0] - before[0]), -0.1)
+        low = math.log(unsafe) if unsafe else here[0] - widest
+        high = math.log(safe) if math.isfinite(safe) else here[0] + widest
+        step = here[0] + (aim - here[1]) / slope
+        if not low < step < high:
+            bounded = unsafe and math.isfinite(safe)
+            step = (low + high) / 2 if bounded else min(max(step, low), high)
+        before, sigma = here, max(math.exp(step), _SMALLEST_NOISE_MULTIPLIER)
+    return None
 
 
 def steps_for_budget(*, target_epsilon: float, delta: float, sample_rate: float, noise_multiplier: float) -> int:
