@@ -187,13 +187,18 @@ def test_a_folder_in_which_something_trains_is_not_moved_aside(here: Here, tmp_p
 def test_epsilon_tells_what_its_number_does_not(here: Here, tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
-    ledger.bind(make_plan().public_facts)
+    ledger.bind(make_plan(delta=1e-5).public_facts)
     assert "nothing was charged" in here("epsilon", path, "--delta", "1e-5").stderr
     ledger.charge(Release(1.0, 0.25), draw="a", limit=9)
     assert here("epsilon", path, "--delta", "1e-5").stderr == ""
     ledger.charge(Release(1.0, 0.25), draw="b", limit=9, digest="0")
     assert "1 releases were drawn under a research seed" in here("epsilon", path, "--delta", "1e-5").stderr
     ledger.close()
+    assert last_json(here("epsilon", path, "--json"))["delta"] == 1e-5
+    assert (
+        "--delta to be given without a ledger"
+        in here(*("epsilon", "--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 3), code=2).stderr
+    )
     path.write_bytes(path.read_bytes()[:-5])
     assert "cut off" in here("epsilon", path, "--delta", "1e-5").stderr
     assert "ledger.jsonl in a run's folder" in here("epsilon", tmp_path, "--delta", "1e-5", code=2).stderr

@@ -357,11 +357,11 @@ def test_what_the_checksum_cannot_tell(tmp_path: Path):
     "line",
     [
         b"[1]",
-        b'{"ledger_version": 2}',
-        b'{"ledger_version": 2, "plan": 5}',
-        b'{"ledger_version": 2, "plan": {"noise_multiplier": 1.0}}',
+        b'{"ledger_version": 3}',
+        b'{"ledger_version": 3, "plan": 5}',
+        b'{"ledger_version": 3, "plan": {"noise_multiplier": 1.0}}',
         *(
-            b'{"ledger_version": 2, "plan": {"noise_multiplier": %s, "sample_rate": %s, "sampling": "%s", '
+            b'{"ledger_version": 3, "plan": {"noise_multiplier": %s, "sample_rate": %s, "sampling": "%s", '
             b'"num_examples": %s}}' % values
             for values in [
                 (b"-1", b"0.5", b"poisson", b"5"),
@@ -372,7 +372,7 @@ def test_what_the_checksum_cannot_tell(tmp_path: Path):
                 (b"1", b"0.5", b"poisson", b"0"),
             ]
         ),
-        b'{"ledger_version": 2, "plan": ' + b"[" * 100_000 + b"}",
+        b'{"ledger_version": 3, "plan": ' + b"[" * 100_000 + b"}",
         b"[" * 100_000,
         b'{"a": ' + b"1" * 5000 + b"}",
     ],
@@ -397,7 +397,7 @@ def test_a_release_of_other_numbers_is_refused_whatever_its_checksum(tmp_path: P
 def test_a_ledger_of_version_1_is_refused_with_the_remedy(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"ledger_version": 1, "plan": {}}\n')
-    with pytest.raises(pg.PrivacyError, match=r"version 2, got version 1; .*both epsilons and both deltas\."):
+    with pytest.raises(pg.PrivacyError, match=r"version 3, got version 1; .*both epsilons and both deltas\."):
         pg.Ledger(path)
     assert path.read_text() == '{"ledger_version": 1, "plan": {}}\n'
 

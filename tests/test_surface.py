@@ -194,6 +194,7 @@ OPTIONS = {
     "reproduce": "item --list --out --data --smoke --so-far --method --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
+    "statement": "ledger --delta --out --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --json",
 }

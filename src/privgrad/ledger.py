@@ -8,7 +8,7 @@ guarantee rests on this file.
 
 import os
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -284,6 +284,19 @@ class Ledger:
             self._file.append(line)
         elif self._refuses:
             raise not_open()
+
+
+def recorded_delta(function: str, ledgers: Iterable[Ledger]) -> float:
+    """Return the delta that all ledgers record. `statement` and `privgrad epsilon` call it where none is given.
+
+    Raises:
+        PrivacyError: a ledger records none, or they record different ones.
+    """
+    recorded = {ledger.plan_facts.get("delta") for ledger in ledgers}
+    if len(recorded) == 1 and (only := recorded.pop()) is not None:
+        return float(only)
+    got = ", ".join(sorted(map(str, recorded))) or "no delta"
+    raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
 
 
 def _checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from privgrad.errors import PrivacyError, expected, file_problem
 
-VERSION = 2
+VERSION = 3
 _LONGEST_LINE = 1 << 20  # bytes; a file that is not a ledger must not fill the memory
 _PATIENCE = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
@@ -53,6 +53,7 @@ class LedgerFile:
         path: an absolute path; the file is created if absent.
         read_only: open the file for reading only. Takes no lock and refuses every new line.
         accept: called with the number and the content of each line of the file; raises an error if it is not valid.
+        patience: seconds to wait for the lock.
     Raises:
         PrivacyError: as Ledger.
     Attributes:
@@ -60,8 +61,8 @@ class LedgerFile:
         was_cut_off: whether the file ended in an unfinished line.
     """
 
-    def __init__(self, path: Path, *, read_only: bool, accept: Accept) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, read_only: bool, accept: Accept, patience: float = _PATIENCE) -> None:
+        self.path, self._patience = path, patience
         self.head = ""
         self.was_cut_off = False
         self._heads: set[str] = set()
@@ -152,7 +153,7 @@ class LedgerFile:
             if not read_only:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-                _lock(self._descriptor, path)
+                _lock(self._descriptor, path, self._patience)
             self._read(accept, read_only=read_only)
             if self._descriptor is not None:
                 self._end_last_line(self._descriptor)
@@ -197,12 +198,12 @@ class LedgerFile:
             raise _damaged(self.path, 1, b"", "to be a line of a ledger")
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _lock(descriptor: int, path: Path, patience: float) -> None:
     """Lock the file for this writer, or raise PrivacyError.
 
     Retries for a short time, because `is_in_use` also holds a lock while it checks.
     """
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + patience
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

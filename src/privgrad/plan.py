@@ -314,6 +314,7 @@ class PrivacyPlan:
             "noise_multiplier": self.release.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,
+            "delta": self.delta,
             "group_size": self.group_size,
             "noise_on_grid": self.noise_on_grid,
             "neighboring_relation": self.neighboring_relation,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from privgrad.cli import audit, doctor, privacy, reproduce, train
+from privgrad.cli import audit, doctor, privacy, reproduce, statement, train
 from privgrad.cli.console import STDOUT, note_once, tell
 from privgrad.errors import PrivacyError, did_you_mean
 
@@ -42,6 +42,7 @@ _COMMANDS = (
     reproduce.reproduce,
     privacy.epsilon,
     privacy.calibrate,
+    statement.statement,
     audit.audit,
     doctor.doctor,
 )

@@ -16,7 +16,7 @@ from privgrad import accounting
 from privgrad.accounting import Accountant, Release
 from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
 from privgrad.errors import expected
-from privgrad.ledger import Ledger
+from privgrad.ledger import Ledger, recorded_delta
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
 SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
@@ -25,7 +25,10 @@ NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier si
 
 
 def epsilon(
-    delta: Delta,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="Delta, in (0, 1); at most 1 / num_examples. Default: the one in the ledgers."),
+    ] = None,
     ledger: Annotated[
         list[Path] | None,
         typer.Argument(help="Ledger files; several are also composed. Or give the three numbers instead."),
@@ -39,13 +42,19 @@ def epsilon(
 
     The cost of a ledger is recomputed from its file alone.
     """
-    answer: dict[str, Any] = {"delta": delta}
+    answer: dict[str, Any] = {}
     if ledger and noise_multiplier is sample_rate is steps is None:
         records = {path: Ledger(path, read_only=True) for path in ledger}
+        if delta is None:
+            delta = recorded_delta("privgrad epsilon", records.values())
+        answer["delta"] = delta
         found = {path: _cost(record, delta, f"{path}: " if ledger[1:] else "") for path, record in records.items()}
         answer |= _together(records, found, delta) if ledger[1:] else found[ledger[0]]
     elif not ledger and noise_multiplier is not None and sample_rate is not None and steps is not None:
-        answer |= {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
+        if delta is None:
+            remedy = "give --delta, at most 1 / num_examples"
+            raise expected("privgrad epsilon", "--delta", "to be given without a ledger", None, remedy)
+        answer |= {"delta": delta, "noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "steps": steps}
         answer |= _epsilons_of(Release(noise_multiplier, sample_rate, count=steps), delta)
     else:
         options = {"--noise-multiplier": noise_multiplier, "--sample-rate": sample_rate, "--steps": steps}
@@ -103,7 +112,7 @@ def _epsilons_of(release: Release, delta: float) -> dict[str, float]:
 
 def _cost(ledger: Ledger, delta: float, place: str) -> dict[str, Any]:
     """Return the facts and the epsilons of one ledger, and print the notes on it."""
-    facts = ledger.plan_facts
+    facts = {name: value for name, value in ledger.plan_facts.items() if name != "delta"}  # the answer has the one used
     covered = facts["sampling"] == "poisson"
     for note in _notes(ledger):
         tell("note", "yellow", place + note)

@@ -220,7 +220,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 got = ", ".join(f"{'unknown' if name in saved else 'no'} {name}" for name in sorted(differing))
                 raise expected(function, "the options", "to be the same as this optimizer's", got, remedy)
             kind, own = ("noise_step" if options["lr_is_noise_step"] else "lr" for options in (saved, group))
-            if kind != own:  # a scheduler that was made before would go on in the other unit
+            if kind != own:  # a scheduler that was made before would continue in the other unit
                 raise expected(function, "the rate", f"to be given as {own}", kind, f"give {kind} here too")
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

@@ -1,0 +1,209 @@
+"""A statement on a training for people who decide about data: whose data, which protection, and what is not covered.
+
+Users call `statement`, and `cli.statement` for `privgrad statement`. The privacy guarantee does not rest on this file:
+it puts the numbers of ledgers and of `accounting` into sentences. A reader may act on these, so each one must be true.
+"""
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from privgrad.accounting import attack_success, epsilon
+from privgrad.errors import expected, require_delta
+from privgrad.ledger import Ledger, recorded_delta
+
+_FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
+_NOT_COVERED = (
+    "Computations on the data before the training, such as a vocabulary, a scaling or chosen features.",
+    "Trainings and tuning that are not in these ledgers.",
+    "The people whose data were used to evaluate the model.",
+    "Numbers that were chosen with these data in view, such as the clipping norm or the number of steps.",
+    "The duration of the training, its memory and its error messages.",
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a statement: a heading, and sentences."""
+
+    heading: str
+    sentences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A result of `statement`. `str(statement)` is the text.
+
+    Attributes:
+        sections: the text by section.
+        numbers: the numbers of the text by name: epsilon (PLD), epsilon_rdp, delta, attack_success, releases and so on.
+    """
+
+    sections: tuple[Section, ...]
+    numbers: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Return the statement as text."""
+        parts = (f"{part.heading}\n" + "\n".join(f"- {line}" for line in part.sentences) for part in self.sections)
+        return "\n\n".join(("PRIVACY STATEMENT", *parts))
+
+    def to_html(self) -> str:
+        """Return the statement as a page of its own, which loads nothing from elsewhere."""
+        parts: list[str] = []
+        for part in self.sections:
+            lines = "".join(f"<li>{html.escape(line)}</li>" for line in part.sentences)
+            parts.append(f"<h2>{html.escape(part.heading)}</h2><ul>{lines}</ul>")
+        style = "body{font:16px/1.5 sans-serif;max-width:42em;margin:2em auto;padding:0 1em}li{margin:.4em 0}"
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy statement</title>'
+            f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
+            f"<body><h1>Privacy statement</h1>{''.join(parts)}</body></html>\n"
+        )
+
+
+def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> Statement:
+    """Return a statement on all releases of one or several ledgers together.
+
+    Args:
+        ledgers: ledgers of trainings on the same data set, which protect the same unit.
+        delta: in (0, 1). None: the delta that the ledgers record.
+    Returns:
+        Statement.
+    Raises:
+        PrivacyError: there is no ledger, the ledgers protect different units, or no delta is known.
+    Privacy:
+        It holds public numbers only.
+    """
+    facts = [ledger.plan_facts for ledger in ledgers]
+    if not facts or not all(facts):
+        remedy = "give ledger.jsonl of a training that has begun"
+        raise expected("statement", "ledgers", "to hold a plan each", f"{len(facts)} ledgers", remedy)
+    units = {str(fact["privacy_unit"]) for fact in facts}
+    if len(units) > 1:
+        got = " and ".join(sorted(units))
+        raise expected("statement", "ledgers", "to protect the same unit", got, "make a statement for each unit")
+    if delta is None:
+        delta = recorded_delta("statement", ledgers)
+    require_delta("statement", delta)
+    is_covered = all(fact["sampling"] == "poisson" for fact in facts)
+    charged = [release for ledger in ledgers for release in ledger.charged]
+    by_pld, by_rdp = (
+        epsilon(charged, delta=delta, accountant=kind, assume_poisson=not is_covered) for kind in ("pld", "rdp")
+    )
+    numbers: dict[str, Any] = {
+        "epsilon": by_pld,
+        "epsilon_rdp": by_rdp,
+        "delta": delta,
+        "attack_success": attack_success(charged, false_positive_rate=_FALSE_POSITIVES, assume_poisson=not is_covered),
+        "false_positive_rate": _FALSE_POSITIVES,
+        "releases": sum(ledger.releases for ledger in ledgers),
+        "seeded_releases": sum(ledger.seeded_releases for ledger in ledgers),
+        "covered_by_accountant": is_covered,
+        "privacy_unit": units.pop(),
+        "num_examples": min(int(fact["num_examples"]) for fact in facts),
+        "digests": [ledger.head for ledger in ledgers],
+        "versions": {name: version(name) for name in ("privgrad", "dp-accounting", "torch")},
+    }
+    return Statement(_sections(numbers, facts), numbers)
+
+
+def _sections(numbers: dict[str, Any], facts: Sequence[dict[str, Any]]) -> tuple[Section, ...]:
+    """Return the statement's text."""
+    is_user = numbers["privacy_unit"] == "user"
+    one, many = ("person", "people") if is_user else ("row", "rows")
+    return (
+        Section("In short", _in_short(numbers, facts, many)),
+        Section("People and data", _whose_data(numbers, one, many, is_user=is_user)),
+        Section(
+            "Attackers",
+            (
+                "The protection holds against anyone who sees the trained model, its checkpoints and the released "
+                "gradients.",
+                f"It holds whatever else this person knows, even if it is all data but one {one}.",
+                "It does not hold against someone who can read the data or the memory of the training machine.",
+            ),
+        ),
+        Section("Meaning", _meaning(numbers, one, many)),
+        Section("Computation", _computed(numbers, facts)),
+        Section("Not covered", (*_NOT_COVERED, *_sources(facts))),
+        Section("Record", _record(numbers)),
+    )
+
+
+def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: str) -> tuple[str, ...]:
+    """Return the result, with each reason for which it is none."""
+    size, eps = numbers["epsilon"], f"epsilon = {numbers['epsilon']:.3g} and delta = {numbers['delta']:g}"
+    reasons: list[str] = []
+    if any(fact.get("simulates") is not None for fact in facts):
+        reasons.append("The training simulates another one in smaller batches, which protects nobody.")
+    if any(fact.get("research_seed") for fact in facts) or numbers["seeded_releases"]:
+        reasons.append("A seed produced the noise. Anyone who knows the seed can remove the noise.")
+    if not numbers["covered_by_accountant"]:
+        reasons.append("The batches had a fixed size. The computation holds for random sizes only (Poisson sampling).")
+    if not numbers["releases"]:
+        return ("Nothing has been released from the training data yet.", *reasons)
+    if not math.isfinite(size):
+        return ("This training protects nobody: its epsilon is infinite.", *reasons)
+    if reasons:
+        return (f"This training would satisfy differential privacy with {eps}, except for the following.", *reasons)
+    return (f"The {many} of the training data are protected by differential privacy with {eps}.",)
+
+
+def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) -> tuple[str, ...]:
+    """Return what is protected."""
+    lines = [
+        f"The data set has at least {numbers['num_examples']:,} {many}.",
+        f"The unit of protection is one {one}"
+        + (" with all data of this person." if is_user else ": one entry of the data set."),
+        f"The protection compares the training with one in which one {one} was added or removed.",
+    ]
+    if not is_user:
+        lines.append("A person with several rows is protected less: each row counts by itself.")
+    return tuple(lines)
+
+
+def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
+    """Return what epsilon and delta mean for an attack."""
+    success, wrong = numbers["attack_success"], numbers["false_positive_rate"]
+    return (
+        f"Suppose an attacker wants to find out whether a given {one} was in the training data.",
+        f"Suppose the attacker is wrong for {wrong:.0%} of the {many} that were not.",
+        f"Then the attacker is right for at most {success:.1%} of the {many} that were.",
+        f"A guess, without the model, is right for {wrong:.0%}.",
+        "This bound holds for every possible attack. It is computed from the noise, not from an experiment.",
+    )
+
+
+def _computed(numbers: dict[str, Any], facts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return which epsilon to quote, and the numbers that it follows from."""
+    lines = [
+        f"The training released {numbers['releases']:,} noisy gradients.",
+        f"Quote epsilon = {numbers['epsilon']:.4g}. It is computed by privacy loss distributions (PLD).",
+        f"The RDP accountant gives {numbers['epsilon_rdp']:.4g}. It is a looser bound on the same quantity.",
+    ]
+    for fact in facts:
+        generator = fact.get("noise_generator", "an unknown generator")
+        lines.append(
+            f"Noise multiplier {fact['noise_multiplier']:.4g}, clipping norm {fact['max_grad_norm']:.4g}, "
+            f"sampling rate {fact['sample_rate']:.4g}, noise from {generator}."
+        )
+    return tuple(lines)
+
+
+def _sources(facts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the side information that was declared to be public."""
+    named = dict.fromkeys(str(fact["side_information"]) for fact in facts if fact.get("side_information"))
+    return tuple(f"Other data that the training used, as declared: {source}." for source in named)
+
+
+def _record(numbers: dict[str, Any]) -> tuple[str, ...]:
+    """Return the versions, and the checksums that identify the ledgers."""
+    versions = ", ".join(f"{name} {number}" for name, number in numbers["versions"].items())
+    digests = ", ".join(head or "in memory, without a file" for head in numbers["digests"])
+    return (
+        f"Checksum of the last line of each ledger: {digests}.",
+        f"Versions at the time of this statement: {versions}.",
+    )

@@ -1,0 +1,131 @@
+"""The statement on ledgers: its sentences say what the ledgers hold, and its numbers are those of the accountant."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import norm
+from typer.testing import CliRunner
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.accounting import Release, attack_success
+from privgrad.cli import app
+from privgrad.statement import statement
+
+
+def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledger:
+    """The ledger of a short training."""
+    plan = make_plan(**({"delta": 1e-3} | changed))
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+    for batch in plan.batches(make_data()):
+        if private_grad.ledger.releases < steps:
+            private_grad(batch)
+    private_grad.ledger.close()
+    return private_grad.ledger
+
+
+def test_the_statement_quotes_the_accountant():
+    ledger = trained()
+    found = statement([ledger])
+    assert found.numbers["epsilon"] == ledger.epsilon(delta=1e-3)
+    assert found.numbers["epsilon_rdp"] == ledger.epsilon(delta=1e-3, accountant="rdp")
+    text = str(found)
+    assert f"epsilon = {found.numbers['epsilon']:.3g} and delta = 0.001" in text
+    assert f"Quote epsilon = {found.numbers['epsilon']:.4g}" in text
+    assert "2 noisy gradients" in text
+    assert "at least 32 rows" in text
+    assert "A person with several rows is protected less" in text
+    assert "would satisfy" not in text
+    assert statement([ledger], delta=1e-6).numbers["epsilon"] > found.numbers["epsilon"]
+    both = statement([ledger, trained()])
+    assert both.numbers["releases"] == 4
+    assert both.numbers["epsilon"] > found.numbers["epsilon"]
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("alpha", [0.001, 0.01, 0.1])
+def test_the_attack_bound_is_that_of_the_best_attack_on_one_gaussian(sigma: float, alpha: float):
+    best = float(norm.cdf(norm.ppf(alpha) + 1 / sigma))
+    found = attack_success([Release(sigma, 1.0)], false_positive_rate=alpha)
+    assert best <= found <= best * 1.01 + 0.001
+
+
+def test_the_attack_bound_grows_with_the_releases_and_ends_at_its_limits():
+    found = [attack_success([Release(1.0, 0.1, count=n)], false_positive_rate=0.01) for n in (0, 1, 10, 100, 10_000)]
+    assert found == sorted(found)
+    assert found[0] == 0.01
+    assert found[-1] <= 1.0
+    assert attack_success([Release(0.0, 0.1)], false_positive_rate=0.01) == 1.0
+    with pytest.raises(pg.SamplingError):
+        attack_success([Release(1.0, 0.1, "fixed")], false_positive_rate=0.01)
+    with pytest.raises(pg.PrivacyError):
+        attack_success([Release(1.0, 0.1)], false_positive_rate=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:sampling")
+def test_what_weakens_the_protection_is_said_first():
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 1}, "would satisfy differential privacy .* A seed produced the noise"),
+        ({"sampling": "fixed"}, "would satisfy differential privacy .* The batches had a fixed size"),
+        ({"noise_multiplier": 0.0}, "This training protects nobody: its epsilon is infinite"),
+    ]
+    for changed, said in cases:
+        first, _, _ = str(statement([trained(**changed)])).partition("Whose data")
+        assert re.search(said, " ".join(first.split()).replace(" - ", " ")), first
+        assert "are protected by" not in first
+    simulated = pg.PrivateGradient(make_model(), loss_fn, make_plan(delta=1e-3).scaled(1 / 2)).ledger
+    assert "simulates another one" in str(statement([simulated]))
+
+
+def test_people_are_called_people():
+    plan = pg.PrivacyPlan.for_users(
+        num_users=30, expected_cohort_size=5, rounds=2, max_update_norm=1.0, delta=1e-3, noise_multiplier=1.0
+    )
+    ledger = pg.Ledger()
+    ledger.bind(plan.public_facts)
+    text = str(statement([ledger]))
+    assert "Nothing has been released" in text
+    assert "at least 30 people" in text
+    assert "all data of this person" in text
+    with pytest.raises(pg.PrivacyError, match="the same unit, got example and user"):
+        statement([ledger, trained()])
+
+
+def test_a_statement_needs_a_plan_and_one_delta():
+    with pytest.raises(pg.PrivacyError, match="to hold a plan each"):
+        statement([pg.Ledger()])
+    with pytest.raises(pg.PrivacyError, match="to hold a plan each, got 0 ledgers"):
+        statement([])
+    with pytest.raises(pg.PrivacyError, match=r"delta to be recorded and equal .*give delta"):
+        statement([trained(delta=None)])
+    with pytest.raises(pg.PrivacyError, match=r"got 0\.001, 0\.01; give delta"):
+        statement([trained(), trained(delta=0.01)])
+
+
+def test_declared_side_information_is_named():
+    scales = pg.Scales({"0.weight": torch.ones(4, 5)}, provenance="public data", source="a <b>dictionary</b>")
+    plan = make_plan(delta=1e-3)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=pg.precondition.fixed(scales))
+    found = statement([private_grad.ledger])
+    assert "as declared: public data: a <b>dictionary</b>" in str(found)
+    assert "&lt;b&gt;dictionary" in found.to_html()
+    assert not re.search(r"(?:src|href)=", found.to_html())
+
+
+def test_the_command_prints_writes_and_counts(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    trained(path=path)
+    run = CliRunner().invoke(app, ["statement", str(path), "--out", str(tmp_path / "report" / "statement.html")])
+    assert run.exit_code == 0, run.output
+    assert "PRIVACY STATEMENT" in run.output
+    assert "<h1>Privacy statement</h1>" in (tmp_path / "report" / "statement.html").read_text()
+    answer = json.loads(CliRunner().invoke(app, ["statement", str(path), "--json"]).output.splitlines()[-1])
+    assert answer["delta"] == 1e-3
+    assert 0.01 < answer["attack_success"] < 1
+    assert math.isfinite(answer["epsilon"])
+    assert answer["statement"][0]["heading"] == "In short"
