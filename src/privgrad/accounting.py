@@ -169,16 +169,21 @@ def _compose(
         logger.removeFilter(_is_worth_telling)
 
 
-@functools.lru_cache(maxsize=4096)
 def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
-    """Return order -> RDP of releases, as `mechanisms_of` returns them; cached. `privacy_filter` calls it.
+    """Return order -> RDP of releases, as `mechanisms_of` returns them. `privacy_filter` calls it.
 
     Every RDP is infinite if a release has no noise, or if the accountant's arithmetic gives no bound.
     """
-    accountant = rdp.RdpAccountant(_RDP_ORDERS)
+    return dict(zip(_RDP_ORDERS, _renyi_costs(mechanisms, _RDP_ORDERS), strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _renyi_costs(mechanisms: tuple[Mechanism, ...], orders: tuple[float, ...]) -> tuple[float, ...]:
+    """Compute the values of `renyi_costs`; cached."""
+    accountant = rdp.RdpAccountant(orders)
     if _lacks_noise(mechanisms) or not math.isfinite(_compose(accountant, mechanisms, 1e-6)):
-        return dict.fromkeys(_RDP_ORDERS, math.inf)
-    return dict(zip(_RDP_ORDERS, _safe_costs(accountant, mechanisms).tolist(), strict=True))
+        return (math.inf,) * len(orders)
+    return tuple(_safe_costs(accountant, mechanisms).tolist())
 
 
 def epsilon_at(order: float, cost: float, delta: float) -> float:

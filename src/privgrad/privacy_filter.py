@@ -3,7 +3,6 @@
 `Budget` calls `filter_epsilon`. The privacy guarantee of a budget rests on this file.
 """
 
-import functools
 import math
 from collections.abc import Iterable
 
@@ -39,13 +38,14 @@ def filter_epsilon(
     Raises:
         PrivacyError, SamplingError: as accounting.epsilon.
     Privacy:
-        All releases together satisfy (total_epsilon, delta) differential privacy, if each is made only where this
-        number stays at most the cap. Proof: let B_a be the RDP of order a that gives total_epsilon at delta_a. For one fixed
-        order, adaptively chosen RDP adds up: a filter that stops before the sum exceeds B_a has RDP B_a (Feldman and
-        Zrnic, theorem 3.1). Let E be a set of outcomes, and E_a those whose first order with a sum within B_a is a. In
-        E_a the filter of order a alone would never have stopped, because sums only grow. So P(E_a) is at most
-        e^total_epsilon P'(E_a) + delta_a, and the sum over a gives the claim. Orders and delta_a depend on the cap and
-        on `first` alone, so they are fixed before any result.
+        All releases together satisfy (total_epsilon, delta) differential privacy, if each is made only where
+        this number stays at most the cap. Proof: let B_a be the RDP of order a that gives total_epsilon at
+        delta_a. For one fixed order, adaptively chosen RDP adds up: a filter that stops before the sum exceeds
+        B_a has RDP B_a (Feldman and Zrnic, theorem 3.1; releases may overlap in time, arXiv 2309.05901). Let E
+        be a set of outcomes, and E_a those whose first order with a sum within B_a is a. In E_a the filter of
+        order a alone would never have stopped, because sums only grow. So P(E_a) is at most e^total_epsilon
+        P'(E_a) + delta_a, and the sum over a gives the claim. Orders and delta_a depend on the cap and on
+        `first` alone, so they are fixed before any result.
         The minimum over all orders at the full delta, as in accounting.epsilon, is proven for releases that were fixed
         beforehand. Here the best order would depend on results, which is not covered by the theorem.
     Reference:
@@ -59,7 +59,6 @@ def filter_epsilon(
     return min(epsilon_at(order, costs[order], share) for order, share in shares)
 
 
-@functools.lru_cache(maxsize=64)
 def _shares(first: tuple[Mechanism, ...], delta: float, total_epsilon: float) -> tuple[tuple[float, float], ...]:
     """Return the orders that count, each with its share of delta. Neither depends on a result."""
     costs = renyi_costs(first)
