@@ -44,8 +44,9 @@ class Budget:
         path: the file, created if absent. Processes and people may share it.
         total_epsilon: > 0, the cap. A new file needs it, and the three numbers below.
         delta: in (0, 1), at most 1 / num_examples.
-        num_examples: the public number of units when the budget begins. Units may join later: a later plan has more
-            examples and its own sample rate. A unit that joins late is protected at least as well as the others.
+        num_examples: the public number of units when the budget begins. Units may join later: a later plan then has
+            more examples and its own sample rate. Choose delta for the largest number that you expect, because a plan
+            with more than 1 / delta examples is refused. All commitments count for every unit, also for late ones.
         privacy_unit: "example" or "user". All commitments are for this unit.
     Raises:
         PrivacyError: the file is damaged or holds other numbers, or a new file lacks a number.
@@ -172,6 +173,13 @@ class Budget:
         """
         self._commit(Commitment(name, tuple(releases), *_signed(by)))
 
+    def commit_release(self, name: str, release: Release, *, released: str, is_seeded: bool) -> None:
+        """Commit a single release by its kind, shape and bound. `releases` calls it; see `commit`.
+
+        One name is for one release: the same name with another kind, shape or bound is refused.
+        """
+        self._commit(Commitment(name, (release,), *_signed(None), None, is_seeded, released))
+
     def open_ledger(
         self, path: str | os.PathLike[str], plan: PrivacyPlan, *, name: str | None = None, by: str | None = None
     ) -> Ledger:
@@ -186,7 +194,7 @@ class Budget:
             A Ledger to give to PrivateGradient. It accepts the plan's releases only, and at most the plan's steps.
         Raises:
             BudgetExceededError: the total would exceed the cap. Nothing was written.
-            PrivacyError: the plan protects another unit, has too few examples for delta, simulates, or has fixed
+            PrivacyError: the plan protects another unit, has more than 1 / delta examples, simulates, or has fixed
                 batches; or the name was committed for another ledger, or its ledger is missing.
         Privacy:
             One commitment pays for one ledger. If that file is lost, its releases are unknown, so a training that
@@ -222,7 +230,7 @@ class Budget:
         return ledger
 
     def require_covered(self, function: str, num_examples: int, privacy_unit: str) -> None:
-        """Raise PrivacyError unless a release protects the budget's unit, among enough units for its delta.
+        """Raise PrivacyError unless a release protects the budget's unit, among at most 1 / delta units.
 
         `releases` calls it too.
         """
@@ -230,7 +238,7 @@ class Budget:
             condition, remedy = f"to be {self.privacy_unit!r}, as in the budget", "make a budget for each unit"
             raise expected(function, "privacy_unit", condition, repr(privacy_unit), remedy)
         if self.delta > 1 / num_examples:
-            condition = f"to be at least {1 / self.delta:.6g}, 1 / delta of the budget"
+            condition = f"to be at most {1 / self.delta:.6g}, 1 / delta of the budget"
             remedy = "begin another budget with a smaller delta"
             raise expected(function, "num_examples", condition, num_examples, remedy)
 

@@ -24,6 +24,7 @@ class Commitment:
         date: when, in UTC, as YYYY-MM-DD.
         ledger: the absolute path of the ledger that the releases are charged to; None if it was not given.
         is_seeded: whether a research seed makes the noise predictable.
+        released: the kind, shape and bound of a single release by `releases`; "" for trainings.
     """
 
     name: str
@@ -32,11 +33,12 @@ class Commitment:
     date: str
     ledger: str | None = None
     is_seeded: bool = False
+    released: str = ""
 
     @property
     def terms(self) -> tuple[Any, ...]:
         """Return the parts that a second commitment of the same name must share. `Budget` compares them."""
-        return mechanisms_of("Budget", self.releases), self.ledger, self.is_seeded
+        return mechanisms_of("Budget", self.releases), self.ledger, self.is_seeded, self.released
 
 
 @dataclass
@@ -69,7 +71,7 @@ class BudgetState:
                 ),
             )
             mechanisms_of("Budget", releases)
-            terms = line["by"], line["date"], line["ledger"], line["is_seeded"]
+            terms = line["by"], line["date"], line["ledger"], line["is_seeded"], line["released"]
             self.commitments[line["draw"]] = Commitment(line["draw"], releases, *terms)
 
 
@@ -92,6 +94,7 @@ def line_of(commitment: Commitment) -> dict[str, Any]:
         "date": commitment.date,
         "ledger": commitment.ledger,
         "is_seeded": commitment.is_seeded,
+        "released": commitment.released,
     }
 
 

@@ -138,23 +138,20 @@ class Ledger:
         `Budget.open_ledger` calls it. The first line of the file holds the limit for all later holders.
 
         Args:
-            release: the kind of release that was committed, and how many.
+            release: the committed kind and count.
             commitment: the name in the budget.
         Raises:
-            PrivacyError: the ledger was begun without this commitment, or has another limit.
+            PrivacyError: the ledger was begun without this commitment, or has another one.
         Privacy:
             A limit cannot be raised. A plan with more steps ends at it.
         """
         with self._one_at_a_time():
-            if self._committed is None and not self.plan_facts:
-                self._committed = commitment, release
-            elif self._committed != (commitment, release):
+            if not self.plan_facts:
+                self._committed = self._committed or (commitment, release)
+            if self._committed != (commitment, release):
                 held = self._committed or "a ledger without a commitment"
-                remedy = (
-                    "resume under the committed plan, or give a new ledger: more steps need a commitment of their own"
-                )
-                wanted = f"to be limited to {release} by {commitment!r}"
-                raise expected("Budget.open_ledger", "ledger", wanted, held, remedy)
+                remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
+                raise expected("Budget.open_ledger", "ledger", f"to hold {commitment}, {release}", held, remedy)
 
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
         """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
