@@ -1,5 +1,7 @@
 """The budget of a data set: one cap, one file, whoever commits and whenever a process dies."""
 
+import json
+import math
 import multiprocessing
 import os
 import random
@@ -9,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import privgrad as pg
 from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan
 from privgrad import accounting, ledger_file
 from privgrad.accounting import Release, Selection
 from privgrad.budget import Budget
+from privgrad.cli import app
 from privgrad.privacy_filter import filter_epsilon
+from privgrad.statement import budget_statement
 
 ONE = Release(20.0, 1.0)
 NUMBERS: dict[str, Any] = {"total_epsilon": 1.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
@@ -313,3 +318,39 @@ def test_recorded_values_are_those_of_the_first(tmp_path: Path):
     assert budget.released("a") is None
     assert budget.record("a", [0.1, 1 / 3]) == [0.1, 1 / 3]
     assert budget.record("a", [5.0, 5.0]) == [0.1, 1 / 3] == Budget(budget.path).released("a")
+
+
+def test_the_command_shows_who_spent_what(tmp_path: Path, fast: None):
+    budget = make(tmp_path, total_epsilon=2.0)
+    assert "nothing" in CliRunner().invoke(app, ["statement", str(budget.path)]).output.lower()
+    budget.commit("imputation", [ONE], by="Ada")
+    budget.commit("training", [Release(30.0, 1.0, count=2)], by="Ben")
+    shown = json.loads(CliRunner().invoke(app, ["budget", str(budget.path), "--json"]).stdout)
+    assert [(one["name"], one["by"], one["releases"]) for one in shown["commitments"]] == [
+        ("imputation", "Ada", 1),
+        ("training", "Ben", 2),
+    ]
+    assert shown["spent"] == budget.spent()
+    assert shown["left_for_one_release"] == budget.left()
+    table = CliRunner().invoke(app, ["budget", str(budget.path)]).stdout
+    assert "imputation" in table
+    assert f"spent: epsilon {budget.spent():.4g} of 2" in table
+
+
+def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
+    budget = make(tmp_path, total_epsilon=2.0)
+    budget.commit("imputation", [ONE], by="Ada")
+    text = str(budget_statement(budget))
+    assert "privacy loss distributions" in text
+    budget.commit("training", [Release(30.0, 1.0, count=2)], by="Ben")
+    found = CliRunner().invoke(app, ["statement", str(budget.path), "--json"])
+    numbers = json.loads(found.stdout)
+    assert numbers["epsilon"] == budget.spent()
+    text = str(budget_statement(budget))
+    assert "training, committed by Ben on" in text
+    assert "Renyi filter" in text
+    size, alpha = budget.spent(), 0.01
+    wanted = min(math.exp(size) * alpha + 1e-3, 1 - math.exp(-size) * (1 - 1e-3 - alpha))
+    assert numbers["attack_success"] == pytest.approx(wanted)
+    refused = CliRunner().invoke(app, ["statement", str(budget.path), str(budget.path)])
+    assert isinstance(refused.exception, pg.PrivacyError)

@@ -19,8 +19,9 @@ from privgrad.processes import Processes
 
 NAMES = {
     "privgrad": "Batch Budget BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan "
-    "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip federated fit "
-    "optim perturb precondition release_histogram release_mean release_second_moment release_sum side_information suggest",
+    "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip "
+    "federated fit optim perturb precondition release_histogram release_mean release_second_moment release_sum "
+    "side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -205,6 +206,7 @@ OPTIONS = {
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
     "statement": "ledger --delta --out --json",
+    "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --json",
 }

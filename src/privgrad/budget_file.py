@@ -1,16 +1,30 @@
 """The lines of a budget's file: its numbers first, then commitments and released values.
 
-Only `budget` calls this file. The privacy guarantee of a budget rests on it: a commitment that was read as a cheaper
-one would leave room that is not there.
+`budget` calls this file, and `cli.statement` asks `is_budget`. The privacy guarantee of a budget rests on this file: a
+commitment that was read as a cheaper one would leave room that is not there.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 from privgrad.errors import expected, require_choice, require_delta, require_integer, require_positive
 from privgrad.mechanisms import Release, Selection, mechanisms_of
 from privgrad.types import PrivacyUnit
+
+_LONGEST_FIRST_LINE = 1 << 16
+
+
+def is_budget(path: Path) -> bool:
+    """Return whether a file is a budget, by its first line. `cli.statement` asks it; no privacy rests on the answer."""
+    try:
+        with path.open("rb") as file:
+            first: Any = json.loads(file.readline(_LONGEST_FIRST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "budget" in first
 
 
 @dataclass(frozen=True)
