@@ -1,8 +1,8 @@
 """A statement on a training for people who decide about data: whose data, which protection, and what is not covered.
 
-Users and `cli.statement` call `statement` for ledgers and `budget_statement` for a budget. The privacy guarantee does not
-rest on this file: it puts the numbers of ledgers and of `accounting` into sentences. A reader may act on these, so each
-one must be true.
+Users and `cli.statement` call `statement` for ledgers and `budget_statement` for a budget. The privacy guarantee does
+not rest on this file: it puts the numbers of ledgers and of `accounting` into sentences. A reader may act on these,
+so each one must be true.
 """
 
 import html
