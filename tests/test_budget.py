@@ -341,16 +341,27 @@ def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
     budget = make(tmp_path, total_epsilon=2.0)
     budget.commit("imputation", [ONE], by="Ada")
     text = str(budget_statement(budget))
-    assert "privacy loss distributions" in text
+    assert "Quote this number" in text
     budget.commit("training", [Release(30.0, 1.0, count=2)], by="Ben")
     found = CliRunner().invoke(app, ["statement", str(budget.path), "--json"])
     numbers = json.loads(found.stdout)
-    assert numbers["epsilon"] == budget.spent()
+    assert (numbers["epsilon"], numbers["spent"]) == (2.0, budget.spent())
     text = str(budget_statement(budget))
     assert "training, committed by Ben on" in text
     assert "Renyi filter" in text
-    size, alpha = budget.spent(), 0.01
+    size, alpha = 2.0, 0.01
     wanted = min(math.exp(size) * alpha + 1e-3, 1 - math.exp(-size) * (1 - 1e-3 - alpha))
     assert numbers["attack_success"] == pytest.approx(wanted)
     refused = CliRunner().invoke(app, ["statement", str(budget.path), str(budget.path)])
     assert isinstance(refused.exception, pg.PrivacyError)
+
+
+def test_a_committed_ledger_does_not_move_to_a_file_without_its_limit(tmp_path: Path, fast: None):
+    budget, plan = make(tmp_path, total_epsilon=50.0), make_plan()
+    ledger = budget.open_ledger(tmp_path / "a.jsonl", plan)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    with pytest.raises(pg.PrivacyError, match="committed as"):
+        private_grad.record_in(tmp_path / "b.jsonl")
+    assert not (tmp_path / "b.jsonl").exists()
+    private_grad.record_in(tmp_path / "a.jsonl")
+    assert private_grad.ledger.commitment == ledger.commitment

@@ -121,7 +121,11 @@ class Budget:
         return self._read().head
 
     def spent(self) -> float:
-        """Return the epsilon of all commitments so far, at most total_epsilon."""
+        """Return the epsilon of all commitments so far, at most total_epsilon.
+
+        With several commitments that depended on results, the guarantee is total_epsilon, which was fixed beforehand.
+        This number would be the guarantee if all of them had been planned before the first result.
+        """
         return self._cost(self.commitments)
 
     def calibrate(self, *, sample_rate: float, steps: int) -> float:

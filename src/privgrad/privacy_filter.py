@@ -33,8 +33,9 @@ def filter_epsilon(
         delta: in (0, 1).
         total_epsilon: the cap, > 0, fixed before the first release.
     Returns:
-        Epsilon >= 0. For releases like the first it is about 1 to 3 percent above epsilon(accountant="rdp") near the
-        cap. It is further above for other releases, and far below the cap.
+        Epsilon >= 0. If it is at most the cap, the releases are admitted, and the cap is the guarantee. For releases
+        like the first it is about 1 to 3 percent above epsilon(accountant="rdp") near the cap. It is further above
+        for other releases, and far below the cap.
     Raises:
         PrivacyError, SamplingError: as accounting.epsilon.
     Privacy:

@@ -114,11 +114,13 @@ def budget_statement(budget: Budget) -> Statement:
     Privacy:
         It holds public numbers only.
     """
-    held, size, delta = budget.commitments, budget.spent(), budget.delta
-    alpha = _FALSE_POSITIVES
+    held, spent, delta = budget.commitments, budget.spent(), budget.delta
+    # Several commitments may depend on results: then the cap is the guarantee, because it was fixed beforehand.
+    size, alpha = budget.total_epsilon if held[1:] else spent, _FALSE_POSITIVES
     numbers: dict[str, Any] = {
         "epsilon": size,
         "total_epsilon": budget.total_epsilon,
+        "spent": spent,
         "delta": delta,
         # Of epsilon and delta alone: the profile by PLD needs plans that were fixed beforehand.
         "attack_success": min(math.exp(size) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha)),
@@ -134,11 +136,17 @@ def budget_statement(budget: Budget) -> Statement:
     one_by_one = tuple(f"{one.name}, committed by {one.by} on {one.date}." for one in held)
     computed = (
         f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
-        f"{len(held)} trainings and other releases are committed. Together they cost epsilon = {size:.4g}.",
+        f"{len(held)} trainings and other releases are committed. Together they cost epsilon = {spent:.4g}.",
         "This number counts all steps that they may make, also those that were not made.",
-        "It holds although later ones could be chosen after a look at earlier results (a Renyi filter)."
-        if held[1:]
-        else "It is computed by privacy loss distributions (PLD), because nothing was chosen after a result.",
+        *(
+            (
+                f"Quote epsilon = {size:.4g}, the budget. It holds although later ones could be chosen after a look at "
+                "earlier results (a Renyi filter).",
+                "The smaller number holds if all of them were planned before the first result.",
+            )
+            if held[1:]
+            else ("Quote this number. It was planned before any result, so the tightest accountant (PLD) holds.",)
+        ),
         *one_by_one,
     )
     return Statement(_sections(numbers, (), computed), numbers)
