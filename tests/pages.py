@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.accounting import Release
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("python", "console", "toml", "text")
@@ -174,6 +176,16 @@ def _experiment_of_the_page() -> dict[str, str]:
     return {"mine.toml": block.text}
 
 
+def _budget() -> dict[str, str]:
+    """The budget's file that the commands show."""
+    with tempfile.TemporaryDirectory() as folder:
+        budget = pg.Budget(
+            Path(folder) / "budget.jsonl", total_epsilon=4.0, delta=1e-5, num_examples=50, privacy_unit="example"
+        )
+        budget.commit("mean of the columns", [Release(40.0, 1.0)])
+        return {"budget.jsonl": budget.path.read_text()}
+
+
 GIVEN = {
     "README.md": Given(
         smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "},
@@ -189,6 +201,7 @@ GIVEN = {
         files=_own_experiment,
         check=_audits_pass,
     ),
+    "docs/budget.md": Given(smaller={"steps = 1000 / 50_000, 100": "steps = 1000 / 50_000, 10"}, files=_budget),
     "docs/extending.md": Given(files=_experiment_of_the_page),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),

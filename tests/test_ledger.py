@@ -497,7 +497,7 @@ def test_an_interrupted_charge_was_none_and_the_next_one_fits(
 def test_a_line_that_could_not_be_read_again_is_not_written(tmp_path: Path):
     ledger = pg.Ledger(tmp_path / "ledger.jsonl")
     with pytest.raises(pg.PrivacyError, match="at most"):
-        ledger.bind(make_plan().public_facts | {"side_information": "x" * 2**20})
+        ledger.bind(make_plan().public_facts | {"side_information": "x" * 2**24})
     assert (tmp_path / "ledger.jsonl").read_bytes() == b""
 
 

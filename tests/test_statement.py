@@ -92,7 +92,9 @@ def test_people_are_called_people():
     assert "Nothing has been released" in text
     assert "at least 30 people" in text
     assert "all data of this person" in text
-    with pytest.raises(pg.PrivacyError, match="the same unit, got example and user"):
+    with pytest.raises(
+        pg.PrivacyError, match="the same unit, got add or remove one example and add or remove one user"
+    ):
         statement([ledger, trained()])
 
 
@@ -129,3 +131,16 @@ def test_the_command_prints_writes_and_counts(tmp_path: Path):
     assert 0.01 < answer["attack_success"] < 1
     assert math.isfinite(answer["epsilon"])
     assert answer["statement"][0]["heading"] == "In short"
+
+
+def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):
+    numbers: dict[str, Any] = {"bound": 1.0, "noise_multiplier": 9.0, "num_examples": 32, "delta": 1e-3}
+    pg.release_mean(torch.ones(32, 2), **numbers, ledger=tmp_path / "mean.jsonl")
+    mean = pg.Ledger(tmp_path / "mean.jsonl", read_only=True)
+    alone = str(statement([mean]))
+    assert "A noisy mean of the data was released." in alone
+    assert "noisy gradients." not in alone
+    assert "fixed beforehand" not in alone
+    both = str(statement([mean, trained()]))
+    assert "The training released 2 noisy gradients." in both
+    assert "quote the RDP number" in both

@@ -18,9 +18,10 @@ from privgrad.optim.base import widened
 from privgrad.processes import Processes
 
 NAMES = {
-    "privgrad": "Batch BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan PrivateGradient "
-    "PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip federated fit optim "
-    "perturb precondition side_information suggest",
+    "privgrad": "Batch Budget BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan "
+    "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip "
+    "federated fit optim perturb precondition release_histogram release_mean release_second_moment release_sum "
+    "side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -28,9 +29,9 @@ SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
     "target_epsilon sampling seed group_size noise_on_grid privacy_unit simulates",
     pg.PrivacyPlan.for_budget: "target_epsilon delta max_grad_norm num_examples expected_batch_size steps "
-    "sampling seed group_size noise_on_grid privacy_unit",
+    "sampling seed group_size noise_on_grid privacy_unit besides",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
-    "noise_multiplier sampling seed noise_on_grid",
+    "noise_multiplier sampling seed noise_on_grid besides",
     pg.PrivacyPlan.batches: "self dataset start collate processes",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivacyPlan.scaled: "self factor num_examples",
@@ -47,6 +48,16 @@ SIGNATURES = {
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
     "other_public score counts_provenance",
+    pg.Budget: "path total_epsilon delta num_examples privacy_unit",
+    pg.Budget.commit: "self name releases by",
+    pg.Budget.open_ledger: "self path plan name by",
+    pg.Budget.calibrate: "self sample_rate steps",
+    pg.Budget.left: "self sample_rate steps",
+    pg.release_sum: "rows bound noise_multiplier num_examples privacy_unit delta ledger budget name seed",
+    pg.release_mean: "rows bound noise_multiplier num_examples privacy_unit delta ledger budget name seed",
+    pg.release_second_moment: "rows bound noise_multiplier num_examples privacy_unit delta ledger budget name seed",
+    pg.release_histogram: "rows num_bins noise_multiplier num_examples bound privacy_unit delta ledger budget name "
+    "seed",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
     pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",
@@ -195,6 +206,7 @@ OPTIONS = {
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",
     "statement": "ledger --delta --out --json",
+    "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --json",
 }

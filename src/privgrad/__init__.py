@@ -1,12 +1,14 @@
 """Differentially private training for PyTorch that corrects the bias in private gradients."""
 
 from privgrad import audit, clip, federated, optim, perturb, precondition, side_information
+from privgrad.budget import Budget
 from privgrad.defaults import Suggestion, suggest
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.releases import release_histogram, release_mean, release_second_moment, release_sum
 from privgrad.schedule import Schedule
 from privgrad.training import fit
 from privgrad.training_run import FitResult
@@ -14,6 +16,7 @@ from privgrad.types import Batch, NoisyGradient, Scales
 
 __all__ = [
     "Batch",
+    "Budget",
     "BudgetExceededError",
     "FitResult",
     "Ledger",
@@ -34,6 +37,10 @@ __all__ = [
     "optim",
     "perturb",
     "precondition",
+    "release_histogram",
+    "release_mean",
+    "release_second_moment",
+    "release_sum",
     "side_information",
     "suggest",
 ]

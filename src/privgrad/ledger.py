@@ -8,7 +8,7 @@ guarantee rests on this file.
 
 import os
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -53,6 +53,8 @@ class Ledger:
         self._refuses = read_only
         self._counts: dict[Release, int] = {}
         self._draws: dict[str, str | None] = {}
+        self._values: dict[str, list[float]] = {}
+        self._committed: tuple[str, Release] | None = None
         self._turn = threading.RLock()
         self._process = this_process()
         # The file passes its lines to `_accept`, so it is opened last.
@@ -120,6 +122,37 @@ class Ledger:
         """
         return epsilon(self.charged, delta=delta, accountant=accountant, assume_poisson=assume_poisson)
 
+    @property
+    def values(self) -> dict[str, list[float]]:
+        """The values that the functions of `releases` recorded, by draw, to be read back after an interruption."""
+        return {draw: list(values) for draw, values in self._values.items()}
+
+    @property
+    def commitment(self) -> str | None:
+        """The name under which a budget holds all releases of this ledger; None without a budget."""
+        return None if self._committed is None else self._committed[0]
+
+    def limit_to(self, release: Release, commitment: str) -> None:
+        """Accept only this kind of release, and at most `release.count` of them, from now on.
+
+        `Budget.open_ledger` calls it. The first line of the file holds the limit for all later holders.
+
+        Args:
+            release: the committed kind and count.
+            commitment: the name in the budget.
+        Raises:
+            PrivacyError: the ledger was begun without this commitment, or has another one.
+        Privacy:
+            A limit cannot be raised. A plan with more steps ends at it.
+        """
+        with self._one_at_a_time():
+            if not self.plan_facts:
+                self._committed = self._committed or (commitment, release)
+            if self._committed != (commitment, release):
+                held = self._committed or "a ledger without a commitment"
+                remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
+                raise expected("Budget.open_ledger", "ledger", f"to hold {commitment}, {release}", held, remedy)
+
     def bind(self, plan_facts: Mapping[str, Any]) -> None:
         """Write the plan's public numbers to a new ledger, or require that an old ledger holds the same numbers.
 
@@ -129,9 +162,13 @@ class Ledger:
             PrivacyError: the ledger was written under a different plan, or a value is not one that JSON can hold.
         """
         with self._one_at_a_time():
+            self._require_committed(plan_facts)
             if not self.plan_facts:
-                self._append({"ledger_version": VERSION, "plan": dict(plan_facts)})
-                self.plan_facts = dict(plan_facts)
+                facts = dict(plan_facts)
+                if self._committed is not None:
+                    facts["commitment"] = {"name": self._committed[0], "releases": self._committed[1].count}
+                self._append({"ledger_version": VERSION, "plan": facts})
+                self.plan_facts = facts
                 return
         differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
         if differing:
@@ -164,6 +201,9 @@ class Ledger:
         """
         with self._one_at_a_time():
             is_known, spent = draw in self._draws, self.releases
+        limited = f"the plan's {limit} steps"
+        if self._committed is not None and (most := self._committed[1].count) < limit:
+            limit, limited = most, f"the {most} releases that the budget holds for {self._committed[0]}"
         if is_known:
             if not repeatable:
                 remedy = (
@@ -176,15 +216,23 @@ class Ledger:
             raise expected(
                 "Ledger.charge",
                 "releases",
-                f"to be at most the plan's {limit} steps",
+                f"to be at most {limited}",
                 spent + 1,
                 "stop here, or make a plan with more steps, at a higher epsilon; to resume a run that was interrupted, "
                 "load its model and draw plan.batches(..., start=private_grad.ledger.releases)",
                 BudgetExceededError,
             )
 
-    def charge(self, release: Release, *, draw: str, limit: int, digest: str | None = None) -> None:
-        """Record one release durably. PrivateGradient calls this before it returns the gradient.
+    def charge(
+        self,
+        release: Release,
+        *,
+        draw: str,
+        limit: int,
+        digest: str | None = None,
+        values: Sequence[float] | None = None,
+    ) -> None:
+        """Record one release durably. PrivateGradient and `releases` call this before they return it.
 
         Args:
             release: one release under the plan that the ledger is bound to.
@@ -192,6 +240,8 @@ class Ledger:
             limit: the plan's number of steps.
             digest: hash of the released values, given only under a research seed. If the draw is already charged with
                 the same digest, this is the same release, computed again after a resume. It is not charged again.
+            values: the released values, to be read back from `values`. They are written with the charge, in one line: a
+                process that is killed has written both or neither.
         Raises:
             BudgetExceededError: the limit has been reached.
             SamplingError: the draw was already charged, with a different digest or with none.
@@ -208,6 +258,8 @@ class Ledger:
         }
         if digest is not None:
             line["digest"] = digest
+        if values is not None:
+            line["values"] = list(values)
         with self._one_at_a_time():
             if digest is not None and self._draws.get(draw) == digest:
                 return
@@ -263,10 +315,23 @@ class Ledger:
             raise expected("Ledger", "each release", condition, release, "restore the file")
         return release
 
+    def _require_committed(self, plan_facts: Mapping[str, Any]) -> None:
+        """Raise PrivacyError if the plan makes other releases than those that a budget holds for this ledger."""
+        if self._committed is None:
+            return
+        name, kind = self._committed
+        numbers = tuple(plan_facts.get(name) for name in ("noise_multiplier", "sample_rate", "sampling"))
+        if numbers != (kind.noise_multiplier, kind.sample_rate, kind.scheme):
+            condition = f"to have the numbers committed for {name} ({kind.noise_multiplier}, {kind.sample_rate})"
+            remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
+            raise expected("Ledger.bind", "noise multiplier and sample rate", condition, numbers[:2], remedy)
+
     def _count(self, release: Release, line: Mapping[str, Any]) -> None:
         """Add one release and its draw to the counts in memory."""
         self._counts[release] = self._counts.get(release, 0) + 1
         self._draws[line["draw"]] = line.get("digest")
+        if "values" in line:
+            self._values[line["draw"]] = [float(value) for value in line["values"]]
 
     def _accept(self, number: int, line: Mapping[str, Any]) -> None:
         """Read the plan's numbers from the first line of the file, and a release from each later line.
@@ -274,7 +339,11 @@ class Ledger:
         `LedgerFile` calls this for each line when it opens the file.
         """
         if number == 1:
-            self.plan_facts = _checked_plan(line["plan"])
+            plan = self.plan_facts = _checked_plan(line["plan"])
+            if (committed := plan.get("commitment")) is not None:
+                require_integer("Ledger", "commitment", committed["releases"], 1)
+                kind = Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"], committed["releases"])
+                self._committed = str(committed["name"]), kind
         else:
             self._count(self._checked(line), line)
 
@@ -284,6 +353,23 @@ class Ledger:
             self._file.append(line)
         elif self._refuses:
             raise not_open()
+
+
+def require_one_promise(function: str, ledgers: Iterable[Ledger]) -> str:
+    """Return the privacy unit that all ledgers protect. `statement` and `privgrad epsilon` call it before they add up.
+
+    Raises:
+        PrivacyError: there is no ledger, one has no plan yet, or they differ in the unit or the neighboring relation.
+    """
+    facts = [ledger.plan_facts for ledger in ledgers]
+    if not facts or not all(facts):
+        remedy = "give ledger.jsonl of a training that has begun"
+        raise expected(function, "ledgers", "to hold a plan each", f"{len(facts)} ledgers", remedy)
+    promises = {f"{fact['neighboring_relation']} {fact.get('privacy_unit', 'example')}" for fact in facts}
+    if len(promises) > 1:
+        got, remedy = " and ".join(sorted(promises)), "give the ledgers of each unit separately"
+        raise expected(function, "ledgers", "to protect the same unit", got, remedy)
+    return str(facts[0].get("privacy_unit", "example"))
 
 
 def recorded_delta(function: str, ledgers: Iterable[Ledger]) -> float:

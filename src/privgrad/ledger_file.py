@@ -8,7 +8,8 @@ moved line is therefore refused when it is opened. The file alone cannot show tw
 - The checksum finds accidents and careless edits, but is not a signature. Anyone can edit a line and compute all
   checksums after it again.
 
-Only `ledger` uses LedgerFile. The privacy guarantee rests on it: a release whose line was lost would not be counted.
+Only `ledger` and `budget` use LedgerFile. The privacy guarantee rests on it: a release whose line was lost would not
+be counted.
 `experiments.runner` calls `is_in_use`, on which the guarantee does not rest.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, cast
 from privgrad.errors import PrivacyError, expected, file_problem
 
 VERSION = 3
-_LONGEST_LINE = 1 << 20  # bytes; a file that is not a ledger must not fill the memory
+_LONGEST_LINE = 1 << 24  # bytes; a file that is not a ledger must not fill the memory
 _PATIENCE = 0.1  # seconds to wait for the lock
 _FIRST, _LATER, _SEAL = b'{"ledger_version": ', b'{"draw": ', b', "checksum": "'
 
@@ -47,7 +48,7 @@ def is_in_use(path: Path) -> bool:
 class LedgerFile:
     """The lines of a ledger on disk, and the lock of their one writer.
 
-    `Ledger` makes one for its path, and calls its methods.
+    `Ledger` and `Budget` make one for their path, and call its methods.
 
     Args:
         path: an absolute path; the file is created if absent.
@@ -97,7 +98,9 @@ class LedgerFile:
             raise expected("Ledger.bind", "recorded values", "to be plain numbers", error, remedy) from error
         data = sealed + b"\n"
         if len(data) > _LONGEST_LINE:
-            remedy = "shorten the descriptions in the plan's facts, such as the source of scales"
+            remedy = (
+                "shorten the descriptions in the plan's facts, such as the source of scales, or release fewer values"
+            )
             raise expected("Ledger.charge", "a line", f"of at most {_LONGEST_LINE} bytes", len(data), remedy)
         try:
             written = 0

@@ -1,7 +1,7 @@
 """The Gaussian mechanism: turns a ClippedSum into a NoisyGradient. Only this file draws noise for a release.
 
-`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. `PrivacyPlan.noise_std` calls
-`std_of_noise`. The privacy guarantee rests on this file.
+`PrivateGradient` calls `noise_generator` when it is made, and `add_noise` at each step. `releases` calls both for its
+sums. `PrivacyPlan.noise_std` calls `std_of_noise`. The privacy guarantee rests on this file.
 """
 
 import math

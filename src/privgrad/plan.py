@@ -6,7 +6,7 @@ follow the plan. `plan_numbers` checks the numbers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad import accounting
-from privgrad.accounting import Accountant, Release
+from privgrad.accounting import Accountant, Release, Selection
 from privgrad.errors import expected, require_integer, require_positive
 from privgrad.noise import std_of_noise
 from privgrad.plan_numbers import is_infinite, require_numbers, scaled_numbers
@@ -104,6 +104,7 @@ class PrivacyPlan:
         group_size: int = 1,
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
+        besides: Iterable[Release | Selection] = (),
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
 
@@ -121,6 +122,8 @@ class PrivacyPlan:
             group_size: as in PrivacyPlan.
             noise_on_grid: as in PrivacyPlan.
             privacy_unit: as in PrivacyPlan.
+            besides: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
+                that was released before.
         Returns:
             A plan with sample_rate = expected_batch_size / num_examples and the calibrated noise_multiplier.
         Raises:
@@ -139,7 +142,7 @@ class PrivacyPlan:
             steps=steps,
             expected_batch_size=expected_batch_size,
             noise_multiplier=accounting.calibrate_noise_multiplier(
-                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps
+                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, besides=besides
             ),
             max_grad_norm=max_grad_norm,
             num_examples=num_examples,
@@ -166,6 +169,7 @@ class PrivacyPlan:
         sampling: SamplingScheme = "poisson",
         seed: int | None = None,
         noise_on_grid: bool = False,
+        besides: Iterable[Release | Selection] = (),
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
 
@@ -183,6 +187,7 @@ class PrivacyPlan:
             sampling: as in PrivacyPlan.
             seed: as in PrivacyPlan.
             noise_on_grid: as in PrivacyPlan.
+            besides: as in for_budget, about the same users; with target_epsilon only.
         Returns:
             A plan with privacy_unit "user".
         Raises:
@@ -213,7 +218,7 @@ class PrivacyPlan:
             "privacy_unit": "user",
         }
         if target_epsilon is not None:
-            return cls.for_budget(target_epsilon=target_epsilon, **numbers)
+            return cls.for_budget(target_epsilon=target_epsilon, besides=besides, **numbers)
         sample_rate = expected_cohort_size / num_users
         return cls(sample_rate=sample_rate, noise_multiplier=cast(float, noise_multiplier), **numbers)
 

@@ -257,8 +257,11 @@ class PrivateGradient:
         Privacy:
             A file that holds releases counts them against the plan's steps.
         """
-        if self._ledger.releases > 0 and self._ledger.path != Path(path).absolute():
-            got = f"{self._ledger.releases} releases, recorded in {self._ledger.path or 'memory'}"
+        ledger = self._ledger
+        if (ledger.releases > 0 or ledger.commitment) and ledger.path != Path(path).absolute():
+            got = f"{ledger.releases} releases, recorded in {ledger.path or 'memory'}"
+            if ledger.commitment:  # the new file would not have the budget's limit
+                got += f", committed as {ledger.commitment}"
             remedy = f"give PrivateGradient(..., ledger={str(path)!r}) from the start"
             raise expected("PrivateGradient", "the ledger", "to be unused before it moves to a file", got, remedy)
         if self._ledger.path is not None:

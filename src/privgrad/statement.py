@@ -1,7 +1,8 @@
 """A statement on a training for people who decide about data: whose data, which protection, and what is not covered.
 
-Users call `statement`, and `cli.statement` for `privgrad statement`. The privacy guarantee does not rest on this file:
-it puts the numbers of ledgers and of `accounting` into sentences. A reader may act on these, so each one must be true.
+Users and `cli.statement` call `statement` for ledgers and `budget_statement` for a budget. The privacy guarantee does
+not rest on this file: it puts the numbers of ledgers and of `accounting` into sentences. A reader may act on these,
+so each one must be true.
 """
 
 import html
@@ -12,8 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from privgrad.accounting import attack_success, epsilon
-from privgrad.errors import expected, require_delta
-from privgrad.ledger import Ledger, recorded_delta
+from privgrad.budget import Budget
+from privgrad.errors import require_delta
+from privgrad.ledger import Ledger, recorded_delta, require_one_promise
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _NOT_COVERED = (
@@ -77,14 +79,8 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
     Privacy:
         It holds public numbers only.
     """
+    unit = require_one_promise("statement", ledgers)
     facts = [ledger.plan_facts for ledger in ledgers]
-    if not facts or not all(facts):
-        remedy = "give ledger.jsonl of a training that has begun"
-        raise expected("statement", "ledgers", "to hold a plan each", f"{len(facts)} ledgers", remedy)
-    units = {str(fact["privacy_unit"]) for fact in facts}
-    if len(units) > 1:
-        got = " and ".join(sorted(units))
-        raise expected("statement", "ledgers", "to protect the same unit", got, "make a statement for each unit")
     if delta is None:
         delta = recorded_delta("statement", ledgers)
     require_delta("statement", delta)
@@ -102,15 +98,68 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
         "releases": sum(ledger.releases for ledger in ledgers),
         "seeded_releases": sum(ledger.seeded_releases for ledger in ledgers),
         "covered_by_accountant": is_covered,
-        "privacy_unit": units.pop(),
+        "privacy_unit": unit,
         "num_examples": min(int(fact["num_examples"]) for fact in facts),
         "digests": [ledger.head for ledger in ledgers],
-        "versions": {name: version(name) for name in ("privgrad", "dp-accounting", "torch")},
+        "versions": _versions(),
     }
-    return Statement(_sections(numbers, facts), numbers)
+    return Statement(_sections(numbers, facts, _computed(numbers, ledgers)), numbers)
 
 
-def _sections(numbers: dict[str, Any], facts: Sequence[dict[str, Any]]) -> tuple[Section, ...]:
+def budget_statement(budget: Budget) -> Statement:
+    """Return a statement on everything that is committed in a budget, whether it was released already or not.
+
+    `cli.statement` calls it; users can.
+
+    Privacy:
+        It holds public numbers only.
+    """
+    held, spent, delta = budget.commitments, budget.spent(), budget.delta
+    # Several commitments may depend on results: then the cap is the guarantee, because it was fixed beforehand.
+    size, alpha = budget.total_epsilon if held[1:] else spent, _FALSE_POSITIVES
+    numbers: dict[str, Any] = {
+        "epsilon": size,
+        "total_epsilon": budget.total_epsilon,
+        "spent": spent,
+        "delta": delta,
+        # Of epsilon and delta alone: the profile by PLD needs plans that were fixed beforehand.
+        "attack_success": min(math.exp(size) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha)),
+        "false_positive_rate": alpha,
+        "releases": len(held),
+        "seeded_releases": sum(one.is_seeded for one in held),
+        "covered_by_accountant": True,
+        "privacy_unit": budget.privacy_unit,
+        "num_examples": budget.num_examples,
+        "digests": [budget.head],
+        "versions": _versions(),
+    }
+    one_by_one = tuple(f"{one.name}, committed by {one.by} on {one.date}." for one in held)
+    computed = (
+        f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
+        f"{len(held)} trainings and other releases are committed. Together they cost epsilon = {spent:.4g}.",
+        "This number counts all steps that they may make, also those that were not made.",
+        *(
+            (
+                f"Quote epsilon = {size:.4g}, the budget. It holds although later ones could be chosen after a look at "
+                "earlier results (a Renyi filter).",
+                "The smaller number holds if all of them were planned before the first result.",
+            )
+            if held[1:]
+            else ("Quote this number. It was planned before any result, so the tightest accountant (PLD) holds.",)
+        ),
+        *one_by_one,
+    )
+    return Statement(_sections(numbers, (), computed), numbers)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that computed the numbers."""
+    return {name: version(name) for name in ("privgrad", "dp-accounting", "torch")}
+
+
+def _sections(
+    numbers: dict[str, Any], facts: Sequence[dict[str, Any]], computed: tuple[str, ...]
+) -> tuple[Section, ...]:
     """Return the statement's text."""
     is_user = numbers["privacy_unit"] == "user"
     one, many = ("person", "people") if is_user else ("row", "rows")
@@ -127,7 +176,7 @@ def _sections(numbers: dict[str, Any], facts: Sequence[dict[str, Any]]) -> tuple
             ),
         ),
         Section("Meaning", _meaning(numbers, one, many)),
-        Section("Computation", _computed(numbers, facts)),
+        Section("Computation", computed),
         Section("Not covered", (*_NOT_COVERED, *_sources(facts))),
         Section("Record", _record(numbers)),
     )
@@ -177,13 +226,23 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
     )
 
 
-def _computed(numbers: dict[str, Any], facts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, ...]:
     """Return which epsilon to quote, and the numbers that it follows from."""
+    facts = [ledger.plan_facts for ledger in ledgers]
+    others = [fact["released"] for fact in facts if "released" in fact]
+    gradients = sum(ledger.releases for ledger in ledgers if "released" not in ledger.plan_facts)
     lines = [
-        f"The training released {numbers['releases']:,} noisy gradients.",
+        *([f"The training released {gradients:,} noisy gradients."] if len(others) < len(facts) else []),
+        *(f"A noisy {kind} of the data was released." for kind in others),
         f"Quote epsilon = {numbers['epsilon']:.4g}. It is computed by privacy loss distributions (PLD).",
         f"The RDP accountant gives {numbers['epsilon_rdp']:.4g}. It is a looser bound on the same quantity.",
     ]
+    if facts[1:]:
+        lines += [
+            "The PLD number holds if the plans of all ledgers were fixed beforehand.",
+            "If a later plan was chosen after a look at earlier results, quote the RDP number.",
+            "A budget for the data set keeps such a sequence under one cap.",
+        ]
     for fact in facts:
         generator = fact.get("noise_generator", "an unknown generator")
         lines.append(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from privgrad.cli import audit, doctor, privacy, reproduce, statement, train
+from privgrad.cli import audit, budget, doctor, privacy, reproduce, statement, train
 from privgrad.cli.console import STDOUT, note_once, tell
 from privgrad.errors import PrivacyError, did_you_mean
 
@@ -43,6 +43,7 @@ _COMMANDS = (
     privacy.epsilon,
     privacy.calibrate,
     statement.statement,
+    budget.budget,
     audit.audit,
     doctor.doctor,
 )

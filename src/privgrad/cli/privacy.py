@@ -16,7 +16,7 @@ from privgrad import accounting
 from privgrad.accounting import Accountant, Release
 from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
 from privgrad.errors import expected
-from privgrad.ledger import Ledger, recorded_delta
+from privgrad.ledger import Ledger, recorded_delta, require_one_promise
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
 SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
@@ -132,15 +132,8 @@ def _together(records: dict[Path, Ledger], found: dict[Path, dict[str, Any]], de
 
     The composed epsilon is usually below the sum of the single ones.
     """
-    promises = {
-        f"{facts['neighboring_relation']} {facts.get('privacy_unit', 'example')}"
-        for facts in (ledger.plan_facts for ledger in records.values())
-    }
-    if len(promises) > 1:
-        got = " and ".join(sorted(promises))
-        raise expected(
-            "privgrad epsilon", "ledgers", "to protect the same unit", got, "give the ledgers of each unit separately"
-        )
+    require_one_promise("privgrad epsilon", records.values())
+    tell("note", "yellow", "PLD holds if all plans were fixed beforehand; if one was chosen after a result, quote RDP")
     covered = all(one["covered_by_accountant"] for one in found.values())
     charged = [release for ledger in records.values() for release in ledger.charged]
     return {

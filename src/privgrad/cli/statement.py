@@ -9,18 +9,32 @@ from typing import Annotated
 import typer
 
 from privgrad import statement as statements
+from privgrad.budget import Budget
+from privgrad.budget_file import is_budget
 from privgrad.cli.console import STDOUT, AsJson, print_json
+from privgrad.errors import expected
 from privgrad.ledger import Ledger
 
 
 def statement(
-    ledger: Annotated[list[Path], typer.Argument(help="Ledger files of trainings on the same data set.")],
+    ledger: Annotated[
+        list[Path], typer.Argument(help="Ledger files of trainings on the same data set, or the file of its budget.")
+    ],
     delta: Annotated[float | None, typer.Option(help="Delta, in (0, 1). Default: the one in the ledgers.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Also write the statement to this HTML file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a privacy statement for people who decide about data."""
-    found = statements.statement([Ledger(path, read_only=True) for path in ledger], delta=delta)
+    if any(map(is_budget, ledger)):
+        if ledger[1:] or delta is not None:
+            got, remedy = (
+                f"{len(ledger)} files and delta {delta}",
+                "give the budget's file alone: it covers all of its ledgers",
+            )
+            raise expected("privgrad statement", "a budget", "to be given alone", got, remedy)
+        found = statements.budget_statement(Budget(ledger[0]))
+    else:
+        found = statements.statement([Ledger(path, read_only=True) for path in ledger], delta=delta)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(found.to_html())

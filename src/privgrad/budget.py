@@ -1,0 +1,353 @@
+"""A budget for a data set: one cap over all trainings and other releases from the same data, in a file that is shared.
+
+Users make a `Budget`, take a training's ledger from `open_ledger`, or give it to `release_sum` and its relatives.
+`cli.budget` and `cli.statement` show it. The privacy guarantee of the total rests on this file: nothing starts before
+its whole cost is committed. It does not rest on `calibrate` and `left`, or on who committed and when.
+"""
+
+import getpass
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from privgrad import accounting
+from privgrad.budget_file import BudgetState, Commitment, line_of, require_facts
+from privgrad.calibration_search import noise_within
+from privgrad.errors import (
+    BudgetExceededError,
+    described,
+    expected,
+    require_integer,
+    require_path,
+    require_rate,
+)
+from privgrad.ledger import Ledger
+from privgrad.ledger_file import VERSION, LedgerFile
+from privgrad.mechanisms import Release, Selection, mechanisms_of
+from privgrad.plan import PrivacyPlan
+from privgrad.privacy_filter import filter_epsilon
+from privgrad.types import PrivacyUnit
+
+_PATIENCE = 30.0  # seconds to wait for another process that commits
+
+
+class Budget:
+    """A cap on the epsilon of everything that is released from one data set, kept in a file.
+
+    A commitment is written before a training starts, and holds all releases that the training may make. It stays if the
+    training ends early. So the ledgers of all trainings together never cost more than the cap.
+
+    Args:
+        path: the file, created if absent. Processes and people may share it.
+        total_epsilon: > 0, the cap. A new file needs it, and the three numbers below.
+        delta: in (0, 1), at most 1 / num_examples.
+        num_examples: the public number of units when the budget begins. Units may join later: a later plan then has
+            more examples and its own sample rate. Choose delta for the largest number that you expect, because a plan
+            with more than 1 / delta examples is refused. All commitments count for every unit, also for late ones.
+        privacy_unit: "example" or "user". All commitments are for this unit.
+    Raises:
+        PrivacyError: the file is damaged or holds other numbers, or a new file lacks a number.
+    Privacy:
+        Everything that was committed satisfies (total_epsilon, delta) differential privacy, also if each commitment was
+        chosen after a look at the results of those before it (`privacy_filter`). A single commitment was fixed before
+        any result, so its epsilon is the smaller of this number and that of PLD. The guarantee needs every release from
+        the data to be committed, and two different trainings never to share a name.
+        The file holds public numbers, names of people and released values only.
+    Reference:
+        Feldman, Zrnic 2021 (arXiv 2008.11193); Lecuyer 2021 (arXiv 2103.01379).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        total_epsilon: float | None = None,
+        delta: float | None = None,
+        num_examples: int | None = None,
+        privacy_unit: PrivacyUnit | None = None,
+    ) -> None:
+        require_path("Budget", "path", path, "give budget.jsonl in a folder that the team shares")
+        self.path = Path(path).absolute()
+        given: dict[str, Any] = {
+            "total_epsilon": total_epsilon,
+            "delta": delta,
+            "num_examples": num_examples,
+            "privacy_unit": privacy_unit,
+        }
+        if None not in given.values():
+            self._begin(given)
+        elif not self.path.exists():
+            missing = ", ".join(name for name, value in given.items() if value is None)
+            remedy = "give all four for a new budget, or the path of an existing one"
+            raise expected("Budget", missing, f"to be given, because {self.path} does not exist", None, remedy)
+        self._facts = self._read().facts
+        differing = [name for name, value in given.items() if value is not None and self._facts[name] != value]
+        if differing:
+            condition = f"to be as recorded ({', '.join(str(self._facts[name]) for name in differing)})"
+            got, remedy = ", ".join(str(given[name]) for name in differing), "leave it out, or begin another budget"
+            raise expected("Budget", ", ".join(differing), condition, got, remedy)
+
+    @property
+    def total_epsilon(self) -> float:
+        """The cap."""
+        return float(self._facts["total_epsilon"])
+
+    @property
+    def delta(self) -> float:
+        """Delta of the cap."""
+        return float(self._facts["delta"])
+
+    @property
+    def num_examples(self) -> int:
+        """The number of units when the budget began."""
+        return int(self._facts["num_examples"])
+
+    @property
+    def privacy_unit(self) -> PrivacyUnit:
+        """The unit that all commitments protect."""
+        return self._facts["privacy_unit"]
+
+    @property
+    def commitments(self) -> tuple[Commitment, ...]:
+        """All commitments so far, in their order."""
+        return tuple(self._read().commitments.values())
+
+    @property
+    def head(self) -> str:
+        """The checksum of the file's last line, which depends on all lines before it."""
+        return self._read().head
+
+    def spent(self) -> float:
+        """Return the epsilon of all commitments so far, at most total_epsilon.
+
+        With several commitments that depended on results, the guarantee is total_epsilon, which was fixed beforehand.
+        This number would be the guarantee if all of them had been planned before the first result.
+        """
+        return self._cost(self.commitments)
+
+    def calibrate(self, *, sample_rate: float, steps: int) -> float:
+        """Find the noise multiplier of a training that uses all that is left.
+
+        Args:
+            sample_rate: q in (0, 1].
+            steps: T >= 1. Fewer, or a larger sigma, leave something for later.
+        Returns:
+            sigma, close to the smallest one that `commit` accepts.
+        Raises:
+            BudgetExceededError: no noise is large enough.
+        """
+        require_rate("Budget.calibrate", sample_rate)
+        require_integer("Budget.calibrate", "steps", steps, 1)
+        found = self._noise_left(sample_rate, steps)
+        if found is None:
+            condition, remedy = f"to be below {self.total_epsilon:g}", "train on public data, or on new data"
+            raise expected("Budget.calibrate", "spent", condition, f"{self.spent():.6g}", remedy, BudgetExceededError)
+        return found
+
+    def left(self, *, sample_rate: float = 1.0, steps: int = 1) -> float:
+        """Return the largest epsilon that one more training may have; by default, one more Gaussian release.
+
+        Epsilons do not add up: what is left is usually more than total_epsilon - spent().
+
+        Args:
+            sample_rate: as in calibrate.
+            steps: as in calibrate.
+        """
+        sigma = self._noise_left(sample_rate, steps)
+        release = Release(sigma or 0.0, sample_rate, count=steps)
+        return 0.0 if sigma is None else accounting.epsilon([release], delta=self.delta)
+
+    def commit(self, name: str, releases: Iterable[Release | Selection], *, by: str | None = None) -> None:
+        """Write down the most that a training may cost, before it starts.
+
+        Args:
+            name: unique in the budget. The same name with the same releases is the same training, which resumes: it is
+                not committed again.
+            releases: all releases that it may make.
+            by: the person who commits. None: the user of the operating system.
+        Raises:
+            BudgetExceededError: the total would exceed the cap. Nothing was written.
+            PrivacyError: the name was committed with other releases, or the file could not be written.
+            SamplingError: a release is from fixed-size batches.
+        Privacy:
+            When this returns, the commitment is on disk (fsync).
+        """
+        self._commit(Commitment(name, tuple(releases), *_signed(by)))
+
+    def commit_release(self, name: str, release: Release, *, released: str, is_seeded: bool) -> None:
+        """Commit a single release by its kind, shape and bound. `releases` calls it; see `commit`.
+
+        One name is for one release: the same name with another kind, shape or bound is refused.
+        """
+        self._commit(Commitment(name, (release,), *_signed(None), None, is_seeded, released))
+
+    def open_ledger(
+        self, path: str | os.PathLike[str], plan: PrivacyPlan, *, name: str | None = None, by: str | None = None
+    ) -> Ledger:
+        """Commit all steps of a plan, and open the ledger of its training.
+
+        Args:
+            path: of a new ledger, or of the one that this training has written.
+            plan: its steps are committed as they are; a later plan with more steps ends at their number.
+            name: of the commitment. None: the absolute path of the ledger.
+            by: as in commit.
+        Returns:
+            A Ledger to give to PrivateGradient. It accepts the plan's releases only, and at most the plan's steps.
+        Raises:
+            BudgetExceededError: the total would exceed the cap. Nothing was written.
+            PrivacyError: the plan protects another unit, has more than 1 / delta examples, simulates, or has fixed
+                batches; or the name was committed for another ledger, or its ledger is missing.
+        Privacy:
+            One commitment pays for one ledger. If that file is lost, its releases are unknown, so a training that
+            begins again needs a new commitment.
+        """
+        function = "Budget.open_ledger"
+        require_path(function, "path", path, "give ledger.jsonl in a run's folder")
+        if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise expected(function, "plan", "to be a PrivacyPlan", described(plan), "make one: PrivacyPlan(...)")
+        self.require_covered(function, plan.num_examples, plan.privacy_unit)
+        if plan.simulates is not None or not plan.is_covered:
+            got = "a plan made by scaled()" if plan.simulates is not None else "sampling 'fixed'"
+            remedy = "draw Poisson batches; simulate without a budget, on public data"
+            raise expected(function, "plan", "to be one whose epsilon is a guarantee", got, remedy)
+        place = Path(path).absolute()
+        release = Release(plan.noise_multiplier, plan.sample_rate, plan.sampling, plan.steps)
+        wanted = Commitment(name or str(place), (release,), *_signed(by), str(place), plan.seed is not None)
+        was_there = place.exists()
+        if not was_there and wanted.name in self._read().commitments:
+            remedy = "restore the ledger, or train under a new name: the lost releases stay committed"
+            raise expected(
+                function, "path", f"to hold the ledger of {wanted.name}", f"{place}, which is absent", remedy
+            )
+        ledger = Ledger(place)
+        try:
+            ledger.limit_to(release, wanted.name)
+            self._commit(wanted)
+        except BaseException:
+            ledger.close()
+            if not was_there:
+                place.unlink(missing_ok=True)
+            raise
+        return ledger
+
+    def require_covered(self, function: str, num_examples: int, privacy_unit: str) -> None:
+        """Raise PrivacyError unless a release protects the budget's unit, among at most 1 / delta units.
+
+        `releases` calls it too.
+        """
+        if privacy_unit != self.privacy_unit:
+            condition, remedy = f"to be {self.privacy_unit!r}, as in the budget", "make a budget for each unit"
+            raise expected(function, "privacy_unit", condition, repr(privacy_unit), remedy)
+        if self.delta > 1 / num_examples:
+            condition = f"to be at most {1 / self.delta:.6g}, 1 / delta of the budget"
+            remedy = "begin another budget with a smaller delta"
+            raise expected(function, "num_examples", condition, num_examples, remedy)
+
+    def released(self, name: str) -> list[float] | None:
+        """Return the values that `record` has written for a commitment; None if there are none. `releases` calls it."""
+        return self._read().values.get(name)
+
+    def record(self, name: str, values: Sequence[float]) -> list[float]:
+        """Write the released values of a commitment, and return them; if some are there already, return those.
+
+        `releases` calls it before it returns what it has drawn. So two processes that release under one name return the
+        same values.
+
+        Raises:
+            PrivacyError: the name is not committed, or the file could not be written.
+        """
+        file, state = self._open()
+        with closing(file):
+            if name not in state.commitments:
+                raise expected(
+                    "Budget.record", "name", "to be committed", repr(name), "commit it before it is released"
+                )
+            if name not in state.values:
+                file.append({"draw": name, "values": list(values)})
+                state.values[name] = [float(value) for value in values]
+            return state.values[name]
+
+    def _commit(self, wanted: Commitment) -> None:
+        """Write a commitment, unless it is there already."""
+        if not isinstance(wanted.name, str) or not wanted.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise expected("Budget.commit", "name", "to be a text", described(wanted.name), "name the training")
+        if not mechanisms_of("Budget.commit", wanted.releases):
+            raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
+        file, state = self._open()
+        with closing(file):
+            if (before := state.commitments.get(wanted.name)) is not None:
+                self._require_same(before, wanted)
+                return
+            cost = self._cost([*state.commitments.values(), wanted])
+            if not cost <= self.total_epsilon:
+                raise expected(
+                    "Budget.commit",
+                    f"the epsilon of all commitments with {wanted.name}",
+                    f"to be at most {self.total_epsilon:g}",
+                    f"{cost:.6g} ({self._cost(state.commitments.values()):.6g} without it)",
+                    "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) gives the noise",
+                    BudgetExceededError,
+                )
+            file.append(line_of(wanted))
+
+    def _require_same(self, before: Commitment, wanted: Commitment) -> None:
+        """Raise PrivacyError unless a commitment of the same name is for the same releases and ledger."""
+        if before.terms != wanted.terms:
+            condition = f"to be new in the budget, or to have its {before.releases} on ledger {before.ledger}"
+            got = f"{wanted.name} with {wanted.releases} on ledger {wanted.ledger}"
+            remedy = "choose another name, or resume the same training"
+            raise expected("Budget.commit", "name", condition, got, remedy)
+
+    def _noise_left(self, sample_rate: float, steps: int) -> float | None:
+        """Return the noise multiplier of a training that uses all that is left; None if there is none."""
+        held = self.commitments
+
+        def cost(sigma: float, accountant: str) -> float:
+            one = Release(sigma, sample_rate, count=steps)
+            if accountant != "pld":  # faster: the last search starts where the one before ended
+                releases = [*(release for other in held for release in other.releases), one]
+                return accounting.epsilon(releases, delta=self.delta, accountant="rdp")
+            return self._cost([*held, Commitment("", (one,), "", "")])
+
+        return noise_within(cost, self.total_epsilon)
+
+    def _cost(self, commitments: Iterable[Commitment]) -> float:
+        """Return the epsilon of commitments together, in their order."""
+        held = list(commitments)
+        if not held:
+            return 0.0
+        releases = [release for one in held for release in one.releases]
+        found = filter_epsilon(releases, first=held[0].releases, delta=self.delta, total_epsilon=self.total_epsilon)
+        # A single commitment was fixed before any result. If only PLD lets it in, nothing is admitted after it.
+        return min(found, accounting.epsilon(releases, delta=self.delta)) if len(held) == 1 else found
+
+    def _begin(self, facts: dict[str, Any]) -> None:
+        """Write the numbers of a new budget, unless the file has some."""
+        require_facts(facts)
+        file, state = self._open()
+        with closing(file):
+            if not state.facts:
+                file.append({"ledger_version": VERSION, "budget": facts})
+
+    def _open(self) -> tuple[LedgerFile, BudgetState]:
+        """Open the file for writing, and lock it until it is closed."""
+        state = BudgetState()
+        return LedgerFile(self.path, read_only=False, accept=state.accept, patience=_PATIENCE), state
+
+    def _read(self) -> BudgetState:
+        """Return what the file holds now."""
+        state = BudgetState()
+        state.head = LedgerFile(self.path, read_only=True, accept=state.accept).head
+        return state
+
+
+def _signed(by: str | None) -> tuple[str, str]:
+    """Return who commits, and the date in UTC."""
+    try:
+        person = by or getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        person = "unknown"
+    return person, datetime.now(UTC).date().isoformat()

@@ -1,0 +1,129 @@
+"""The lines of a budget's file: its numbers first, then commitments and released values.
+
+`budget` calls this file, and `cli.statement` asks `is_budget`. The privacy guarantee of a budget rests on this file: a
+commitment that was read as a cheaper one would leave room that is not there.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from privgrad.errors import expected, require_choice, require_delta, require_integer, require_positive
+from privgrad.mechanisms import Release, Selection, mechanisms_of
+from privgrad.types import PrivacyUnit
+
+_LONGEST_FIRST_LINE = 1 << 16
+
+
+def is_budget(path: Path) -> bool:
+    """Return whether a file is a budget, by its first line. `cli.statement` asks it; no privacy rests on the answer."""
+    try:
+        with path.open("rb") as file:
+            first: Any = json.loads(file.readline(_LONGEST_FIRST_LINE))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "budget" in first
+
+
+@dataclass(frozen=True)
+class Commitment:
+    """The most that a training, or one other release, may cost.
+
+    Attributes:
+        name: unique in the budget.
+        releases: all releases that it may make.
+        by: the person who committed it.
+        date: when, in UTC, as YYYY-MM-DD.
+        ledger: the absolute path of the ledger that the releases are charged to; None if it was not given.
+        is_seeded: whether a research seed makes the noise predictable.
+        released: the kind, shape and bound of a single release by `releases`; "" for trainings.
+    """
+
+    name: str
+    releases: tuple[Release | Selection, ...]
+    by: str
+    date: str
+    ledger: str | None = None
+    is_seeded: bool = False
+    released: str = ""
+
+    @property
+    def terms(self) -> tuple[Any, ...]:
+        """Return the parts that a second commitment of the same name must share. `Budget` compares them."""
+        return mechanisms_of("Budget", self.releases), self.ledger, self.is_seeded, self.released
+
+
+@dataclass
+class BudgetState:
+    """The content of a budget's file."""
+
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    commitments: dict[str, Commitment] = field(default_factory=dict[str, Commitment])
+    values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    head: str = ""
+
+    def accept(self, number: int, line: Mapping[str, Any]) -> None:
+        """Read one line. `LedgerFile` calls this for each line when it opens the file."""
+        if number == 1:
+            require_facts(line["budget"])
+            self.facts.update(line["budget"])
+        elif "values" in line:
+            self.values[line["draw"]] = [float(value) for value in line["values"]]
+        else:
+            releases = (
+                *(Release(*numbers) for numbers in line["releases"]),
+                *(
+                    Selection(
+                        tuple(Release(*numbers) for numbers in one["releases"]),
+                        one["mean"],
+                        float("inf") if one["shape"] is None else one["shape"],
+                        one["count"],
+                    )
+                    for one in line["selections"]
+                ),
+            )
+            mechanisms_of("Budget", releases)
+            terms = line["by"], line["date"], line["ledger"], line["is_seeded"], line["released"]
+            self.commitments[line["draw"]] = Commitment(line["draw"], releases, *terms)
+
+
+def line_of(commitment: Commitment) -> dict[str, Any]:
+    """Return a commitment as a line of the file holds it; an infinite shape is null."""
+    selections = [one for one in commitment.releases if isinstance(one, Selection)]
+    return {
+        "draw": commitment.name,
+        "releases": _plain(commitment.releases),
+        "selections": [
+            {
+                "releases": _plain(one.releases),
+                "mean": one.mean,
+                "shape": None if one.shape == float("inf") else one.shape,
+                "count": one.count,
+            }
+            for one in selections
+        ],
+        "by": commitment.by,
+        "date": commitment.date,
+        "ledger": commitment.ledger,
+        "is_seeded": commitment.is_seeded,
+        "released": commitment.released,
+    }
+
+
+def _plain(releases: Iterable[Release | Selection]) -> list[list[Any]]:
+    """Return the Releases as lists of their numbers. Selections are left out."""
+    found = (one for one in releases if isinstance(one, Release))
+    return [[one.noise_multiplier, one.sample_rate, one.scheme, one.count] for one in found]
+
+
+def require_facts(facts: Mapping[str, Any]) -> None:
+    """Raise PrivacyError unless the numbers of a budget are in their ranges. `Budget` calls it."""
+    require_positive("Budget", "total_epsilon", facts["total_epsilon"], "give a total, usually from 1 to 10")
+    require_delta("Budget", facts["delta"])
+    require_integer("Budget", "num_examples", facts["num_examples"], 1)
+    require_choice("Budget", "privacy_unit", facts["privacy_unit"], get_args(PrivacyUnit))
+    if facts["delta"] > 1 / facts["num_examples"]:
+        condition, remedy = f"to be at most 1 / num_examples = {1 / facts['num_examples']:g}", "give a smaller delta"
+        raise expected("Budget", "delta", condition, facts["delta"], remedy)

@@ -1,0 +1,61 @@
+"""The command `privgrad budget`: who has committed what from a data set's budget, and what is left.
+
+typer calls `budget`. It prints what `privgrad.budget` computes. The privacy guarantee does not rest on this file.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from privgrad.accounting import epsilon
+from privgrad.budget import Budget
+from privgrad.cli.console import STDOUT, AsJson, print_json, tell
+
+
+def budget(
+    path: Annotated[Path, typer.Argument(help="File of the budget, such as budget.jsonl.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what is spent of a data set's budget, by whom, and what is left.
+
+    Each row has the epsilon of one commitment alone. The total is not their sum.
+    """
+    found = Budget(path)
+    rows = [
+        {
+            "name": one.name,
+            "by": one.by,
+            "date": one.date,
+            "releases": sum(release.count for release in one.releases),
+            "epsilon": epsilon(one.releases, delta=found.delta),
+        }
+        for one in found.commitments
+    ]
+    answer = {
+        "total_epsilon": found.total_epsilon,
+        "delta": found.delta,
+        "num_examples": found.num_examples,
+        "privacy_unit": found.privacy_unit,
+        "spent": found.spent(),
+        "left_for_one_release": found.left(),
+    }
+    if any(one.is_seeded for one in found.commitments):
+        tell("note", "yellow", "some commitments have a research seed: predictable noise gives no privacy")
+    if as_json:
+        print_json({**answer, "commitments": rows})
+        return
+    table = Table(title=f"Budget: epsilon {found.total_epsilon:g} at delta = {found.delta:g}")
+    for heading in ("name", "by", "date"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("releases", "epsilon alone"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        texts = (Text(str(row[cell])) for cell in ("name", "by", "date"))
+        table.add_row(*texts, str(row["releases"]), f"{row['epsilon']:.4g}")
+    STDOUT.print(table)
+    spent, left = f"{answer['spent']:.4g}", f"{answer['left_for_one_release']:.4g}"
+    STDOUT.print(f"spent: epsilon {spent} of {found.total_epsilon:g}", highlight=False)
+    STDOUT.print(f"left: one more Gaussian release of epsilon {left}", highlight=False)

@@ -1,0 +1,139 @@
+"""Releases as the accountant knows them: Gaussians, sampled Gaussians, and the best of a random number of repetitions.
+
+Users, `Ledger`, `Budget` and `PrivacyPlan` make a Release or a Selection. `accounting` checks them by `mechanisms_of`
+and computes their cost. The privacy guarantee rests on this file: what is left out here is not counted.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+from privgrad.errors import (
+    SamplingError,
+    described,
+    expected,
+    require_integer,
+    require_nonnegative,
+    require_rate,
+)
+from privgrad.types import SamplingScheme
+
+
+@dataclass(frozen=True)
+class Release:
+    """A kind of release, and the number of times that it happened.
+
+    `Ledger`, `PrivacyPlan`, audits, `cli.privacy` and users make it.
+
+    Attributes:
+        noise_multiplier: sigma, noise standard deviation over sensitivity. >= 0.
+        sample_rate: q in (0, 1].
+        scheme: how the batches were drawn.
+        count: number of releases, >= 0.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    scheme: SamplingScheme = "poisson"
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The best of K runs, with a random and secret K; nothing of the other runs is released.
+
+    `repetitions.draw_repetitions` draws K by the same mean and shape.
+
+    Attributes:
+        releases: all releases of ONE run. They include the score by which the best run is chosen.
+        mean: of K, >= 1.
+        shape: of K's law. 0: logarithmic; 1: geometric; another finite number: truncated negative binomial; infinity:
+            Poisson, with which K may be 0.
+        count: number of such selections, >= 0.
+    Privacy:
+        Each run draws its settings independently from a public list. Every run costs at most `releases`. K, the scores
+        and the times of the other runs stay secret.
+    Reference:
+        Papernot, Steinke 2022 (arXiv 2110.03620), theorems 2 and 6.
+    """
+
+    releases: tuple[Release, ...]
+    mean: float
+    shape: float
+    count: int = 1
+
+
+class Repeated(NamedTuple):
+    """A Selection as `accounting` composes it."""
+
+    mechanisms: "tuple[tuple[float, float, int], ...]"
+    mean: float
+    shape: float
+    times: int
+
+
+Mechanism = tuple[float, float, int] | Repeated
+
+
+def mechanisms_of(
+    function: str, releases: Iterable[Release | Selection], *, assume_poisson: bool = False
+) -> tuple[Mechanism, ...]:
+    """Return releases as (noise multiplier, sample rate, count), equal ones added up, in ascending order.
+
+    Selections follow them, each as a Repeated. `accounting` and `budget` call this.
+
+    Args:
+        function: name of the public function, for errors.
+        releases: the releases; their order does not matter.
+        assume_poisson: as in accounting.epsilon.
+    Raises:
+        PrivacyError: a number is out of its range, or a value is neither a Release nor a Selection.
+        SamplingError: a release is from fixed-size batches, which no accountant here covers.
+    """
+    plain: list[Release] = []
+    repeated: dict[tuple[Any, float, float], int] = {}
+    for release in releases if isinstance(releases, Iterable) else [releases]:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(release, Selection):
+            require_law(function, release.mean, release.shape)
+            require_integer(function, "count", release.count, 0)
+            key = _sums(function, release.releases, assume_poisson), float(release.mean), float(release.shape)
+            repeated[key] = repeated.get(key, 0) + release.count
+        else:
+            plain.append(release)
+    selections = sorted(Repeated(*key, count) for key, count in repeated.items() if count > 0)
+    return *_sums(function, plain, assume_poisson), *selections
+
+
+def require_law(function: str, mean: float, shape: float) -> None:
+    """Raise PrivacyError unless the mean and the shape of a number of repetitions are in their ranges."""
+    if not (isinstance(mean, Real) and 1 <= mean < math.inf):
+        raise expected(function, "mean", "to be a finite number >= 1", described(mean), "give the mean number of runs")
+    if not (isinstance(shape, Real) and shape >= 0):
+        remedy = "give 0 (logarithmic), 1 (geometric) or math.inf (Poisson)"
+        raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape), remedy)
+
+
+def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> tuple[tuple[float, float, int], ...]:
+    """Return plain releases as (noise multiplier, sample rate, count), equal ones added up, in ascending order."""
+    counts: dict[tuple[float, float], int] = {}
+    for release in releases:
+        if not isinstance(release, Release):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
+            raise expected(function, "releases", "to be a list of Release", described(release), remedy)
+        if release.scheme != "poisson" and not assume_poisson:
+            raise expected(
+                function,
+                "batches",
+                "to be Poisson samples",
+                f"scheme {release.scheme!r}, which is not covered by the accountant",
+                "draw Poisson samples, or pass assume_poisson=True for a number that is only a label",
+                SamplingError,
+            )
+        require_nonnegative(function, "noise_multiplier", release.noise_multiplier, "give sigma")
+        require_rate(function, release.sample_rate)
+        require_integer(function, "count", release.count, 0)
+        key = (float(release.noise_multiplier), float(release.sample_rate))
+        counts[key] = counts.get(key, 0) + release.count
+    return tuple(sorted((*key, count) for key, count in counts.items() if count > 0))
