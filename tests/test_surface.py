@@ -46,7 +46,9 @@ SIGNATURES = {
     gradient.Convolution: "x b geometry parts",
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
-    "other_public score counts_provenance",
+    "other_public score counts_provenance split by_person",
+    data.image_folder: "path classes size channels unit test test_share validation_share split_key",
+    data.table: "path columns label classes unit max_rows row_id test test_share validation_share split_key table",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
     pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",

@@ -39,6 +39,10 @@ class DataSet:
         score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
         public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
         other_public: public examples from another source, with another distribution; None if there are none.
+        split: how train, validation and test were divided. "unit": a keyed hash of each privacy unit alone decided its
+            part, and all rows of a unit are in one part; the sizes of the parts are then private. "size": otherwise.
+        by_person: whether each row of the tensors holds all rows of one person: inputs (n, rows, *input_shape), and
+            labels (n, rows) with NO_LABEL for rows that the person does not have.
     """
 
     name: str
@@ -54,6 +58,8 @@ class DataSet:
     other_public: TensorDataset | None = None
     score: Literal["accuracy", "recall@5"] | None = "accuracy"
     counts_provenance: Provenance = "public data"
+    split: Literal["size", "unit"] = "size"
+    by_person: bool = False
 
     @property
     def measured_on(self) -> Literal["test", "training"]:

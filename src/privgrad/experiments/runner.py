@@ -210,7 +210,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         model,
         losses_for(data, views=spec.run.augmentation_multiplicity),
         plan,
-        perturb=method.perturbation(run.candidate),
+        perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
