@@ -83,8 +83,8 @@ def image_folder(
 
 def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any) -> None:
     """Raise PrivacyError unless the declaration of a folder is complete. `experiments.load_spec` also calls it."""
-    given: Sequence[Any] = cast("Sequence[Any]", classes) if isinstance(classes, list | tuple) else ()
     shown: object = classes
+    given: Sequence[Any] = cast("Sequence[Any]", classes) if isinstance(classes, list | tuple) else ()
     if len(given) < 2 or len(set(given)) < len(given) or not all(isinstance(name, str) and name for name in given):
         remedy = "list the names of the sub-folders"
         raise where.wrong("classes", "to be at least two different names", described(shown), remedy)

@@ -101,10 +101,7 @@ def number_of(value: object) -> float:
         return math.nan
     if isinstance(value, bool) or "_" in text:
         raise ValueError(text)
-    try:
-        return float(text)
-    except OverflowError:  # an integer of more digits than floating point holds
-        return math.inf if text[0] != "-" else -math.inf
+    return float(text)
 
 
 def schema_of(
