@@ -64,7 +64,9 @@ class Bins:
             raise expected("Bins.equal", "low", "to be >= 0 for log = True", low, "raise it, or leave log out")
         ends = (math.log1p(low), math.log1p(high)) if log else (low, high)
         steps = [ends[0] + (ends[1] - ends[0]) * k / bins for k in range(1, bins)]
-        return cls((low, *(map(math.expm1, steps) if log else steps), high), missing)
+        inner = map(math.expm1, steps) if log else steps
+        # Rounded, so that an edge such as 9 is not 9.000000000000002, which would move the number 9 to another bin.
+        return cls((low, *(float(f"{edge:.12g}") for edge in inner), high), missing)
 
     @property
     def width(self) -> int:
