@@ -174,6 +174,22 @@ def _experiment_of_the_page() -> dict[str, str]:
     return {"mine.toml": block.text}
 
 
+def _own_data() -> dict[str, str]:
+    """The page's experiment, and the file that its first block writes, with fewer patients."""
+    (block,) = blocks("docs/own-data.md", "toml")
+    rows = [
+        f"p{p},{18 + p % 70},north,{90 + (p + k) % 70},{('no', 'yes')[(p + k) % 2]}"
+        for p in range(2000)
+        for k in (1, 2)
+    ]
+    return {"visits.toml": block.text, "visits.csv": "\n".join(["patient,age,ward,pressure,returned", *rows])}
+
+
+def _visits_are_learned(names: dict[str, Any], printed: str) -> None:
+    assert names["visits"].input_shape == (17,)
+    assert float(printed.split()[-7]) > 0.7
+
+
 GIVEN = {
     "README.md": Given(
         smaller={"privgrad reproduce heavy-tail/fig2 ": "privgrad reproduce heavy-tail/fig2 --smoke "},
@@ -196,6 +212,7 @@ GIVEN = {
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
     ),
+    "docs/own-data.md": Given(files=_own_data, check=_visits_are_learned),
     "docs/methods.md": Given(names={"": _methods}),
     "docs/integrations.md": Given(
         names={"Hugging Face": _huggingface, "Lightning": _lightning},
