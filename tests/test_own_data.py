@@ -14,7 +14,7 @@ from torch import nn
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data.dataset import NO_LABEL
+from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import cache
 from privgrad.data.tabular import _CATEGORIES
 from privgrad.experiments.build import losses_for, make_data, make_model, outcomes, unit_scores
@@ -27,8 +27,8 @@ COLUMNS: dict[str, Any] = {
     "ward": {"kind": "category", "values": ["north", "south"]},
 }
 SCHEMA: dict[str, Any] = {"columns": COLUMNS, "label": "ill", "classes": ["no", "yes"]}
-BY_ROW = SCHEMA | {"unit": "row"}
-BY_PERSON = SCHEMA | {"unit": "patient", "max_rows": 3}
+BY_ROW: dict[str, Any] = SCHEMA | {"unit": "row"}
+BY_PERSON: dict[str, Any] = SCHEMA | {"unit": "patient", "max_rows": 3}
 PRIVACY: dict[str, Any] = {
     "noise_multiplier": 1.0,
     "delta": 1e-3,
@@ -37,8 +37,8 @@ PRIVACY: dict[str, Any] = {
     "expected_batch_size": 10,
     "steps": 2,
 }
-USERS = PRIVACY | {"privacy_unit": "user"}
-METHOD = {"name": "DP-SGD", "optimizer": "SGD", "noise_step": 0.1}
+USERS: dict[str, Any] = PRIVACY | {"privacy_unit": "user"}
+METHOD: dict[str, Any] = {"name": "DP-SGD", "optimizer": "SGD", "noise_step": 0.1}
 
 
 def visits(patients: int = 40) -> list[dict[str, Any]]:
@@ -91,6 +91,21 @@ def write_datasets(path: Path, rows: list[dict[str, Any]]) -> Path:
     found = datasets.Dataset.from_list(rows)
     found.cast_column("ill", datasets.ClassLabel(names=["no", "yes"])).save_to_disk(str(path))
     return path
+
+
+def load_table(path: str | Path, *declared: dict[str, Any]) -> data.DataSet:
+    """`data.table` with the keys of several dicts; the last one decides."""
+    keys: dict[str, Any] = {}
+    for table in declared:
+        keys |= table
+    return data.table(path, **keys)
+
+
+def load_images(path: Path, *declared: dict[str, Any]) -> data.DataSet:
+    keys: dict[str, Any] = {}
+    for table in declared:
+        keys |= table
+    return data.image_folder(path, **keys)
 
 
 def equal(first: data.DataSet, second: data.DataSet) -> bool:
@@ -179,12 +194,14 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changed", "message"), WRONG_SCHEMA)
 def test_a_wrong_declaration_is_one_clear_error_before_the_file_is_read(changed: dict[str, Any], message: str):
-    own = {key: value for key, value in (BY_ROW | {"test_share": 0.25} | changed).items() if value is not None}
+    own: dict[str, Any] = {
+        key: value for key, value in (BY_ROW | {"test_share": 0.25} | changed).items() if value is not None
+    }
     if "test" in changed and "test_share" not in changed:
         del own["test_share"]
     users = own.get("unit", "row") != "row"
     with pytest.raises(pg.PrivacyError, match=f"table: expected .*{message}") as caught:
-        data.table("absent.csv", **own)
+        load_table("absent.csv", own)
     assert "\n" not in str(caught.value)
     with pytest.raises(pg.PrivacyError, match=f"load_spec: expected data.*{message}") as caught:
         check_spec(spec({"file": "absent.csv", **own}, privacy=USERS if users else PRIVACY), "own.toml")
@@ -246,7 +263,7 @@ def test_a_wrong_file_is_one_clear_error(
     else:
         write_csv(Path("a.csv"), content)
     with pytest.raises(pg.PrivacyError, match=f"table: expected .*{message}") as caught:
-        data.table("a.csv", **(BY_ROW | keys))
+        load_table("a.csv", BY_ROW, keys)
     assert "\n" not in str(caught.value)
 
 
@@ -274,7 +291,7 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
     ]
     for name, keys, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"table: expected .*{message}"):
-            data.table(tmp_path / name, **(BY_ROW | keys))
+            load_table(tmp_path / name, BY_ROW, keys)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(pg.PrivacyError, match=r"pyarrow to be installed .* pip install 'privgrad\[tables\]'"):
         data.table(tmp_path / "lists.parquet", **BY_ROW)
@@ -310,7 +327,7 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
     ]
     for path, keys, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"image_folder: expected .*{message}"):
-            data.image_folder(path, **(IMAGES | keys))
+            load_images(path, IMAGES, keys)
 
 
 MODULE = """
@@ -342,6 +359,12 @@ def returns_a_list():
 def net(data, *, hidden: int = 4):
     return nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, data.num_classes))
 
+def wrong_net(data):
+    return nn.Linear(3, data.num_classes + 1)
+
+def narrow_net(data):
+    return nn.Linear(4, data.num_classes)
+
 def no_net(data):
     return "net"
 
@@ -351,8 +374,8 @@ def broken_net(data):
 def takes_nothing():
     return nn.Linear(3, 2)
 """
-CLINIC = {"name": "clinic_module:rows"}
-TABLE = {"file": "visits.csv", **BY_ROW, "test_share": 0.25}
+CLINIC: dict[str, Any] = {"name": "clinic_module:rows"}
+TABLE: dict[str, Any] = {"file": "visits.csv", **BY_ROW, "test_share": 0.25}
 
 
 # What is wrong with a TOML file: its tables, and the error.
@@ -407,6 +430,19 @@ WRONG_TOML: list[tuple[dict[str, Any], str]] = [
     (spec(CLINIC, {"name": "clinic_module:no_net"}), "model.name to return a torch.nn.Module, got a str"),
     (spec(CLINIC, {"name": "clinic_module:broken_net"}), "model.name to run, got RuntimeError: no weights"),
     (spec(CLINIC, {"name": "clinic_module:takes_nothing"}), "model.name to take the data set, got 0 arguments"),
+    (
+        spec(CLINIC, {"name": "clinic_module:wrong_net"}),
+        r"model.name to return logits of shape \(1, 2\) for inputs of shape \(1, 3\), got \(1, 3\)",
+    ),
+    (spec(CLINIC, {"name": "clinic_module:narrow_net"}), "model.name to run, got RuntimeError: mat1 and mat2"),
+    (
+        spec({**TABLE, "unit": "patient", "max_rows": 2}, {"name": "autoencoder"}, privacy=USERS),
+        "model.name to take the rows of a person, as 'visits.csv' has, got 'autoencoder'",
+    ),
+    (
+        spec({**TABLE, "unit": "patient", "max_rows": 2, "reconstruct": True}, privacy=USERS),
+        "data: expected reconstruct to be false for data by user",
+    ),
     (spec(CLINIC, {"name": "linear", "hiden": 3}), "options to be known, got 'model.hiden'"),
     (
         spec(
@@ -504,7 +540,7 @@ def test_a_training_works_from_the_file_to_the_record(name: str, folder: Path, m
 def test_all_formats_give_the_same_data(tmp_path: Path):
     rows = visits()
     reference = data.table(write_csv(tmp_path / "a.csv", rows), **BY_PERSON, test_share=0.3, validation_share=0.2)
-    others = [
+    others: list[tuple[Path, dict[str, Any]]] = [
         (write_sqlite(tmp_path / "a.sqlite", rows), {"table": "visits"}),
         (write_arrow(tmp_path / "a.parquet", rows), {}),
         (write_arrow(tmp_path / "a.feather", rows), {}),
@@ -546,7 +582,7 @@ def test_the_rows_of_a_person_are_one_row_of_the_batch(tmp_path: Path):
         {"patient": p, "age": a, "ward": "north", "ill": i}
         for p, a, i in [(1, 10, "no"), (2, 60, "yes"), (1, 30, "yes"), (1, 99, "no")]
     ]
-    found = data.table(write_csv(tmp_path / "a.csv", rows), **(BY_PERSON | {"max_rows": 2}))
+    found = load_table(write_csv(tmp_path / "a.csv", rows), BY_PERSON, {"max_rows": 2})
     inputs, labels = found.train.tensors
     half = 2**-0.5
     assert found.by_person
@@ -590,7 +626,7 @@ def test_scores_of_examples_and_of_tags():
 def test_values_outside_of_the_declaration(tmp_path: Path):
     rows = [{"age": a, "ward": w, "ill": "no"} for a, w in [(-5, "north"), (250, "east"), ("", ""), ("inf", "south")]]
     columns = number(missing="category") | {"ward": COLUMNS["ward"] | {"other": True, "missing": "category"}}
-    found = data.table(write_csv(tmp_path / "a.csv", rows), **(BY_ROW | {"columns": columns}))
+    found = load_table(write_csv(tmp_path / "a.csv", rows), BY_ROW, {"columns": columns})
     codes = found.train.tensors[0] > 0
     assert codes.nonzero()[:, 1].view(4, 2).tolist() == [[0, 5], [3, 7], [4, 8], [3, 6]]
 
@@ -598,11 +634,13 @@ def test_values_outside_of_the_declaration(tmp_path: Path):
 def test_values_of_other_types_have_the_same_text(tmp_path: Path):
     rows = [{"age": 1.0, "ward": True, "ill": 2.0}, {"age": 99, "ward": False, "ill": 1.0}]
     keys = {"columns": category(values=[False, True]), "classes": [1, 2]}
-    first = data.table(
+    first = load_table(
         write_csv(tmp_path / "a.csv", [{k: str(v).lower() for k, v in row.items()} for row in rows]),
-        **(BY_ROW | keys | {"classes": ["1.0", "2.0"]}),
+        BY_ROW,
+        keys,
+        {"classes": ["1.0", "2.0"]},
     )
-    second = data.table(write_arrow(tmp_path / "a.parquet", rows), **(BY_ROW | keys))
+    second = load_table(write_arrow(tmp_path / "a.parquet", rows), BY_ROW, keys)
     assert equal(first, second)
 
 
@@ -618,7 +656,7 @@ def test_images_are_gray_squares(tmp_path: Path):
     first = torch.tensor(digits.images[0], dtype=torch.float32) * 15 / 127.5 - 1
     assert any(torch.allclose(image[0], first) for image in torch.cat([inputs, found.test.tensors[0]]))
     assert set(labels.tolist()) == {0, 1}
-    color = data.image_folder(folder, **(IMAGES | {"channels": 3, "size": 16}), test=folder)
+    color = load_images(folder, IMAGES, {"channels": 3, "size": 16, "test": folder})
     assert color.input_shape == (3, 16, 16)
     assert (len(color.train), len(color.test)) == (60, 60)
 
@@ -693,6 +731,22 @@ def test_a_plan_for_users_takes_rows_of_persons_only_if_it_is_said():
         pg.PrivateGradient(model, loss_fn, plan)
     with pytest.raises(pg.PrivacyError, match="SampleGradient: expected privacy_unit"):
         pg.perturb.SampleGradient("person")  # pyright: ignore[reportArgumentType]
+
+
+def test_tuning_uses_the_validation_part_of_a_file(folder: Path):
+    table = {**TABLE, "validation_share": 0.25}
+    methods = [METHOD | {"noise_step": [0.01, 0.1]}]
+    made = check_spec(
+        spec(table, methods=methods, tuning={"seeds": [0]}, run={"num_evaluations": 1}), folder / "a.toml"
+    )
+    records = compare(made, folder / "out", progress=False)
+    assert [record["phase"] for record in records] == ["tuning", "tuning", "final"]
+    assert all(0 <= record["validation_accuracy"] <= 1 for record in records[:2])
+
+
+def test_public_examples_end_the_split_by_unit(folder: Path):
+    own = data.table("visits.csv", **BY_ROW)
+    assert with_public(own, 5).split == "size"
 
 
 def test_counts_may_be_lower_than_the_data(folder: Path):

@@ -142,7 +142,7 @@ def with_public(data: DataSet, count: int) -> DataSet:
     if kept < 1:
         raise expected("data", "public", f"to be below {len(labels)}, all training examples", count, "take fewer")
     private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
-    return replace(data, train=private, public=public)
+    return replace(data, train=private, public=public, split="size")  # others decide which examples are the last ones
 
 
 def with_other_public(data: DataSet, other: DataSet) -> DataSet:
@@ -172,7 +172,7 @@ def to_reconstruct(data: DataSet) -> DataSet:
     Raises:
         PrivacyError: the data are by user.
     """
-    if len(data.train.tensors) > 2:
+    if len(data.train.tensors) > 2 or data.by_person:
         raise expected("data", "reconstruct", "to be false for data by user", True, "leave it out")
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}

@@ -150,6 +150,10 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
         part = "validation" if len(loaded.test) else "test"
         remedy = f"give {part}_share, or return more {part} examples"
         raise expected("make_data", f"the {part} part of {name}", "to hold at least 1 example", 0, remedy)
+    if loaded.by_person and spec.model.name not in ("linear", "mlp") and ":" not in spec.model.name:
+        remedy = 'choose "linear" or "mlp", or a function of yours'
+        condition = f"to take the rows of a person, as {name!r} has"
+        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
     if _architecture(spec).inputs in ("images", "vectors") and not loaded.train.tensors[0].is_floating_point():
         remedy = 'choose "bag-of-words", or another model for text'
         raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)

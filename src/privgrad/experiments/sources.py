@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from privgrad.data import LOADERS, DataSet, image_folder, table
 from privgrad.data.own_images import require_images
@@ -20,6 +21,7 @@ from privgrad.data.pretrained import pretrained
 from privgrad.data.schema import ROW, Where, schema_of
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.tables import DataTable, ModelTable
+from privgrad.gradient.module_state import evaluating
 from privgrad.plan import PrivacyPlan
 from privgrad.types import PrivacyUnit
 
@@ -212,7 +214,22 @@ def own_model(given: ModelTable, data: DataSet) -> nn.Module:
     if not isinstance(made, nn.Module):
         remedy = "return the model"
         raise expected("make_model", "model.name", "to return a torch.nn.Module", f"a {type(made).__name__}", remedy)
+    _require_logits(given.name, made, data)
     return made
+
+
+def _require_logits(name: str, model: nn.Module, data: DataSet) -> None:
+    """Raise PrivacyError unless a model of the user returns a number per class for each label, on an input of zeros."""
+    if data.score is None:
+        return
+    inputs, labels = (tensor[:1] for tensor in data.train.tensors[:2])
+    shape = (*(labels.shape[:1] if labels.is_floating_point() else labels.shape), data.num_classes)
+    with evaluating(model), torch.no_grad():
+        logits = _called("model.name", name, model, torch.zeros_like(inputs))
+    got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    if got != shape:
+        condition = f"to return logits of shape {shape} for inputs of shape {tuple(inputs.shape)}"
+        raise expected("make_model", "model.name", condition, got, f"correct {name}")
 
 
 def _called(place: str, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
