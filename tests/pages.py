@@ -176,6 +176,22 @@ def _experiment_of_the_page() -> dict[str, str]:
     return {"mine.toml": block.text}
 
 
+def _own_data() -> dict[str, str]:
+    """The page's experiment, and the file that its first block writes, with fewer patients."""
+    (block,) = blocks("docs/own-data.md", "toml")
+    rows = [
+        f"p{p},{18 + p % 70},north,{90 + (p + k) % 70},{('no', 'yes')[(p + k) % 2]}"
+        for p in range(2000)
+        for k in (1, 2)
+    ]
+    return {"visits.toml": block.text, "visits.csv": "\n".join(["patient,age,ward,pressure,returned", *rows])}
+
+
+def _visits_are_learned(names: dict[str, Any], printed: str) -> None:
+    assert names["visits"].input_shape == (17,)
+    assert float(printed.split()[-7]) > 0.7
+
+
 def _budget() -> dict[str, str]:
     """The budget's file that the commands show."""
     with tempfile.TemporaryDirectory() as folder:
@@ -184,6 +200,17 @@ def _budget() -> dict[str, str]:
         )
         budget.commit("mean of the columns", [Release(40.0, 1.0)])
         return {"budget.jsonl": budget.path.read_text()}
+
+
+def _recipe() -> dict[str, str]:
+    """The recipe that the page names, with fewer steps."""
+    name = "examples/recipes/digits_private.toml"
+    return {name: (ROOT / name).read_text().replace("steps = 200", "steps = 3")}
+
+
+def _recipe_here() -> dict[str, Any]:
+    write_files("docs/private-tuning.md", Path())
+    return {}
 
 
 GIVEN = {
@@ -202,6 +229,7 @@ GIVEN = {
         check=_audits_pass,
     ),
     "docs/budget.md": Given(smaller={"steps = 1000 / 50_000, 100": "steps = 1000 / 50_000, 10"}, files=_budget),
+    "docs/private-tuning.md": Given(names={"": _recipe_here}, files=_recipe),
     "docs/extending.md": Given(files=_experiment_of_the_page),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
@@ -209,6 +237,7 @@ GIVEN = {
         names={"": _guide},
         smaller={"60_000": "200", "expected_batch_size=1024": "expected_batch_size=20", "2_000": "10"},
     ),
+    "docs/own-data.md": Given(files=_own_data, check=_visits_are_learned),
     "docs/methods.md": Given(names={"": _methods}),
     "docs/integrations.md": Given(
         names={"Hugging Face": _huggingface, "Lightning": _lightning},
@@ -265,15 +294,20 @@ def commands(page: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and not line.startswith(tuple(NOT_RUN))]
 
 
+def write_files(page: str, folder: Path) -> None:
+    """Write the files that a page's blocks take as given."""
+    for name, text in given(page).files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def run_commands(page: str, folder: Path, binaries: Path = Path(sys.executable).parent) -> None:
     """Run a page's commands by the shell, in a folder that holds what they take as given."""
     (folder / "examples").mkdir()
     for path in (ROOT / "examples").iterdir():
         if path.is_file():
             (folder / "examples" / path.name).write_text(path.read_text())
-    for name, text in given(page).files().items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+    write_files(page, folder)
     environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     for line in commands(page):

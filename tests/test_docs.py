@@ -16,7 +16,7 @@ import privgrad as pg
 from conftest import account_by_rdp
 from mutants.test_mutants import MUTANTS, fault_tables
 from pages import GIVEN, KINDS, NOT_RUN, ROOT, blocks, commands
-from privgrad import data, diagnostics
+from privgrad import data, diagnostics, features
 from privgrad.experiments.load_spec import load_spec
 from privgrad.experiments.spec import Spec
 from privgrad.gradient.engines.factored import Factored
@@ -164,7 +164,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
         name = str(page.relative_to(ROOT / "docs").with_suffix(".html")).replace("README", "index")
         assert f'href="{name}"' in home, f"{name} is not in the navigation of mkdocs.yml"
     anchors = set(re.findall(r'id="(privgrad[\w.]*)"', "".join(html.values())))
-    for module in (pg, pg.optim, pg.audit, pg.federated, data, diagnostics):
+    for module in (pg, pg.optim, pg.audit, pg.federated, data, diagnostics, features):
         public = {name for name in module.__all__ if not name.isupper()}
         # A function hides a module of the same name, by which the site knows it.
         told = {name for name in public if {f"{module.__name__}.{name}", f"{module.__name__}.{name}.{name}"} & anchors}

@@ -371,7 +371,6 @@ def test_what_a_file_has_wrong_is_named_with_what_was_meant(old: str, new: str, 
 
 WITHOUT = {  # by the option that is missing: what the file has, and what remains of it
     "title": ('title = "test"\n', ""),
-    "data.name": ('name = "digits"\n', ""),
     "model.name": ('name = "mlp"\n', ""),
     "privacy.delta": ("delta = 1e-5\n", ""),
     "privacy.max_grad_norm": ("max_grad_norm = 1.0\n", ""),

@@ -19,7 +19,7 @@ from privgrad.processes import Processes
 
 NAMES = {
     "privgrad": "Batch Budget BudgetExceededError FitResult Ledger NoisyGradient PrivacyError PrivacyPlan "
-    "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip "
+    "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip compare "
     "federated fit optim perturb precondition release_histogram release_mean release_second_moment release_sum "
     "side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
@@ -47,7 +47,11 @@ SIGNATURES = {
     gradient.Convolution: "x b geometry parts",
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
-    "other_public score counts_provenance",
+    "other_public score counts_provenance split by_person",
+    data.image_folder: "path classes size channels unit test test_share validation_share split_key",
+    data.table: "path columns label classes unit max_rows row_id test test_share test_every validation_share "
+    "split_key table",
+    pg.compare: "spec out data model progress",
     pg.Budget: "path total_epsilon delta num_examples privacy_unit",
     pg.Budget.commit: "self name releases by",
     pg.Budget.open_ledger: "self path plan name by",

@@ -163,7 +163,7 @@ class PrivateGradient:
         self._contribution = SampleGradient() if perturb is None else perturb.begun()
         if self._contribution.privacy_unit != plan.privacy_unit:
             condition = f"to be of unit {self._contribution.privacy_unit!r}, like the contribution"
-            remedy = "plan by PrivacyPlan.for_users for perturb=LocalUpdate(...), and only for that"
+            remedy = "plan by PrivacyPlan.for_users for LocalUpdate, or for SampleGradient('user') if a row is a user"
             raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
         self._model, loss_fn = model, self._contribution.losses(loss_fn)
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)

@@ -5,9 +5,10 @@ everyone can get has a stand-in, and results on a stand-in are reported under th
 replaces MNIST and CIFAR-10, the Debian package index replaces tagged or paired sentences, and the Brown corpus
 replaces the Penn Treebank.
 
-Users call the loaders; `experiments.build` calls them by name, through LOADERS. The privacy guarantee rests on two
-facts in this package. The values that a data set declares as public come from no private example. For users as privacy
-units, `by_user` puts all examples of a user into one row. The guarantee does not rest on the rest of this package.
+Users call the loaders; `experiments.sources` calls them by name, through LOADERS, and calls `table` for files. The
+privacy guarantee rests on two facts in this package. The values that a data set declares as public come from no private
+example. For users as privacy units, `by_user` and `table` put all examples of a user into one row. The guarantee does
+not rest on the rest of this package.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from privgrad.data.debian import (
     sentence_pairs,
 )
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
+from privgrad.data.own_images import image_folder
+from privgrad.data.own_table import table
 from privgrad.data.pretrained import MINILM, SMOLLM2, pretrained
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
@@ -47,6 +50,7 @@ __all__ = [
     "digits",
     "fashion_mnist",
     "heavy_tail",
+    "image_folder",
     "imdb",
     "mnist",
     "packed",
@@ -55,6 +59,7 @@ __all__ = [
     "sentence_pairs",
     "snli",
     "stackoverflow",
+    "table",
     "tweets",
 ]
 

@@ -39,6 +39,10 @@ class DataSet:
         score: the measure for comparing models besides their loss; None where nothing can be right or wrong.
         public: (input, label) pairs that were moved out of the training set to be public; None if there are none.
         other_public: public examples from another source, with another distribution; None if there are none.
+        split: how train, validation and test were divided. "unit": a keyed hash of each privacy unit alone decided its
+            part, and all rows of a unit are in one part; the sizes of the parts are then private. "size": otherwise.
+        by_person: whether each row of the tensors holds all rows of one person: inputs (n, rows, *input_shape), and
+            labels (n, rows) with NO_LABEL for rows that the person does not have.
     """
 
     name: str
@@ -54,6 +58,8 @@ class DataSet:
     other_public: TensorDataset | None = None
     score: Literal["accuracy", "recall@5"] | None = "accuracy"
     counts_provenance: Provenance = "public data"
+    split: Literal["size", "unit"] = "size"
+    by_person: bool = False
 
     @property
     def measured_on(self) -> Literal["test", "training"]:
@@ -136,7 +142,7 @@ def with_public(data: DataSet, count: int) -> DataSet:
     if kept < 1:
         raise expected("data", "public", f"to be below {len(labels)}, all training examples", count, "take fewer")
     private, public = (TensorDataset(inputs[part], labels[part]) for part in (slice(kept), slice(kept, None)))
-    return replace(data, train=private, public=public)
+    return replace(data, train=private, public=public, split="size")  # others decide which examples are the last ones
 
 
 def with_other_public(data: DataSet, other: DataSet) -> DataSet:
@@ -166,7 +172,7 @@ def to_reconstruct(data: DataSet) -> DataSet:
     Raises:
         PrivacyError: the data are by user.
     """
-    if len(data.train.tensors) > 2:
+    if len(data.train.tensors) > 2 or data.by_person:
         raise expected("data", "reconstruct", "to be false for data by user", True, "leave it out")
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     own = {name: part and TensorDataset(part.tensors[0], part.tensors[0]) for name, part in parts.items()}

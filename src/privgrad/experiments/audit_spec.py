@@ -103,7 +103,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
             model,
             losses_for(data, views=spec.run.augmentation_multiplicity),
             plan,
-            perturb=method.perturbation(candidate),
+            perturb=method.perturbation(candidate, spec.privacy.privacy_unit),
             precondition=preconditioner(method.precondition, public, model, data),
             engine=spec.run.engine,
             microbatch_size=spec.run.microbatch_size,

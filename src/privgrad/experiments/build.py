@@ -8,7 +8,6 @@ The privacy guarantee rests on `make_data`, `public_examples`, `public_gradient`
 user. The guarantee does not rest on the models or on the measurements (`measure`, `outcomes`), which are NOT private.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -19,13 +18,13 @@ from torch.utils.data import TensorDataset
 
 from privgrad import models, precondition, side_information
 from privgrad.augmentation import multiplicity, shift_and_flip
-from privgrad.data import LOADERS, DataSet
+from privgrad.data import DataSet
 from privgrad.data.dataset import NO_LABEL, to_reconstruct, with_other_public, with_public
-from privgrad.data.pretrained import pretrained
 from privgrad.diagnostics import by_frequency
-from privgrad.errors import PrivacyError, expected
+from privgrad.errors import expected
+from privgrad.experiments.sources import encoder_folder, load, own_model, require_count
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tables import DataTable, ModelTable, PreconditionTable, WarmStartTable
+from privgrad.experiments.tables import ModelTable, PreconditionTable, WarmStartTable
 from privgrad.gradient.module_state import evaluating
 from privgrad.gradient.precondition import Preconditioner
 from privgrad.gradient.public_gradient import LossFunction, PublicGradient
@@ -40,7 +39,7 @@ class Architecture(NamedTuple):
     """
 
     make: Callable[[ModelTable, DataSet], nn.Module]
-    inputs: Literal["images", "vectors", "words"]
+    inputs: Literal["images", "vectors", "words", "own"]
 
 
 MODELS: dict[str, Architecture] = {
@@ -60,7 +59,10 @@ MODELS: dict[str, Architecture] = {
         "words",
     ),
     "linear": Architecture(
-        lambda _, data: models.linear(in_features=_size(data), num_classes=data.num_classes), "vectors"
+        lambda _, data: models.linear(
+            in_features=_size(data), num_classes=data.num_classes, input_dims=len(data.input_shape)
+        ),
+        "vectors",
     ),
     "lora-language-model": Architecture(
         lambda table, _: models.LoraLanguageModel(encoder_folder(table.encoder)), "words"
@@ -72,6 +74,7 @@ MODELS: dict[str, Architecture] = {
             num_classes=data.num_classes,
             activation=table.activation,
             depth=table.depth,
+            input_dims=len(data.input_shape),
         ),
         "vectors",
     ),
@@ -108,23 +111,17 @@ def make_data(spec: Spec) -> DataSet:
     the same sample rate.
 
     Raises:
-        PrivacyError: the data are not available, do not suit the model or the privacy unit, or do not hold exactly
-            num_examples training examples.
+        PrivacyError: the data are not available, or do not suit the model, the privacy unit or num_examples.
     """
-    loaded = with_public(_load(spec.data, spec.model.encoder), spec.data.public)
+    loaded = with_public(load(spec.data, spec.model.encoder), spec.data.public)
     if spec.data.elsewhere is not None:
-        loaded = with_other_public(loaded, _load(spec.data.elsewhere, spec.model.encoder))
+        loaded = with_other_public(loaded, load(spec.data.elsewhere, spec.model.encoder))
     loaded = to_reconstruct(loaded) if spec.data.reconstruct else loaded
     _require_suited(spec, loaded)
     for method in spec.methods:
         if method.needs_public:
             public_examples(method, loaded)
-    if len(loaded.train) != spec.privacy.num_examples:
-        raise PrivacyError(
-            f"make_data: expected privacy.num_examples to be {len(loaded.train)}, the training examples of "
-            f"{loaded.name} without {spec.data.validation} for validation and {spec.data.public} public ones, got "
-            f"{spec.privacy.num_examples}; correct it."
-        )
+    require_count(spec.data, loaded, spec.privacy.num_examples)
     return loaded
 
 
@@ -133,16 +130,39 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
 
     The guarantee for users rests on the first check.
     """
-    by_user, name = len(loaded.train.tensors) > 2, spec.data.name  # the third tensor counts each user's examples
-    if by_user != (spec.privacy.privacy_unit == "user"):
+    by_user, name = len(loaded.train.tensors) > 2, spec.data.source  # the third tensor counts each user's examples
+    by_unit = by_user or loaded.by_person
+    if by_unit != (spec.privacy.privacy_unit == "user"):
         remedy = 'choose "debian-maintainers" or "stackoverflow", or leave privacy_unit and local out'
-        if by_user:
+        if by_unit:
             remedy = 'set privacy_unit = "user", count users in [privacy], and give each method a local table'
-        got = f"data by {'user' if by_user else 'example'}"
+            remedy = remedy if by_user else 'set privacy_unit = "user", and count persons in [privacy]'
+        got = f"data by {'user' if by_unit else 'example'}"
         raise expected("load_spec", f"data.name {name!r}", f"to be by {spec.privacy.privacy_unit}", got, remedy)
-    if MODELS[spec.model.name].inputs != "words" and not loaded.train.tensors[0].is_floating_point():
+    for method in spec.methods:
+        if by_unit and by_user != (method.local is not None):
+            rows = "given for data by user" if by_user else "absent for data whose rows are persons"
+            condition = f"to be {rows}, {name}"
+            got = None if method.local is None else method.local.model_dump(exclude_defaults=True)
+            remedy = "add local with lr and batch_size" if by_user else "leave it out"
+            raise expected("load_spec", f"methods.{method.name}.local", condition, got, remedy)
+    if len(loaded.test) == 0 or (len(loaded.validation) == 0 and _is_validated(spec)):
+        part = "validation" if len(loaded.test) else "test"
+        remedy = f"give {part}_share, or return more {part} examples"
+        raise expected("make_data", f"the {part} part of {name}", "to hold at least 1 example", 0, remedy)
+    if loaded.by_person and spec.model.name not in ("linear", "mlp") and ":" not in spec.model.name:
+        remedy = 'choose "linear" or "mlp", or a function of yours'
+        condition = f"to take the rows of a person, as {name!r} has"
+        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
+    if _architecture(spec).inputs in ("images", "vectors") and not loaded.train.tensors[0].is_floating_point():
         remedy = 'choose "bag-of-words", or another model for text'
         raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
+
+
+def _is_validated(spec: Spec) -> bool:
+    """Return whether a method is tuned by its results on validation examples."""
+    by_validation = spec.tuning is not None and spec.tuning.by != "train_loss"
+    return by_validation and any(spec.is_tuned(method) for method in spec.methods)
 
 
 def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
@@ -164,40 +184,18 @@ def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
     return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
 
 
-def _load(table: DataTable, encoder: str | None) -> DataSet:
-    """Call the data set's loader with the table's options."""
-    loader, options = LOADERS[table.name], table.options
-    if "tokenizer" in inspect.signature(loader).parameters:
-        options["tokenizer"] = encoder_folder(encoder)
-    if "validation" in table.model_fields_set:
-        options["validation"] = table.validation
-    return loader(**options)
-
-
-def encoder_folder(name: str | None) -> str:
-    """Return the folder of the pretrained model whose tokenizer reads the data; see data.pretrained.
-
-    Raises:
-        PrivacyError: no model is named, or it cannot be found.
-    """
-    if name is None:
-        remedy = "give a folder, or a name on the Hugging Face hub"
-        raise expected("load_spec", "model.encoder", "to be given for text that a tokenizer reads", None, remedy)
-    return pretrained(name)
-
-
 def require_images(spec: Spec, data: DataSet) -> None:
     """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only.
 
     `runner.open_folder` and `audit_spec` call it.
     """
-    if MODELS[spec.model.name].inputs != "images":
+    if _architecture(spec).inputs != "images":
         return
     try:
         with torch.device("meta"):  # shapes only: nothing is computed, and no random number is drawn
-            MODELS[spec.model.name].make(spec.model, data)(torch.zeros(1, *data.input_shape))
+            _architecture(spec).make(spec.model, data)(torch.zeros(1, *data.input_shape))
     except RuntimeError as error:
-        condition = f"to take inputs of shape {data.input_shape}, as {spec.data.name!r} has"
+        condition = f"to take inputs of shape {data.input_shape}, as {spec.data.source!r} has"
         remedy = "set size = 28 in [data] if the data set supports it, or choose another model"
         raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy) from error
 
@@ -208,7 +206,12 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
     `runner`, `audit_spec` and `papers.stops` call it.
     """
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    return MODELS[spec.model.name].make(spec.model, data).to("cuda" if gpu else "cpu")
+    return _architecture(spec).make(spec.model, data).to("cuda" if gpu else "cpu")
+
+
+def _architecture(spec: Spec) -> Architecture:
+    """Return the model that a spec names, of the library or of the user."""
+    return Architecture(own_model, "own") if ":" in spec.model.name else MODELS[spec.model.name]
 
 
 def _vocabulary(data: DataSet) -> int:
@@ -352,6 +355,26 @@ def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[
 def _tokens(labels: Tensor) -> int | None:
     """Return the number of labels per example if each belongs to a token, and None otherwise."""
     return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
+
+
+def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet) -> Tensor:
+    """Return the score of each row of `examples`, shape (n,), float64 in [0, 1].
+
+    It is the mean of `outcomes` over the labels of the row, a person's rows for example; 0 for a row without labels.
+
+    Raises:
+        PrivacyError: the data have no score.
+    Privacy:
+        NOT private for `examples`: no noise is added. A row of the result depends on one row of `examples` only.
+    """
+    if data.score is None:
+        raise expected("unit_scores", "data", "to have a score", data.name, "measure the loss")
+    scores, labels = outcomes(model, examples, data)[1].double().nan_to_num(0.0), examples.tensors[1]
+    if _tokens(labels) is None:
+        return scores.clamp(0, 1)
+    labeled = labels.flatten(1) != NO_LABEL
+    spread = torch.zeros(labeled.shape, dtype=scores.dtype).masked_scatter_(labeled, scores)
+    return (spread.sum(1) / labeled.sum(1).clamp(min=1)).clamp(0, 1)
 
 
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -21,8 +21,17 @@ from privgrad import precondition, side_information
 from privgrad.data import LOADERS
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.experiments.build import MODELS
+from privgrad.experiments.sources import (
+    find_loader,
+    is_own,
+    model_options,
+    options_of,
+    require_declared,
+    require_unit,
+    required_of,
+)
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tables import DataTable, PreconditionTable
+from privgrad.experiments.tables import DataTable, ModelTable, PreconditionTable
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments
@@ -30,7 +39,6 @@ from privgrad.optim.base import constructor_arguments
 # Values that a required option may have, for errors.
 _SUCH_AS = {
     "title": '"My experiment"',
-    "data.name": '"digits"',
     "model.name": '"mlp"',
     "privacy.delta": "1e-5",
     "privacy.max_grad_norm": "1.0",
@@ -90,13 +98,16 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     except ValidationError as error:
         raise _explained(error, (), raw, path) from error
     _require_data(spec.data, ("data",), raw, path)
-    _require_name("model.name", spec.model.name, MODELS, path)
+    spec.data.place(Path(path).parent)
+    if ":" not in spec.model.name:
+        _require_name("model.name", spec.model.name, MODELS, path)
     for method in spec.methods:
         _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)
+    require_unit(spec.data, spec.privacy.privacy_unit)
     own, other = spec.data, spec.data.elsewhere
-    if other is not None and (other.name, other.options.get("path")) == (own.name, own.options.get("path")):
+    if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
         condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
-        raise expected("load_spec", "data.elsewhere", condition, repr(other.name), remedy)
+        raise expected("load_spec", "data.elsewhere", condition, repr(other.source), remedy)
     for method in spec.methods:
         _require_method(method, spec)
     _require_equal_grids(spec, path)
@@ -143,21 +154,22 @@ def _require_name(place: str, name: str, registry: Mapping[str, Any], path: str 
 
 def _require_data(table: DataTable, place: tuple[str, ...], raw: Mapping[str, Any], path: str | Path) -> None:
     """Raise PrivacyError unless a loader has the table's name, and its arguments have the types of the options."""
-    _require_name(".".join((*place, "name")), table.name, LOADERS, path)
-    kinds: dict[str, Any] = {name: (kind, None) for name, kind in _loader_options(table.name).items()}
+    loader = find_loader(table.given, ".".join(place))
+    if loader is None:
+        _require_name(".".join((*place, "name")), table.name, LOADERS, path)
+        return
+    kinds: dict[str, Any] = {name: (kind, None) for name, kind in options_of(loader).items()}
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
     try:
-        create_model("Options", __config__=ConfigDict(strict=True), **kinds).model_validate(table.options)
+        create_model("Options", __config__=config, **kinds).model_validate(table.options)
     except ValidationError as error:
         raise _explained(error, place, raw, path) from error
+    for name in required_of(loader):
+        if name not in table.options:
+            raise expected("load_spec", ".".join((*place, name)), "to be given", None, f"add it to {path}")
+    require_declared(table, loader, ".".join(place))
     if table.elsewhere is not None:
         _require_data(table.elsewhere, (*place, "elsewhere"), raw, path)
-
-
-def _loader_options(name: str) -> dict[str, Any]:
-    """Return the arguments of a loader that the table [data] may give, with their types."""
-    kinds, signature = get_type_hints(LOADERS[name], include_extras=True), inspect.signature(LOADERS[name])
-    named = [name for name, argument in signature.parameters.items() if argument.kind is not argument.VAR_KEYWORD]
-    return {name: kinds.get(name, Any) for name in named if name not in ("tokenizer", "validation")}
 
 
 def _place(loc: tuple[int | str, ...], raw: Any) -> str:
@@ -188,9 +200,11 @@ def _require_known(
     """
     known = {name: field.annotation for name, field in kind.model_fields.items()}
     if kind is DataTable:
-        loader = table.get("name")
+        loader = find_loader(table, ".".join(map(str, loc)))
         # A wrong name is an error of its own; which options it has is then unknown.
-        known |= _loader_options(loader) if isinstance(loader, str) and loader in LOADERS else dict.fromkeys(table, Any)
+        known |= dict.fromkeys(table, Any) if loader is None else options_of(loader)
+    if kind is ModelTable and (options := model_options(table)) is not None:
+        known = dict.fromkeys(("name", "encoder", *options), Any)
     for name, value in table.items():
         _require_option(name, list(known), _place((*loc, name), raw))
         for inner in _tables_in(known[name]):
@@ -273,7 +287,10 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
 def _require_local(method: MethodTable, spec: Spec) -> None:
     """Raise PrivacyError unless users train locally exactly if the privacy unit is a user."""
     local, unit = f"methods.{method.name}.local", spec.privacy.privacy_unit
-    if method.local is None and unit == "user":
+    if unit == "user" and method.perturb is not None and method.local is None:
+        condition, got = 'to be absent for privacy_unit = "user"', f"rule {method.perturb.rule!r}"
+        raise expected("load_spec", f"methods.{method.name}.perturb", condition, got, "leave it out")
+    if method.local is None and unit == "user" and not is_own(spec.data):
         remedy = "add local with lr and batch_size, for example local = { lr = 0.1, batch_size = 20 }"
         raise expected("load_spec", local, 'to be given for privacy_unit = "user"', None, remedy)
     if method.local is not None and unit == "example":
@@ -310,7 +327,7 @@ def _require_tuning(method: MethodTable, spec: Spec) -> None:
     if spec.tuning is None:
         remedy = "add [tuning] with seeds, or give one lr and one max_grad_norm"
         raise expected("load_spec", "[tuning]", f"to be given for the grid of {method.name}", None, remedy)
-    if spec.tuning.by != "train_loss" and spec.data.validation == 0:
+    if spec.tuning.by != "train_loss" and spec.data.validation == 0 and not is_own(spec.data):
         remedy = "set it to a number of examples to hold out; learning rates must not be chosen on the test set"
         raise expected("load_spec", "data.validation", "to be positive for tuning", 0, remedy)
 

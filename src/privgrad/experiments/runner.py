@@ -37,6 +37,7 @@ from privgrad.experiments.build import (
 )
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
 from privgrad.experiments.records import FEW_CLIPPED, own_text, rate_text
+from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import COSTS, at_rate, best_candidate, beyond_edge, candidate_of, wider
 from privgrad.optim.adaptive import Debiased
@@ -210,7 +211,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         model,
         losses_for(data, views=spec.run.augmentation_multiplicity),
         plan,
-        perturb=method.perturbation(run.candidate),
+        perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
         precondition=made,
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
@@ -334,7 +335,6 @@ def _record(
     last = result.curve[-1]
     assert plan.delta is not None
     method = run.method.with_own(run.candidate)
-    users = " users" if plan.privacy_unit == "user" else ""
     return {
         "method": run.method.name,
         "optimizer": method.optimizer,
@@ -360,8 +360,7 @@ def _record(
         "updates": result.updates,
         "seconds": result.seconds,
         "examples_per_second": result.examples_per_second,
-        "data": f"{data.name}: {len(data.train):,} training{users}, {len(data.validation):,} validation, "
-        f"{len(data.test):,} test examples" + (f", {len(data.public):,} public" if data.public else ""),
+        "data": sizes_text(data, plan),
     }
 
 

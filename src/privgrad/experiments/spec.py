@@ -29,12 +29,13 @@ from privgrad.experiments.tables import (
     TuningTable,
     WarmStartTable,
 )
-from privgrad.gradient.contribution import Contribution
+from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.local_training import LocalUpdate
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim.base import NamedParameters, constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.schedule import Schedule
+from privgrad.types import PrivacyUnit
 
 
 class Candidate(NamedTuple):
@@ -124,13 +125,16 @@ class MethodTable(Table):
         by_optimizer = "public" in constructor_arguments(optim.OPTIMIZERS[self.optimizer])
         return by_rule or self.warm_start is not None or by_optimizer
 
-    def perturbation(self, candidate: Candidate) -> Contribution | None:
+    def perturbation(self, candidate: Candidate, unit: PrivacyUnit = "example") -> Contribution | None:
         """Return the perturbation of one candidate, or its users' local training.
 
-        None means gradients at the current weights. `runner`, `audit_spec` and `papers` call it.
+        None means gradients at the current weights. With unit "user" and without local training, each row holds all
+        data of one person; `build.make_data` checks that. `runner`, `audit_spec` and `papers` call it.
         """
         if self.local is not None and candidate.local_lr is not None:
             return LocalUpdate(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
+        if unit == "user":
+            return SampleGradient("user")
         return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
 
     def make(

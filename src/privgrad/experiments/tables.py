@@ -4,9 +4,10 @@
 `PrivacyPlan` checks the numbers of [privacy].
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from privgrad.gradient import perturb
 from privgrad.gradient.contribution import Contribution
@@ -26,6 +27,9 @@ class Table(BaseModel):
 class DataTable(Table):
     """The table [data]: the data set, the number of validation examples, and the options of its loader.
 
+    Exactly one of three keys gives the data. `name` is a data set of the library, or "package.module:function" for a
+    function of the user. `file` is a table, and `folder` holds images or a data set of Hugging Face.
+
     `validation` examples of the training part are held out for tuning. After that, the last `public` examples are taken
     out of the training part and count as public. `elsewhere` names a second data set whose training part is public too.
     With `reconstruct`, the label of an input is the input itself. Every other key is an argument of the loader.
@@ -33,27 +37,62 @@ class DataTable(Table):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str  # of data.LOADERS
+    name: str = ""  # of data.LOADERS, or "package.module:function"
+    file: str | None = None
+    folder: str | None = None
     validation: int = Field(default=0, ge=0)
     public: int = Field(default=0, ge=0)
     elsewhere: "DataTable | None" = None
     reconstruct: bool = False
+    _home: Path = PrivateAttr(default=Path())
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments of the loader that are no field of this table. `build` and `load_spec` read them."""
         return dict(self.model_extra or {})
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the keys that decide the loader, with its arguments. `sources` reads them."""
+        return {"name": self.name, "file": self.file, "folder": self.folder} | self.options
+
+    @property
+    def source(self) -> str:
+        """Return the name, file or folder of the data, for errors. `build` and `load_spec` read it."""
+        return self.file or self.folder or self.name
+
+    @property
+    def home(self) -> Path:
+        """Return the folder from which relative paths count: that of the TOML file. `sources` reads it."""
+        return self._home
+
+    def place(self, home: Path) -> None:
+        """Set the folder of the TOML file, also for `elsewhere`. `load_spec` calls it."""
+        self._home = home
+        if self.elsewhere is not None:
+            self.elsewhere.place(home)
+
 
 class ModelTable(Table):
-    """The table [model]: the model and its size."""
+    """The table [model]: the model and its size.
 
-    name: str  # of build.MODELS
+    `name` is a model of the library, or "package.module:function" for a function of the user. Such a function is called
+    with the data set, and with the keys of the table that it has as arguments.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str  # of build.MODELS, or "package.module:function"
     activation: Activation = "tanh"
     hidden: int = Field(default=64, ge=1)
     depth: int = Field(default=1, ge=1)  # hidden layers of an mlp
     # The pretrained model: a folder, or a name on the Hugging Face hub. Its tokenizer reads the data.
     encoder: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Return the keys that the file gives. `sources` reads them."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 class PrivacyTable(Table):

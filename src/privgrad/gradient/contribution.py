@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_args
 
 from torch import Tensor, nn
 
-from privgrad.errors import expected
+from privgrad.errors import expected, require_choice
 from privgrad.gradient.factors.base import Factor
 from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples
 
@@ -200,4 +200,20 @@ class Contribution:
 
 
 class SampleGradient(Contribution):
-    """The gradient of each example's loss at the current weights: DP-SGD's contribution, and the default."""
+    """The gradient of each row's loss at the current weights: DP-SGD's contribution, and the default.
+
+    Args:
+        privacy_unit: "example"; or "user" for data whose every row holds all data of one person, as
+            `data.table(unit=...)` makes them. The plan needs the same unit.
+    Raises:
+        PrivacyError: the unit is unknown.
+    Privacy:
+        "user" is a statement of the caller. It is true only if no person has data in two rows.
+    """
+
+    def __init__(self, privacy_unit: PrivacyUnit = "example") -> None:
+        require_choice("SampleGradient", "privacy_unit", privacy_unit, get_args(PrivacyUnit))
+        self.privacy_unit = privacy_unit
+
+    def __repr__(self) -> str:
+        return "SampleGradient()" if self.privacy_unit == "example" else f"SampleGradient({self.privacy_unit!r})"

@@ -14,22 +14,42 @@ from torch import Tensor, nn
 from privgrad.models.activations import Activation, activation_named
 
 
-def linear(*, in_features: int, num_classes: int) -> nn.Sequential:
+def linear(*, in_features: int, num_classes: int, input_dims: int | None = None) -> nn.Sequential:
     """Return softmax regression without bias on flattened input, (B, ...) -> logits (B, num_classes).
 
     The weights start at zero.
+
+    Args:
+        in_features: number of values of one input.
+        num_classes: number of labels.
+        input_dims: how many last dimensions to flatten; None is all except the first. Dimensions before them stay, for
+            example the rows of a person: (B, rows, in_features) -> (B, rows, num_classes) with 1.
     """
     layer = nn.Linear(in_features, num_classes, bias=False)
     nn.init.zeros_(layer.weight)
-    return nn.Sequential(nn.Flatten(), layer)
+    return nn.Sequential(_flatten(input_dims), layer)
+
+
+def _flatten(input_dims: int | None) -> nn.Flatten:
+    """Return the layer that flattens the last `input_dims` dimensions; None is all except the first."""
+    return nn.Flatten() if input_dims is None else nn.Flatten(start_dim=-input_dims)
 
 
 def mlp(
-    *, in_features: int, hidden: int, num_classes: int, activation: Activation = "tanh", depth: int = 1
+    *,
+    in_features: int,
+    hidden: int,
+    num_classes: int,
+    activation: Activation = "tanh",
+    depth: int = 1,
+    input_dims: int | None = None,
 ) -> nn.Sequential:
-    """Return a perceptron with `depth` hidden layers on flattened input, (B, ...) -> logits (B, num_classes)."""
+    """Return a perceptron with `depth` hidden layers on flattened input, (B, ...) -> logits (B, num_classes).
+
+    `input_dims` is as in `linear`.
+    """
     make_activation = activation_named(activation)
-    layers: list[nn.Module] = [nn.Flatten()]
+    layers: list[nn.Module] = [_flatten(input_dims)]
     for fan_in in (in_features, *[hidden] * (depth - 1)):
         layers += [nn.Linear(fan_in, hidden), make_activation()]
     return nn.Sequential(*layers, nn.Linear(hidden, num_classes))

@@ -1,0 +1,243 @@
+"""A data set from a table of your own: a schema of public numbers, and parts that are decided for each unit alone.
+
+Users call `table`; `experiments.sources` calls it for `[data] file`. The privacy guarantee rests on this file: all rows
+of a person are in one row of the data set, and neither the codes of a row nor its part depend on other units.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from annotated_types import Ge, Lt
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad.data.dataset import NO_LABEL, DataSet
+from privgrad.data.read_rows import read_columns
+from privgrad.data.schema import Schema, Where, is_missing, number_of, schema_of, text_of
+from privgrad.data.sources import PathLike, Positive
+from privgrad.errors import described, did_you_mean, expected
+from privgrad.features import Bins, OneHot, join
+
+Share = Annotated[float, Ge(0), Lt(1)]
+Part = Literal["train", "validation", "test"]
+_LONGEST_KEY = 64  # bytes, of BLAKE2b
+
+
+def table(
+    path: PathLike,
+    *,
+    columns: Mapping[str, Mapping[str, Any]],
+    label: str,
+    classes: Sequence[str | int | bool],
+    unit: str | None = None,
+    max_rows: Positive | None = None,
+    row_id: str | None = None,
+    test: PathLike | None = None,
+    test_share: Share = 0.0,
+    validation_share: Share = 0.0,
+    split_key: str = "",
+    table: str | None = None,
+) -> DataSet:
+    """Load a table of your own, by a schema that you declare; docs/own-data.md lists its rules.
+
+    Inputs are one-hot codes of categories and of bins of numbers, side by side, scaled so that each row of the table
+    has norm 1. With a person as unit, each input holds all rows of one person: (max_rows, width), with rows of zeros
+    and labels NO_LABEL for rows that the person does not have. A training needs privacy unit "user" for them.
+
+    Args:
+        path: a file .csv, .parquet, .arrow, .feather, .sqlite or .db, or a folder that `datasets` saved to disk.
+        columns: each input column by name, a table with a `kind`: "number" with `range` and `bins`, or `edges`;
+            "category" with `values`; or "ignore". Columns that are not declared are not read.
+        label: the column of the classes.
+        classes: the label's allowed values, in the order of the class numbers.
+        unit: required. "row" protects each row by itself; a person with several rows is then protected less. The name
+            of a column that identifies a person protects all rows of a person together.
+        max_rows: for persons: the most rows per person, a public number. The person's first rows in the file are kept.
+        row_id: for rows: a column that names each row. Without it, rows of the same content share a part.
+        test: a second file of the same format and columns, whose rows are the test part.
+        test_share: the share of units in the test part, in [0, 1); 0 with `test`.
+        validation_share: the share of units in the validation part, in [0, 1).
+        split_key: a text that changes which units are in which part; at most 64 bytes.
+        table: the table of an SQLite file.
+    Returns:
+        A data set with split "unit". A unit's part depends on a hash of this unit, and of `split_key`, only. How many
+        units a part has is therefore private.
+    Raises:
+        PrivacyError: the declaration is incomplete, the file is absent or damaged, or a value does not fit the
+            declaration. The message names the first such row.
+    Privacy:
+        Ranges, edges, categories, classes and max_rows must be public: taken from a codebook, not from the file. A row
+        of the result depends on one unit only.
+    """
+    where = Where("table")
+    schema = schema_of(
+        where, columns=columns, label=label, classes=classes, unit=unit, max_rows=max_rows, row_id=row_id
+    )
+    require_split(where, test, test_share, validation_share, split_key)
+    own, chosen = _read(schema, Path(path), table), _Parts([], [], [])
+    for key, rows in own.units:
+        getattr(chosen, part_of(key, split_key, test_share, validation_share)).append(rows)
+    if not chosen.train:
+        remedy = "lower test_share and validation_share, or give a larger file"
+        raise expected("table", f"the training part of {own.name}", "to hold at least 1 unit", 0, remedy)
+    parts = {part: _tensors(schema, own, rows) for part, rows in chosen._asdict().items()}
+    if test is not None:
+        other = _read(schema, Path(test), table)
+        _require_apart(schema, own, other)
+        parts["test"] = _tensors(schema, other, [rows for _, rows in other.units])
+    width = sum(column.width for column in schema.columns.values())
+    return DataSet(
+        name=own.name,
+        train=parts["train"],
+        validation=parts["validation"],
+        test=parts["test"],
+        num_classes=len(schema.classes),
+        input_shape=(width,),
+        split="unit",
+        by_person=schema.by_person,
+    )
+
+
+class _Parts(NamedTuple):
+    """The rows of each unit, by part."""
+
+    train: list[list[int]]
+    validation: list[list[int]]
+    test: list[list[int]]
+
+
+class _Content(NamedTuple):
+    """The content of one file: inputs (rows, width), labels (rows,), and the text and the rows of each unit."""
+
+    name: str
+    inputs: Tensor
+    labels: Tensor
+    units: list[tuple[str, list[int]]]
+
+
+def require_split(where: Where, test: object, test_share: float, validation_share: float, split_key: str) -> None:
+    """Raise PrivacyError unless the shares leave a training part, and the key fits the hash.
+
+    `own_images` and `experiments.load_spec` also call it.
+    """
+    for name, share in {"test_share": test_share, "validation_share": validation_share}.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise where.wrong(name, "to be in [0, 1)", described(share), "give a share such as 0.25")
+    if test is not None and test_share > 0:
+        raise where.wrong("test_share", "to be 0 if test is given", test_share, "leave one of the two out")
+    if test_share + validation_share >= 1:
+        got = f"{test_share} + {validation_share}"
+        raise where.wrong("test_share and validation_share", "to be below 1 together", got, "lower one")
+    if not isinstance(split_key, str) or len(split_key.encode()) > _LONGEST_KEY:  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "shorten it"
+        raise where.wrong("split_key", f"to be a text of at most {_LONGEST_KEY} bytes", described(split_key), remedy)
+
+
+def part_of(unit: str | bytes, key: str, test_share: float, validation_share: float) -> Part:
+    """Return the part of a unit, from a keyed hash of this unit alone. `own_images` also calls it.
+
+    Privacy:
+        Adding or removing another unit does not change the part.
+    """
+    content = unit.encode("utf-8", "surrogatepass") if isinstance(unit, str) else unit
+    place = int.from_bytes(hashlib.blake2b(content, digest_size=8, key=key.encode()).digest()) / 2**64
+    if place < test_share:
+        return "test"
+    return "validation" if place < test_share + validation_share else "train"
+
+
+def _read(schema: Schema, file: Path, table: str | None) -> _Content:
+    """Return the content of one file; units are in the order of their first rows, with at most max_rows rows each."""
+    content = read_columns("table", file, list(dict.fromkeys(schema.names)), table)
+    texts = {name: _texts(file, name, content[name]) for name in content}
+    inputs = join([_codes(file, name, kind, content[name], texts[name]) for name, kind in schema.columns.items()])
+    labels = torch.tensor(_classes(schema, file, texts[schema.label]))
+    if schema.identifier is None:
+        units = [(json.dumps(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
+        return _Content(file.name, inputs, labels, units)
+    rows: dict[str, list[int]] = {}
+    for row, key in enumerate(texts[schema.identifier]):
+        place = f"row {row + 1}, column {schema.identifier!r} of {file.name}"
+        if is_missing(key):
+            remedy = "fill it in, or leave the row out"
+            raise expected("table", place, "to identify the unit", repr(key), remedy)
+        if key in rows and not schema.by_person:
+            remedy = "leave the copy out, or set unit to the column that identifies a person"
+            raise expected("table", place, f"to differ from row {rows[key][0] + 1}", repr(key), remedy)
+        rows.setdefault(key, []).append(row)
+    return _Content(file.name, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
+
+
+def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:
+    """Raise PrivacyError if a unit that has a name is in both files, and so in two parts."""
+    shared = {key for key, _ in own.units} & {key for key, _ in other.units}
+    if shared and schema.identifier is not None:
+        remedy = f"leave them out of one file, or give test_share in place of {other.name}"
+        condition = f"to differ from those of {own.name}"
+        raise expected("table", f"units of {other.name}", condition, f"{len(shared)} of them in both", remedy)
+
+
+def _tensors(schema: Schema, content: _Content, units: Sequence[Sequence[int]]) -> TensorDataset:
+    """Return inputs and labels, one row per unit: (n, width) and (n,), or for persons (n, max_rows, ...)."""
+    if not schema.by_person:
+        chosen = torch.tensor([row for rows in units for row in rows], dtype=torch.int64)
+        return TensorDataset(content.inputs[chosen], content.labels[chosen])
+    inputs = torch.zeros(len(units), schema.max_rows or 1, content.inputs.shape[1])
+    labels = torch.full(inputs.shape[:2], NO_LABEL)
+    for unit, rows in enumerate(units):
+        inputs[unit, : len(rows)], labels[unit, : len(rows)] = content.inputs[rows], content.labels[rows]
+    return TensorDataset(inputs, labels)
+
+
+def _texts(file: Path, name: str, values: Sequence[Any]) -> list[str]:
+    """Return the texts of a column; see `text_of`."""
+    texts: list[str] = []
+    for row, value in enumerate(values, start=1):
+        try:
+            texts.append(text_of(value))
+        except ValueError as error:
+            place, remedy = f"row {row}, column {name!r} of {file.name}", "split it into columns with one value each"
+            raise expected("table", place, "to be a single value", error, remedy) from error
+    return texts
+
+
+def _codes(file: Path, name: str, kind: Bins | OneHot, values: Sequence[Any], texts: Sequence[str]) -> Tensor:
+    """Return the codes of a column, (n, width); raise PrivacyError for the first value that has none."""
+    numbers: list[float] = []
+    categories: list[str | None] = []
+    for row, (value, text) in enumerate(zip(values, texts, strict=True), start=1):
+        known = isinstance(kind, OneHot) and text in kind.values
+        if is_missing(text) and not known and not kind.missing:
+            place = f"row {row}, column {name!r} of {file.name}"
+            remedy = f'fill it in, or set missing = "category" in columns.{name}'
+            raise expected("table", place, "to have a value", repr(text), remedy)
+        if isinstance(kind, Bins):
+            try:
+                numbers.append(number_of(value))
+            except ValueError as error:
+                place = f"row {row}, column {name!r} of {file.name}"
+                remedy = f'correct it, or set kind = "category" in columns.{name}'
+                raise expected("table", place, "to be a number", described(value), remedy) from error
+            continue
+        if not known and not is_missing(text) and not kind.other:
+            place = f"row {row}, column {name!r} of {file.name}"
+            remedy = f"add it to columns.{name}.values if it is public, or set other = true"
+            options = [f"{choice}" for choice in kind.values]
+            raise expected("table", place, "to be a declared value", repr(text), did_you_mean(text, options, remedy))
+        categories.append(text if known or not is_missing(text) else None)
+    return kind(numbers) if isinstance(kind, Bins) else kind(categories)
+
+
+def _classes(schema: Schema, file: Path, texts: Sequence[str]) -> list[int]:
+    """Return the class numbers of a column of labels."""
+    code = {name: index for index, name in enumerate(schema.classes)}
+    for row, text in enumerate(texts, start=1):
+        if text not in code:
+            place = f"row {row}, column {schema.label!r} of {file.name}"
+            remedy = did_you_mean(text, schema.classes, "add it to classes, or leave out rows without a label")
+            raise expected("table", place, f"to be one of {', '.join(schema.classes)}", repr(text), remedy)
+    return [code[text] for text in texts]

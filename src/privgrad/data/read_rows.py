@@ -1,0 +1,171 @@
+"""Read named columns of a table: CSV, Parquet, Arrow, Feather, SQLite, or a folder of Hugging Face datasets.
+
+`own_table.table` calls `read_columns`. The privacy guarantee does not rest on this file: what it returns is private.
+"""
+
+import csv
+import importlib
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
+
+Columns = dict[str, list[Any]]
+SUFFIXES = (".csv", ".parquet", ".arrow", ".feather", ".sqlite", ".db")
+_HF_FILES = ("state.json", "dataset_info.json")
+
+
+def is_datasets_folder(path: Path) -> bool:
+    """Return whether `datasets.Dataset.save_to_disk` wrote a folder. `own_images` also calls it."""
+    return all((path / name).is_file() for name in _HF_FILES)
+
+
+def read_columns(function: str, path: Path, names: Sequence[str], table: str | None) -> Columns:
+    """Return the values of each named column, in the order of the file.
+
+    Args:
+        function: the name for errors.
+        path: a file, whose suffix decides its format, or a folder of Hugging Face datasets.
+        names: the columns to read; the others are not kept.
+        table: the table of an SQLite file; None for other formats.
+    Raises:
+        PrivacyError: the file is absent or damaged, lacks a column or has no rows, or a package is not installed.
+    """
+    suffix = path.suffix.lower()
+    is_sqlite = suffix in (".sqlite", ".db")
+    if not path.is_dir() and suffix not in SUFFIXES:
+        remedy = "convert it, for example to CSV"
+        raise expected(function, "file", f"to end in one of {', '.join(SUFFIXES)}", path.name, remedy)
+    if path.is_dir():
+        if not is_datasets_folder(path):
+            remedy = "give the folder of one part, such as mydata/train" if _is_dict(path) else "give a file"
+            condition = f"to be a folder with {' and '.join(_HF_FILES)}, as save_to_disk writes it"
+            raise expected(function, "the data folder", condition, path, remedy)
+    elif problem := file_problem(path):
+        raise expected(function, "file", "to be a readable table", f"{path}, which {problem}", "correct the path")
+    if (table is not None) != is_sqlite:
+        remedy = "name the table of the file" if is_sqlite else "leave it out"
+        condition = f"to be {'given' if is_sqlite else 'absent'} for {path.name}"
+        raise expected(function, "table", condition, repr(table), remedy)
+    try:
+        if path.is_dir():
+            columns = _datasets(function, path, names)
+        elif suffix == ".csv":
+            columns = _csv(function, path, names)
+        elif is_sqlite:
+            columns = _sqlite(function, path, names, f"{table}")
+        else:
+            columns = _arrow(function, path, names)
+    except PrivacyError:
+        raise
+    except Exception as error:  # a damaged file can raise anything
+        got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
+        raise expected(function, f"{path.name}", "to be a readable table", got, "write the file again") from error
+    if not columns[names[0]]:
+        raise expected(function, f"{path.name}", "to hold at least 1 row", 0, "correct the path")
+    return columns
+
+
+def _is_dict(path: Path) -> bool:
+    """Return whether `datasets.DatasetDict.save_to_disk` wrote a folder, with one folder per part."""
+    return (path / "dataset_dict.json").is_file()
+
+
+def _require_columns(function: str, source: str, names: Iterable[str], present: Sequence[str]) -> None:
+    """Raise PrivacyError for the first column that a table lacks."""
+    for name in names:
+        if name not in present:
+            remedy = did_you_mean(name, present, f"correct the name; the columns are {', '.join(present)[:200]}")
+            raise expected(function, f"the columns of {source}", "to include every declared one", repr(name), remedy)
+
+
+def _csv(function: str, path: Path, names: Sequence[str]) -> Columns:
+    """Read a CSV file with a header, in UTF-8; blanks after a comma do not count."""
+    columns: Columns = {name: [] for name in names}
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, skipinitialspace=True, strict=True)
+        header = [name.strip() for name in next(rows, list[str]())]
+        if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
+            got = f"the header {header[0][:60]!r}"
+            raise expected(function, path.name, "to be separated by commas", got, "write it with commas")
+        if double := [name for name in header if header.count(name) > 1 and name in columns]:
+            raise expected(function, f"the columns of {path.name}", "to differ", repr(double[0]), "rename one")
+        _require_columns(function, path.name, names, header)
+        places = [(columns[name], header.index(name)) for name in names]
+        count = 0
+        for row in rows:
+            if not row:
+                continue
+            count += 1
+            if len(row) != len(header):
+                name, remedy = f"row {count} of {path.name}", "correct the row, or quote values that contain commas"
+                raise expected(function, name, f"to have {len(header)} values, like the header", len(row), remedy)
+            for column, place in places:
+                column.append(row[place])
+    return columns
+
+
+def _quoted(name: str) -> str:
+    """Return a name as SQL quotes it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _sqlite(function: str, path: Path, names: Sequence[str], table: str) -> Columns:
+    """Read a table or view of an SQLite file, which is not changed."""
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    try:
+        tables = [
+            row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+        ]
+        if table not in tables:
+            remedy = did_you_mean(table, tables, f"choose one of {', '.join(tables)}" if tables else "check the file")
+            raise expected(function, "table", f"to be a table of {path.name}", repr(table), remedy)
+        present = [row[1] for row in connection.execute(f"PRAGMA table_info({_quoted(table)})")]
+        _require_columns(function, f"{path.name}, table {table}", names, present)
+        rows = connection.execute(f"SELECT {', '.join(map(_quoted, names))} FROM {_quoted(table)}").fetchall()
+    finally:
+        connection.close()
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+
+
+def _module(function: str, name: str, path: Path) -> Any:
+    """Import a module of an optional package, which reads `path`."""
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = "tables" if package == "pyarrow" else package
+        remedy = f"pip install 'privgrad[{extra}]', or convert the data to CSV"
+        raise expected(function, package, f"to be installed for {path.name}", error, remedy) from error
+
+
+def _arrow(function: str, path: Path, names: Sequence[str]) -> Columns:
+    """Read a Parquet, Arrow or Feather file with pyarrow."""
+    pa, feather, parquet = (_module(function, name, path) for name in ("pyarrow", "pyarrow.feather", "pyarrow.parquet"))
+    if path.suffix.lower() == ".parquet":
+        table = parquet.read_table(path)
+    else:
+        try:
+            table = feather.read_table(path)
+        except pa.ArrowInvalid:  # the format of a stream, which Hugging Face writes
+            with pa.memory_map(f"{path}") as source:
+                table = pa.ipc.open_stream(source).read_all()
+    _require_columns(function, path.name, names, table.column_names)
+    return {name: table.column(name).to_pylist() for name in names}
+
+
+def _datasets(function: str, path: Path, names: Sequence[str]) -> Columns:
+    """Read a folder of Hugging Face datasets; the numbers of a ClassLabel become its names."""
+    datasets = _module(function, "datasets", path)
+    found = datasets.Dataset.load_from_disk(f"{path}")
+    _require_columns(function, path.name, names, found.column_names)
+    columns: Columns = {}
+    for name in names:
+        values: list[Any] = list(found.with_format(None)[name])
+        kind = found.features[name]
+        if isinstance(kind, datasets.ClassLabel):
+            values = [None if value is None or value < 0 else kind.names[value] for value in values]
+        columns[name] = values
+    return columns

@@ -1,0 +1,263 @@
+"""The declared schema of a table: columns, label, classes and the privacy unit, checked before a file is read.
+
+`own_table.table` calls `schema_of`, and so does `experiments.load_spec`, for [data] of a TOML file. The privacy
+guarantee rests on `schema_of` for units that are persons: a person's rows are found by the column that it requires.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
+from typing import Any, NamedTuple, cast
+
+from privgrad.errors import PrivacyError, described, did_you_mean, expected
+from privgrad.features import Bins, OneHot
+
+ROW = "row"  # the unit of a table whose every row is protected by itself
+_KEYS = {
+    "number": ("kind", "range", "bins", "edges", "log", "missing"),
+    "category": ("kind", "values", "other", "missing"),
+    "ignore": ("kind",),
+}
+_MISSING = ("", "nan", "null")
+_MOST_BINS = 10_000
+
+
+class Where(NamedTuple):
+    """The place of a declaration, for errors: the function, and what precedes the names of its arguments."""
+
+    function: str
+    prefix: str = ""
+
+    def wrong(self, name: str, condition: str, got: object, remedy: str) -> PrivacyError:
+        """Return the error for an argument. This file, `own_table` and `own_images` call it."""
+        return expected(self.function, f"{self.prefix}{name}", condition, got, remedy)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A checked declaration of a table; see `own_table.table` for its attributes.
+
+    `own_table` reads it.
+    """
+
+    columns: Mapping[str, Bins | OneHot]
+    label: str
+    classes: tuple[str, ...]
+    unit: str
+    max_rows: int | None
+    row_id: str | None
+
+    @property
+    def by_person(self) -> bool:
+        """Whether the unit is a person with all of their rows."""
+        return self.unit != ROW
+
+    @property
+    def identifier(self) -> str | None:
+        """The column that names the unit; None if only the content of a row does."""
+        return self.unit if self.by_person else self.row_id
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns that are read."""
+        return [*self.columns, self.label, *([] if self.identifier is None else [self.identifier])]
+
+
+def text_of(value: object) -> str:
+    """Return the text by which values are compared, without surrounding blanks; "" for None and NaN.
+
+    A whole number has no decimal point, and True is "true". The same value from a CSV, an SQLite or a Parquet file has
+    the same text. `own_table` calls it.
+
+    Raises:
+        ValueError: the value is bytes, a list or a mapping, which is no single value.
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        return f"{int(value)}"
+    if isinstance(value, bytes | bytearray | list | tuple | Mapping | set):
+        raise ValueError(f"a {type(cast(object, value)).__name__}")
+    return f"{value}".strip()
+
+
+def is_missing(text: str) -> bool:
+    """Return whether a text is a missing value: empty, NaN or null. `own_table` calls it."""
+    return text.lower() in _MISSING
+
+
+def number_of(value: object) -> float:
+    """Return a number; NaN if it is missing. `own_table` calls it.
+
+    Raises:
+        ValueError: the value is no number.
+    """
+    text = text_of(value)
+    if is_missing(text):
+        return math.nan
+    if isinstance(value, bool) or "_" in text:
+        raise ValueError(text)
+    return float(text)
+
+
+def schema_of(
+    where: Where,
+    *,
+    columns: Any,
+    label: Any,
+    classes: Any,
+    unit: Any,
+    max_rows: int | None = None,
+    row_id: str | None = None,
+) -> Schema:
+    """Return the checked schema of a table.
+
+    Args:
+        where: for errors.
+        columns: as in `table`, and so are the other arguments.
+        label: the column of the classes.
+        classes: the label's allowed values.
+        unit: "row", or the column that identifies a person.
+        max_rows: the most rows kept per person.
+        row_id: a column that names each row.
+    Raises:
+        PrivacyError: the declaration is incomplete or contradicts itself.
+    """
+    shown: object = columns
+    if not isinstance(columns, Mapping) or not columns:
+        remedy = 'declare each input column, such as age = { kind = "number", range = [0, 100] }'
+        raise where.wrong("columns", "to be a table of columns", described(shown), remedy)
+    tables = cast("Mapping[str, Any]", columns)
+    kinds = {name: _column(where, name, table) for name, table in tables.items()}
+    read = {name: kind for name, kind in kinds.items() if kind is not None}
+    if not read:
+        remedy = "declare a column as number or category"
+        raise where.wrong("columns", "to hold an input column", f"{len(kinds)} ignored columns", remedy)
+    if not isinstance(label, str) or not label:
+        remedy = "name the column that holds the classes"
+        raise where.wrong("label", "to be the name of a column", described(label), remedy)
+    names = _texts(where, "classes", classes)
+    if len(names) < 2:
+        raise where.wrong("classes", "to be at least two values", list(names), "list the label's allowed values")
+    _require_unit(where, unit, max_rows, row_id)
+    used = {"label": label, "unit": unit if unit != ROW else None, "row_id": row_id}
+    for role, name in used.items():
+        if name in read:
+            remedy = f"remove it from columns: it is no input, because it is the {role}"
+            raise where.wrong(role, "to be a column apart from the inputs", repr(name), remedy)
+    if label in (used["unit"], row_id):
+        raise where.wrong("label", "to differ from the unit", repr(label), "name the column that holds the classes")
+    return Schema(read, label, names, cast(str, unit), max_rows, row_id)
+
+
+def _require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None) -> None:
+    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
+    if not isinstance(unit, str) or not unit:
+        remedy = (
+            'with "row" each row is protected by itself, and a person with several rows less; with a column, all rows '
+            "of a person are protected together"
+        )
+        condition = 'to be "row" or the name of the column that identifies a person'
+        raise where.wrong("unit", condition, described(unit), remedy)
+    if unit == ROW and max_rows is not None:
+        remedy = "leave it out, or name the column that identifies a person as unit"
+        raise where.wrong("max_rows", 'to be absent for unit "row"', max_rows, remedy)
+    if unit != ROW and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
+        remedy = "give the most rows to keep per person, a public number; later rows of the file are dropped"
+        raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
+    if unit != ROW and row_id is not None:
+        raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id), "leave it out")
+
+
+def _column(where: Where, name: str, table: Any) -> Bins | OneHot | None:
+    """Return the codes of one declared column; None for a column that is ignored."""
+    place = f"columns.{name}"
+    if not isinstance(table, Mapping):
+        shown: object = table
+        remedy = 'give a table, such as { kind = "category", values = ["yes", "no"] }'
+        raise where.wrong(place, "to be a table with a kind", described(shown), remedy)
+    keys = cast("Mapping[str, Any]", table)
+    kind = keys.get("kind")
+    if not isinstance(kind, str) or kind not in _KEYS:
+        remedy = did_you_mean(kind, list(_KEYS), "choose one of these")
+        raise where.wrong(f"{place}.kind", f"to be one of {', '.join(_KEYS)}", repr(kind), remedy)
+    for key in keys:
+        if key not in _KEYS[kind]:
+            remedy = did_you_mean(key, _KEYS[kind], f"choose one of {', '.join(_KEYS[kind])}")
+            raise where.wrong(f"keys of {place}", f"to be known for kind {kind}", repr(key), remedy)
+    missing = keys.get("missing", "error")
+    if missing not in ("error", "category"):
+        remedy = 'with "category", missing values have a code of their own'
+        raise where.wrong(f"{place}.missing", 'to be "error" or "category"', repr(missing), remedy)
+    match kind:
+        case "number":
+            return _bins(where, place, keys, missing=missing == "category")
+        case "category":
+            values, other = _texts(where, f"{place}.values", keys.get("values")), keys.get("other", False)
+            if not isinstance(other, bool):
+                remedy = "with true, all unknown categories share a code"
+                raise where.wrong(f"{place}.other", "to be true or false", described(other), remedy)
+            return OneHot(values, other, missing == "category")
+        case _:
+            return None
+
+
+def _bins(where: Where, place: str, keys: Mapping[str, Any], *, missing: bool) -> Bins:
+    """Return the bins of a number."""
+    if ("range" in keys) == ("edges" in keys):
+        got = "range and edges" if "range" in keys else sorted(keys)
+        remedy = "give range = [low, high] with bins, or edges, from what is publicly known and not from the data"
+        raise where.wrong(place, "to have exactly one of range and edges", got, remedy)
+    log = keys.get("log", False)
+    if not isinstance(log, bool):
+        raise where.wrong(f"{place}.log", "to be true or false", described(log), "write log = true")
+    if "edges" in keys:
+        for key in ("bins", "log"):
+            if key in keys:
+                raise where.wrong(f"{place}.{key}", "to be absent next to edges", keys[key], "leave one of the two out")
+        edges = _numbers(where, f"{place}.edges", keys["edges"])
+        if len(edges) < 3 or any(low >= high for low, high in pairwise(edges)):
+            remedy = "give the ends of the range and an edge between, in rising order"
+            raise where.wrong(f"{place}.edges", "to be at least three rising numbers", keys["edges"], remedy)
+        return Bins(tuple(edges), missing)
+    ends = _numbers(where, f"{place}.range", keys["range"])
+    if len(ends) != 2 or ends[0] >= ends[1]:
+        raise where.wrong(f"{place}.range", "to be [low, high] with low < high", keys["range"], "correct it")
+    bins = keys.get("bins", 16)
+    if isinstance(bins, bool) or not isinstance(bins, int) or not 2 <= bins <= _MOST_BINS:
+        remedy = "give a number such as 16"
+        raise where.wrong(f"{place}.bins", f"to be a whole number from 2 to {_MOST_BINS}", described(bins), remedy)
+    if log and ends[0] < 0:
+        raise where.wrong(f"{place}.range", "to begin at 0 or above for log = true", ends, "leave log out")
+    return Bins.equal(ends[0], ends[1], bins, log=log, missing=missing)
+
+
+def _numbers(where: Where, place: str, values: Any) -> list[float]:
+    """Return a list of finite numbers."""
+    shown: object = values
+    given: list[Any] = list(cast("Sequence[Any]", values)) if isinstance(values, list | tuple) else [None]
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise where.wrong(place, "to be a list of finite numbers", described(shown), "correct it")
+    return [float(value) for value in given]
+
+
+def _texts(where: Where, place: str, values: Any) -> tuple[str, ...]:
+    """Return the texts of different public values."""
+    shown: object = values
+    given: list[Any] = list(cast("Sequence[Any]", values)) if isinstance(values, list | tuple) else []
+    if not given or any(not isinstance(value, str | int | float) for value in given):
+        condition = "to be a list of texts, numbers or true and false"
+        remedy = "list the allowed values from a codebook or form, not from the data"
+        raise where.wrong(place, condition, described(shown), remedy)
+    texts = tuple(text_of(value) for value in given)
+    if double := [text for text in texts if texts.count(text) > 1]:
+        raise where.wrong(place, "to be different values", repr(double[0]), "list each value once")
+    if "" in texts:
+        remedy = 'leave it out, and set missing = "category" in the column for missing values'
+        raise where.wrong(place, "to be values that are not empty", list(texts), remedy)
+    return texts

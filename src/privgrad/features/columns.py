@@ -1,0 +1,176 @@
+"""Codes of one column of a table: bins of numbers, categories, and rows that join several columns.
+
+Users call these functions; `data.own_table` and `data.schema` do too. The privacy guarantee rests on this: each row of
+a result depends on that row only. Edges and categories are arguments, so they are as public as their source.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from privgrad.errors import described, expected, require_integer
+
+
+@dataclass(frozen=True)
+class Bins:
+    """One-hot codes of numbers: one code per bin between public edges.
+
+    A number below the first edge is in the first bin, and a number above the last edge is in the last bin. Bins contain
+    their lower edge; the last bin also contains its upper edge.
+
+    Attributes:
+        edges: at least three increasing finite numbers; m + 1 edges make m bins.
+        missing: whether NaN has a code, the last one. Otherwise NaN is an error.
+    Raises:
+        PrivacyError: the edges are not at least three increasing finite numbers.
+    Privacy:
+        Edges must not come from the private numbers: quantiles of the data are not public.
+    """
+
+    edges: tuple[float, ...]
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        edges = tuple(self.edges)
+        rising = all(low < high for low, high in pairwise(edges))
+        if len(edges) < 3 or not rising or not all(map(math.isfinite, edges)):
+            condition = "to be at least three increasing finite numbers"
+            raise expected("Bins", "edges", condition, list(edges), "give the ends of the range and an edge between")
+        object.__setattr__(self, "edges", tuple(map(float, edges)))
+
+    @classmethod
+    def equal(cls, low: float, high: float, bins: int = 16, *, log: bool = False, missing: bool = False) -> "Bins":
+        """Return bins of equal width over a public range.
+
+        Args:
+            low: lower end of the range, finite.
+            high: upper end of the range, finite and above `low`.
+            bins: number of bins, >= 2.
+            log: whether widths are equal for log(1 + x), for numbers with a heavy tail; `low` is then >= 0.
+            missing: as in Bins.
+        Raises:
+            PrivacyError: a number is out of its range.
+        """
+        require_integer("Bins.equal", "bins", bins, 2)
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            got = f"{low} and {high}"
+            raise expected("Bins.equal", "low and high", "to be finite, and low < high", got, "give a public range")
+        if log and low < 0:
+            raise expected("Bins.equal", "low", "to be >= 0 for log = True", low, "raise it, or leave log out")
+        ends = (math.log1p(low), math.log1p(high)) if log else (low, high)
+        steps = [ends[0] + (ends[1] - ends[0]) * k / bins for k in range(1, bins)]
+        inner = map(math.expm1, steps) if log else steps
+        # Rounded, so that an edge such as 9 is not 9.000000000000002, which would move the number 9 to another bin.
+        return cls((low, *(float(f"{edge:.12g}") for edge in inner), high), missing)
+
+    @property
+    def width(self) -> int:
+        """The number of codes."""
+        return len(self.edges) - 1 + self.missing
+
+    def __call__(self, numbers: Tensor | Sequence[float]) -> Tensor:
+        """Return the one-hot codes of numbers, float32 (n,) -> (n, width).
+
+        Args:
+            numbers: shape (n,); NaN is a missing number.
+        Raises:
+            PrivacyError: the numbers have another shape, or one is NaN and `missing` is False.
+        """
+        values = torch.as_tensor(numbers, dtype=torch.float64)
+        if values.ndim != 1:
+            raise expected("Bins", "numbers", "to have shape (n,)", tuple(values.shape), "give one column")
+        absent = values.isnan()
+        if not self.missing and bool(absent.any()):
+            remedy = "fill it in, or set missing = True for a code of its own"
+            raise expected("Bins", f"number {int(absent.nonzero()[0])}", "to be given", math.nan, remedy)
+        places = torch.bucketize(values, torch.tensor(self.edges[1:-1], dtype=torch.float64), right=True)
+        return F.one_hot(places.masked_fill(absent, len(self.edges) - 1), self.width).float()
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """One-hot codes of categories: one code per public value.
+
+    Attributes:
+        values: the public categories, at least one, all different.
+        other: whether all unknown categories share a code, after those of `values`. Otherwise they are errors.
+        missing: whether None has a code, the last one. Otherwise None is an error.
+    Raises:
+        PrivacyError: there are no values, or two are equal.
+    Privacy:
+        Values must not come from the private column: a category that only one person has would identify this person.
+    """
+
+    values: tuple[Hashable, ...]
+    other: bool = False
+    missing: bool = False
+
+    def __post_init__(self) -> None:
+        values = tuple(self.values)
+        if not values or len(set(values)) < len(values):
+            condition = "to be at least one value, all different"
+            raise expected("OneHot", "values", condition, list(values), "list each public category once")
+        object.__setattr__(self, "values", values)
+
+    @property
+    def width(self) -> int:
+        """The number of codes."""
+        return len(self.values) + self.other + self.missing
+
+    def __call__(self, categories: Iterable[Hashable]) -> Tensor:
+        """Return the one-hot codes of categories, float32 (n, width).
+
+        Args:
+            categories: n values; None is a missing category.
+        Raises:
+            PrivacyError: a category is unknown or None, and has no code.
+        """
+        code = {value: index for index, value in enumerate(self.values)}
+        if self.missing:
+            code[None] = self.width - 1
+        places: list[int] = []
+        for index, category in enumerate(categories):
+            place = code.get(category, len(self.values) if self.other and category is not None else None)
+            if place is None:
+                remedy = "add it to values if it is public, or set other or missing"
+                condition = "to be one of the values"
+                raise expected("OneHot", f"category {index}", condition, described(category), remedy)
+            places.append(place)
+        return F.one_hot(torch.tensor(places, dtype=torch.int64), self.width).float()
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return each row divided by its Euclidean norm, shape (n, ...); rows of zeros stay zeros.
+
+    Args:
+        rows: shape (n, ...), floating point.
+    Raises:
+        PrivacyError: `rows` is not a floating-point tensor of at least two dimensions.
+    """
+    if not rows.is_floating_point() or rows.ndim < 2:
+        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+        raise expected("unit_rows", "rows", "to be floating point, of shape (n, ...)", got, "convert it by .float()")
+    norms = rows.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (rows.ndim - 1))
+    return rows / torch.where(norms > 0, norms, 1.0)
+
+
+def join(blocks: Sequence[Tensor]) -> Tensor:
+    """Return rows of norm 1 that hold the codes of several columns side by side.
+
+    Args:
+        blocks: the codes of each column, (n, width), floating point.
+    Returns:
+        Shape (n, sum of widths). For k one-hot columns, this divides each code by the square root of k.
+    Raises:
+        PrivacyError: there are no blocks, or their numbers of rows differ.
+    """
+    shapes = [tuple(block.shape) for block in blocks]
+    if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
+        condition = "to be at least one tensor, all of shape (n, width)"
+        raise expected("join", "blocks", condition, f"shapes {shapes}", "give the codes of the same rows")
+    return unit_rows(torch.cat(list(blocks), dim=1))
