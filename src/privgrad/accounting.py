@@ -31,7 +31,7 @@ from privgrad.errors import (
     require_positive,
     require_rate,
 )
-from privgrad.mechanisms import Mechanism, Release, Repeated, Selection, mechanisms_of
+from privgrad.mechanisms import Mechanism, Release, Repeated, Selection, Split, each_group, mechanisms_of
 
 Accountant = Literal["pld", "rdp"]
 
@@ -44,7 +44,7 @@ _COARSE_ORDERS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256
 
 
 def epsilon(
-    releases: Iterable[Release | Selection],
+    releases: Iterable[Release | Selection | Split],
     *,
     delta: float,
     accountant: Accountant = "pld",
@@ -53,7 +53,8 @@ def epsilon(
     """Compute the epsilon of all releases together, at the given delta.
 
     Args:
-        releases: the releases; their order does not matter.
+        releases: the releases; their order does not matter. With a Split, the result is the largest epsilon over the
+            groups that a person may be in.
         delta: in (0, 1).
         accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid. With a
             Selection it returns that of RDP, because PLD does not cover Selections.
@@ -74,12 +75,12 @@ def epsilon(
     """
     require_delta("epsilon", delta)
     require_choice("epsilon", "accountant", accountant, get_args(Accountant))
-    mechanisms = mechanisms_of("epsilon", releases, assume_poisson=assume_poisson)
-    return _epsilon(mechanisms, float(delta), accountant)
+    found = [mechanisms_of("epsilon", own, assume_poisson=assume_poisson) for own in each_group("epsilon", releases)]
+    return max(_epsilon(mechanisms, float(delta), accountant) for mechanisms in found)
 
 
 def attack_success(
-    releases: Iterable[Release | Selection], *, false_positive_rate: float, assume_poisson: bool = False
+    releases: Iterable[Release | Selection | Split], *, false_positive_rate: float, assume_poisson: bool = False
 ) -> float:
     """Bound the success of every attack that tells from the releases whether one unit was in the data.
 
@@ -102,9 +103,14 @@ def attack_success(
     Reference:
         Kairouz, Oh, Viswanath 2015 (arXiv 1311.0776).
     """
-    alpha = false_positive_rate
-    require_rate("attack_success", alpha)
-    mechanisms = mechanisms_of("attack_success", releases, assume_poisson=assume_poisson)
+    function, alpha = "attack_success", false_positive_rate
+    require_rate(function, alpha)
+    found = [mechanisms_of(function, own, assume_poisson=assume_poisson) for own in each_group(function, releases)]
+    return max(_attack_success(mechanisms, alpha) for mechanisms in found)
+
+
+def _attack_success(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
+    """Compute `attack_success` of one group of people."""
     if not mechanisms:
         return alpha
     if _lacks_noise(mechanisms):

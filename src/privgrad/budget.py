@@ -6,6 +6,7 @@ its whole cost is committed. It does not rest on `calibrate` and `left`, or on w
 """
 
 import getpass
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -26,7 +27,7 @@ from privgrad.errors import (
 )
 from privgrad.ledger import Ledger
 from privgrad.ledger_file import VERSION, LedgerFile
-from privgrad.mechanisms import Release, Selection, mechanisms_of
+from privgrad.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.plan import PrivacyPlan
 from privgrad.privacy_filter import filter_epsilon
 from privgrad.types import PrivacyUnit
@@ -160,7 +161,7 @@ class Budget:
         release = Release(sigma or 0.0, sample_rate, count=steps)
         return 0.0 if sigma is None else accounting.epsilon([release], delta=self.delta)
 
-    def commit(self, name: str, releases: Iterable[Release | Selection], *, by: str | None = None) -> None:
+    def commit(self, name: str, releases: Iterable[Release | Selection | Split], *, by: str | None = None) -> None:
         """Write down the most that a training may cost, before it starts.
 
         Args:
@@ -274,7 +275,7 @@ class Budget:
         """Write a commitment, unless it is there already."""
         if not isinstance(wanted.name, str) or not wanted.name:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise expected("Budget.commit", "name", "to be a text", described(wanted.name), "name the training")
-        if not mechanisms_of("Budget.commit", wanted.releases):
+        if not any(mechanisms_of("Budget.commit", own) for own in each_group("Budget.commit", wanted.releases)):
             raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
         file, state = self._open()
         with closing(file):
@@ -319,8 +320,14 @@ class Budget:
         held = list(commitments)
         if not held:
             return 0.0
-        releases = [release for one in held for release in one.releases]
-        found = filter_epsilon(releases, first=held[0].releases, delta=self.delta, total_epsilon=self.total_epsilon)
+        # A person is in one group of each Split. The cost of all is that of the person who pays the most.
+        return max(self._cost_of(own) for own in itertools.product(*map(_groups_of, held)))
+
+    def _cost_of(self, held: Sequence[Sequence[Release | Selection]]) -> float:
+        """Return the epsilon of the releases that concern one person, by commitment."""
+        releases = [release for own in held for release in own]
+        first = next(filter(None, held), ())
+        found = filter_epsilon(releases, first=first, delta=self.delta, total_epsilon=self.total_epsilon)
         # A single commitment was fixed before any result. If only PLD lets it in, nothing is admitted after it.
         return min(found, accounting.epsilon(releases, delta=self.delta)) if len(held) == 1 else found
 
@@ -351,3 +358,8 @@ def _signed(by: str | None) -> tuple[str, str]:
     except (KeyError, OSError):  # a container's user may have no name
         person = "unknown"
     return person, datetime.now(UTC).date().isoformat()
+
+
+def _groups_of(commitment: Commitment) -> list[list[Release | Selection]]:
+    """Return the releases of a commitment by the group that a person may be in."""
+    return each_group("Budget", commitment.releases)

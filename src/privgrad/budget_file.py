@@ -5,13 +5,13 @@ commitment that was read as a cheaper one would leave room that is not there.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from privgrad.errors import expected, require_choice, require_delta, require_integer, require_positive
-from privgrad.mechanisms import Release, Selection, mechanisms_of
+from privgrad.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.types import PrivacyUnit
 
 _LONGEST_FIRST_LINE = 1 << 16
@@ -42,7 +42,7 @@ class Commitment:
     """
 
     name: str
-    releases: tuple[Release | Selection, ...]
+    releases: tuple[Release | Selection | Split, ...]
     by: str
     date: str
     ledger: str | None = None
@@ -50,9 +50,15 @@ class Commitment:
     released: str = ""
 
     @property
+    def count(self) -> int:
+        """The number of releases; a selection counts as one. `cli.budget` shows it."""
+        return sum(release.count for own in (_flat(one) for one in self.releases) for release in own)
+
+    @property
     def terms(self) -> tuple[Any, ...]:
         """Return the parts that a second commitment of the same name must share. `Budget` compares them."""
-        return mechanisms_of("Budget", self.releases), self.ledger, self.is_seeded, self.released
+        found = [mechanisms_of("Budget", own) for own in each_group("Budget", self.releases)]
+        return found, self.ledger, self.is_seeded, self.released
 
 
 @dataclass
@@ -72,38 +78,18 @@ class BudgetState:
         elif "values" in line:
             self.values[line["draw"]] = [float(value) for value in line["values"]]
         else:
-            releases = (
-                *(Release(*numbers) for numbers in line["releases"]),
-                *(
-                    Selection(
-                        tuple(Release(*numbers) for numbers in one["releases"]),
-                        one["mean"],
-                        float("inf") if one["shape"] is None else one["shape"],
-                        one["count"],
-                    )
-                    for one in line["selections"]
-                ),
-            )
-            mechanisms_of("Budget", releases)
+            releases = tuple(map(_release_of, line["releases"]))
+            for own in each_group("Budget", releases):
+                mechanisms_of("Budget", own)
             terms = line["by"], line["date"], line["ledger"], line["is_seeded"], line["released"]
             self.commitments[line["draw"]] = Commitment(line["draw"], releases, *terms)
 
 
 def line_of(commitment: Commitment) -> dict[str, Any]:
-    """Return a commitment as a line of the file holds it; an infinite shape is null."""
-    selections = [one for one in commitment.releases if isinstance(one, Selection)]
+    """Return a commitment as a line of the file holds it."""
     return {
         "draw": commitment.name,
-        "releases": _plain(commitment.releases),
-        "selections": [
-            {
-                "releases": _plain(one.releases),
-                "mean": one.mean,
-                "shape": None if one.shape == float("inf") else one.shape,
-                "count": one.count,
-            }
-            for one in selections
-        ],
+        "releases": list(map(_plain, commitment.releases)),
         "by": commitment.by,
         "date": commitment.date,
         "ledger": commitment.ledger,
@@ -112,10 +98,30 @@ def line_of(commitment: Commitment) -> dict[str, Any]:
     }
 
 
-def _plain(releases: Iterable[Release | Selection]) -> list[list[Any]]:
-    """Return the Releases as lists of their numbers. Selections are left out."""
-    found = (one for one in releases if isinstance(one, Release))
-    return [[one.noise_multiplier, one.sample_rate, one.scheme, one.count] for one in found]
+def _flat(release: Release | Selection | Split) -> list[Release | Selection]:
+    """Return the releases of all groups of a Split, or the release itself."""
+    return [one for group in release.groups for one in group] if isinstance(release, Split) else [release]
+
+
+def _plain(release: Release | Selection | Split) -> Any:
+    """Return a release as JSON: a Release as a list of its numbers; an infinite shape of a Selection is null."""
+    if isinstance(release, Release):
+        return [release.noise_multiplier, release.sample_rate, release.scheme, release.count]
+    if isinstance(release, Split):
+        return {"groups": [list(map(_plain, group)) for group in release.groups]}
+    shape = None if release.shape == float("inf") else release.shape
+    inner = list(map(_plain, release.releases))
+    return {"best_of": inner, "mean": release.mean, "shape": shape, "count": release.count}
+
+
+def _release_of(plain: Any) -> Release | Selection | Split:
+    """Return the release that `_plain` wrote."""
+    if isinstance(plain, list):
+        return Release(*cast("list[Any]", plain))
+    if "groups" in plain:
+        return Split(tuple(tuple(_release_of(one) for one in group) for group in plain["groups"]))  # type: ignore[misc]
+    shape = float("inf") if plain["shape"] is None else plain["shape"]
+    return Selection(tuple(Release(*one) for one in plain["best_of"]), plain["mean"], shape, plain["count"])
 
 
 def require_facts(facts: Mapping[str, Any]) -> None:

@@ -20,6 +20,8 @@ from privgrad.errors import (
 )
 from privgrad.types import SamplingScheme
 
+_MOST_GROUPS = 256  # combinations whose cost is computed one by one
+
 
 @dataclass(frozen=True)
 class Release:
@@ -63,6 +65,41 @@ class Selection:
     mean: float
     shape: float
     count: int = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Releases from groups of people that have no member in common, such as a training part and a held-out part.
+
+    `experiments.prices` makes it; users can.
+
+    Attributes:
+        groups: by group, all releases from the data of its members. A group with no releases is ().
+    Privacy:
+        Each person is in one group, with all data of this person. A rule about this person alone decides which, such as
+        a coin or a keyed hash, so that nobody else moves if one person more or less is in the data. A person then
+        pays for the releases of one group, and the cost of all is that of the group that costs the most.
+    """
+
+    groups: tuple[tuple[Release | Selection, ...], ...]
+
+
+def each_group(function: str, releases: Iterable[Release | Selection | Split]) -> list[list[Release | Selection]]:
+    """Return, for each combination of groups that a person may be in, the releases that concern this person.
+
+    `accounting` and `privacy_filter` compute the cost of each, and take the largest.
+
+    Raises:
+        PrivacyError: there are too many combinations.
+    """
+    found: list[list[Release | Selection]] = [[]]
+    for release in releases if isinstance(releases, Iterable) else [releases]:  # pyright: ignore[reportUnnecessaryIsInstance]
+        groups = release.groups if isinstance(release, Split) else ((release,),)
+        found = [[*before, *group] for before in found for group in groups]
+        if len(found) > _MOST_GROUPS:
+            remedy = "score on training people in place of held-out ones, or begin another budget"
+            raise expected(function, "groups of people", f"to be at most {_MOST_GROUPS}", len(found), remedy)
+    return found
 
 
 class Repeated(NamedTuple):

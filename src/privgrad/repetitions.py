@@ -10,7 +10,7 @@ from privgrad.mechanisms import require_law
 from privgrad.rng import RandomSource
 
 
-def draw_repetitions(mean: float, shape: float, source: RandomSource, *, step: int = 0) -> int:
+def draw_repetitions(mean: float, shape: float, source: RandomSource | None = None, *, step: int = 0) -> int:
     """Draw the number of runs K of a Selection.
 
     Computes: the smallest k with P(K <= k) >= u, for a uniform u of 64 bits.
@@ -18,7 +18,7 @@ def draw_repetitions(mean: float, shape: float, source: RandomSource, *, step: i
     Args:
         mean: of K, >= 1.
         shape: as in Selection: 0 logarithmic, 1 geometric, infinity Poisson, else truncated negative binomial.
-        source: `RandomSource()`, of the operating system's entropy. With a research seed K is known to everyone.
+        source: None takes the operating system's entropy. With a source of a research seed K is known to everyone.
         step: index of the draw. The same source and step give the same K.
     Returns:
         K >= 1, or K >= 0 for the Poisson law. With K = 0 nothing is run and nothing is released.
@@ -31,7 +31,7 @@ def draw_repetitions(mean: float, shape: float, source: RandomSource, *, step: i
         Papernot, Steinke 2022 (arXiv 2110.03620), definition 1 and section 3.4.
     """
     require_law("draw_repetitions", mean, shape)
-    uniform = (int(source.stream("repetitions").uint64(step, 1)[0]) + 0.5) * 2.0**-64
+    uniform = (int((source or RandomSource()).stream("repetitions").uint64(step, 1)[0]) + 0.5) * 2.0**-64
     k, log_probability = _first(mean, shape)
     stop = halting_exponent(mean, shape) if shape < math.inf else 0.0
     total = math.exp(log_probability)

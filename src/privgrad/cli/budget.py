@@ -29,7 +29,7 @@ def budget(
             "name": one.name,
             "by": one.by,
             "date": one.date,
-            "releases": sum(release.count for release in one.releases),
+            "releases": one.count,
             "epsilon": epsilon(one.releases, delta=found.delta),
         }
         for one in found.commitments
