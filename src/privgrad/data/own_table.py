@@ -38,6 +38,7 @@ def table(
     row_id: str | None = None,
     test: PathLike | None = None,
     test_share: Share = 0.0,
+    test_every: Annotated[int, Ge(2)] | None = None,
     validation_share: Share = 0.0,
     split_key: str = "",
     table: str | None = None,
@@ -59,7 +60,9 @@ def table(
         max_rows: for persons: the most rows per person, a public number. The person's first rows in the file are kept.
         row_id: for rows: a column that names each row. Without it, rows of the same content share a part.
         test: a second file of the same format and columns, whose rows are the test part.
-        test_share: the share of units in the test part, in [0, 1); 0 with `test`.
+        test_share: the share of units in the test part, in [0, 1); 0 with `test` and with `test_every`.
+        test_every: k >= 2: units whose id is an integer one below a multiple of k form the test part. It repeats
+            published splits. Needs `row_id`, or persons with integer ids.
         validation_share: the share of units in the validation part, in [0, 1).
         split_key: a text that changes which units are in which part; at most 64 bytes.
         table: the table of an SQLite file.
@@ -78,9 +81,12 @@ def table(
         where, columns=columns, label=label, classes=classes, unit=unit, max_rows=max_rows, row_id=row_id
     )
     require_split(where, test, test_share, validation_share, split_key)
+    require_every(where, test_every, schema.identifier, test, test_share)
     own, chosen = _read(schema, Path(path), table), _Parts([], [], [])
     for key, rows in own.units:
-        getattr(chosen, part_of(key, split_key, test_share, validation_share)).append(rows)
+        is_test = test_every is not None and _integer(own, key) % test_every == test_every - 1
+        part = "test" if is_test else part_of(key, split_key, test_share, validation_share)
+        getattr(chosen, part).append(rows)
     if not chosen.train:
         remedy = "lower test_share and validation_share, or give a larger file"
         raise expected("table", f"the training part of {own.name}", "to hold at least 1 unit", 0, remedy)
@@ -135,6 +141,32 @@ def require_split(where: Where, test: object, test_share: float, validation_shar
     if not isinstance(split_key, str) or len(split_key.encode()) > _LONGEST_KEY:  # pyright: ignore[reportUnnecessaryIsInstance]
         remedy = "shorten it"
         raise where.wrong("split_key", f"to be a text of at most {_LONGEST_KEY} bytes", described(split_key), remedy)
+
+
+def require_every(where: Where, every: int | None, identifier: str | None, test: object, test_share: float) -> None:
+    """Raise PrivacyError unless `test_every` is absent, or alone decides the test part of units that have an id.
+
+    `experiments.load_spec` also calls it.
+    """
+    if every is None:
+        return
+    if isinstance(every, bool) or not isinstance(every, int) or every < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise where.wrong("test_every", "to be an integer >= 2", described(every), "4 tests on a quarter of the units")
+    if test is not None or test_share > 0:
+        got = "test" if test is not None else f"test_share = {test_share}"
+        raise where.wrong("test_every", "to be given without test and test_share", got, "leave one of them out")
+    if identifier is None:
+        remedy = "give row_id, the column of row numbers, or test_share"
+        raise where.wrong("row_id", "to be given for test_every", None, remedy)
+
+
+def _integer(own: "_Content", key: str) -> int:
+    """Return a unit's id as an integer; raise PrivacyError for an id that is none."""
+    try:
+        return int(key)
+    except ValueError as error:
+        condition, remedy = f"to have integer ids in {own.name} for test_every", "give test_share in its place"
+        raise expected("table", "units", condition, repr(key), remedy) from error
 
 
 def part_of(unit: str | bytes, key: str, test_share: float, validation_share: float) -> Part:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from privgrad.data import LOADERS, DataSet, image_folder, table
 from privgrad.data.own_images import require_images
-from privgrad.data.own_table import require_split
+from privgrad.data.own_table import require_every, require_split
 from privgrad.data.pretrained import pretrained
 from privgrad.data.schema import ROW, Where, schema_of
 from privgrad.errors import did_you_mean, expected
@@ -147,12 +147,15 @@ def require_declared(given: DataTable, loader: Callable[..., DataSet], place: st
         raise where.wrong("public", "to be 0 for files, whose parts are decided for each unit", given.public, remedy)
     shares = {name: options.get(name) or 0.0 for name in ("test_share", "validation_share")}
     require_split(where, options.get("test"), **shares, split_key=options.get("split_key", ""))
-    if "test" not in options and not shares["test_share"] and place == "data":
+    is_tested = shares["test_share"] or not {"test", "test_every"}.isdisjoint(options)
+    if not is_tested and place == "data":
         remedy = "add test_share = 0.25, or the path of a second file as test"
         raise where.wrong("test or data.test_share", "to be given", None, remedy)
     if loader is table:
         names = ("columns", "label", "classes", "unit", "max_rows", "row_id")
-        schema_of(where, **{name: options.get(name) for name in names})
+        schema = schema_of(where, **{name: options.get(name) for name in names})
+        every = options.get("test_every")
+        require_every(where, every, schema.identifier, options.get("test"), shares["test_share"])
     else:
         require_images(where, *(options.get(name) for name in ("classes", "size", "channels", "unit")))
 
@@ -187,7 +190,7 @@ def load(given: DataTable, encoder: str | None) -> DataSet:
     if loader in _FILES:
         for name in ("path", "test"):
             path = (given.file or given.folder) if name == "path" else options.get("test")
-            options |= {} if path is None else {name: given.home / path}
+            options |= {} if path is None else {name: given.home / Path(path).expanduser()}
         return loader(**options)
     if "tokenizer" in inspect.signature(loader).parameters:
         options["tokenizer"] = encoder_folder(encoder)
