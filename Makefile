@@ -6,7 +6,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 .PHONY: help demo test slow bench lint docs dist clean
 
 help:
-	@echo "make demo   install into .venv, train on real data, write report/index.html"
+	@echo "make demo   install into .venv, train privately on real data, write report/index.html"
 	@echo "make test   install into .venv, run the tests"
 	@echo "make slow   the tests that take minutes"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
@@ -22,7 +22,7 @@ help:
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/privgrad compare examples/digits.toml --out report --restart
+	$(BIN)/privgrad compare examples/recipes/digits_private.toml --out report --restart
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -1,4 +1,6 @@
-"""Pictures of the demo's report for docs/reports.md: `make demo`, then `python docs/screenshots.py`.
+"""Pictures of a report for docs/reports.md.
+
+Run `privgrad compare examples/digits.toml --out report`, then `python docs/screenshots.py`.
 
 Needs Chromium and, from PyPI, playwright.
 """

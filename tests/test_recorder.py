@@ -17,11 +17,12 @@ import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.diagnostics import RawRecorder
 from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.one_training import Run
 from privgrad.experiments.records import diagnosed, diagnosis, histograms
 from privgrad.experiments.report import figures
 from privgrad.experiments.report.metadata import metadata_of
 from privgrad.experiments.report.page import write_report
-from privgrad.experiments.runner import Run, _ClipFraction, compare, train
+from privgrad.experiments.runner import _ClipFraction, compare, train
 from privgrad.experiments.spec import Spec
 from privgrad.private_gradient import RawStep
 

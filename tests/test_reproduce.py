@@ -22,9 +22,9 @@ from privgrad.experiments import runner
 from privgrad.experiments.build import encoder_folder, make_data
 from privgrad.experiments.folder import read_records
 from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.one_training import Run
 from privgrad.experiments.records import in_phase
 from privgrad.experiments.report import figures
-from privgrad.experiments.runner import Run
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import best_candidate, beyond_edge
 from privgrad.papers.reproduce import _beside_paper, _load, items, prepared, reproduce

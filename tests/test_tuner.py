@@ -16,7 +16,8 @@ from conftest import account_by_rdp
 from privgrad.experiments import runner, tuner
 from privgrad.experiments.build import make_data
 from privgrad.experiments.load_spec import check_spec
-from privgrad.experiments.runner import Run, compare
+from privgrad.experiments.one_training import Run
+from privgrad.experiments.runner import compare
 from privgrad.experiments.spec import Candidate, Spec
 from privgrad.experiments.tuner import best_candidate, candidate_of, grid_text, judge, wider
 

@@ -2,6 +2,7 @@
 
 from privgrad import audit, clip, federated, optim, perturb, precondition, side_information
 from privgrad.budget import Budget
+from privgrad.comparison import compare
 from privgrad.defaults import Suggestion, suggest
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.public_gradient import PublicGradient
@@ -32,6 +33,7 @@ __all__ = [
     "UnsupportedModuleError",
     "audit",
     "clip",
+    "compare",
     "federated",
     "fit",
     "optim",

@@ -1,7 +1,7 @@
 """Commands that run the trainings of an experiment.
 
-typer calls `train` and `compare` for the commands of these names. They call `experiments.runner` and
-`experiments.report`. The privacy guarantee does not rest on this file.
+typer calls `train` and `compare` for the commands of these names. They call `experiments.runner`,
+`experiments.paid_runner` and `experiments.comparing`. The privacy guarantee does not rest on this file.
 """
 
 from pathlib import Path
@@ -11,10 +11,12 @@ import typer
 from rich.text import Text
 
 from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable
-from privgrad.experiments import runner
+from privgrad.experiments import paid_runner, runner
+from privgrad.experiments.comparing import paid_report_of, report_of
 from privgrad.experiments.folder import Record
 from privgrad.experiments.folder import restart as put_aside
 from privgrad.experiments.load_spec import load_spec
+from privgrad.experiments.prices import prices_of, way_of
 from privgrad.experiments.spec import Spec
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
@@ -45,8 +47,15 @@ def train(
 
 
 def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_json: AsJson = False) -> None:
-    """Train several methods under one budget, tuned on one grid, over several seeds. Run it again to resume."""
+    """Compare methods, tuned on one grid. Run it again to resume.
+
+    With privacy.total_epsilon the comparison is private: tuning and training together cost this total. Otherwise it is
+    research: several seeds, which are public, and no privacy.
+    """
     loaded, folder = _prepare(spec, out, restart)
+    if loaded.privacy.total_epsilon is not None:
+        _compare_privately(loaded, folder, as_json=as_json)
+        return
     with stoppable():
         records = runner.compare(loaded, folder, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json)
@@ -70,28 +79,37 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
     return loaded, folder
 
 
+def _compare_privately(spec: Spec, folder: Path, *, as_json: bool) -> None:
+    """Show the price of each way to spend the total, run the chosen one, and print and write what was paid for."""
+    from privgrad.experiments.report.paid import price_table, result_text
+
+    if not as_json:
+        STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
+    with stoppable():
+        records = paid_runner.compare(spec, folder, progress=not as_json)
+    outcome = paid_report_of(spec, records, folder, command=command_line())
+    if as_json:
+        print_json(outcome)
+        return
+    STDOUT.print(Text(result_text(outcome, records)))
+    STDOUT.print(Text(f"Weights: {outcome['model']}\nReport: {outcome['report']}"))
+
+
 def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool) -> None:
     """Write the report of all trainings in the folder, and print its summary or, with `as_json`, its numbers."""
-    # matplotlib is an optional extra and slow to import, so only commands that draw import it.
-    from privgrad.experiments.records import in_phase, summarize
-    from privgrad.experiments.report.grids import verdicts, words
-    from privgrad.experiments.report.metadata import metadata_of
-    from privgrad.experiments.report.page import write_report
+    from privgrad.experiments.records import in_phase
     from privgrad.experiments.report.terminal import summary_table
     from privgrad.experiments.report.texts import total_text
 
-    metadata = metadata_of(spec, records, folder, command=command_line())
-    index = write_report(records, metadata, folder)
+    answer, metadata = report_of(spec, records, folder, command=command_line())
     if as_json:
-        grids = {name: words(verdict) for name, verdict in verdicts(records).items()}
-        rows = [row | {"grid": grids.get(row["method"])} for row in summarize(records)]
-        seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
-        total = metadata["total_epsilon"] and metadata["total_epsilon"]["value"]
-        print_json({"report": str(index), "methods": rows, "research_seeds": seeds, "total_epsilon": total})
+        print_json(answer)
         return
     STDOUT.print(summary_table(records))
-    if any(record["seed"] is not None for record in records):
-        STDOUT.print("Research seeds: the noise is predictable, and protects nobody.")
+    if answer["research_seeds"]:
+        STDOUT.print(
+            "Research seeds: each ε would hold if nobody knew them. They are public, so the noise protects nobody."
+        )
     if metadata["total_epsilon"] is not None:
         STDOUT.print(Text(total_text(metadata["total_epsilon"], tuned=bool(in_phase(records, "tuning")))))
-    STDOUT.print(f"Report: {index}")
+    STDOUT.print(f"Report: {answer['report']}")

@@ -161,7 +161,7 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
 
 def _is_validated(spec: Spec) -> bool:
     """Return whether a method is tuned by its results on validation examples."""
-    by_validation = spec.tuning is not None and spec.tuning.by != "train_loss"
+    by_validation = spec.tuning is not None and spec.tuning.by != "train_loss" and spec.tuning.way is None
     return by_validation and any(spec.is_tuned(method) for method in spec.methods)
 
 

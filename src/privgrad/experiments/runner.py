@@ -10,72 +10,35 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.progress import Progress
 from torch import nn
 
-from privgrad import optim
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
 from privgrad.experiments.build import (
-    losses_for,
     make_data,
-    make_model,
     measure,
     outcomes,
-    preconditioner,
-    public_examples,
-    public_gradient,
     require_images,
-    warm_start,
 )
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
-from privgrad.experiments.records import FEW_CLIPPED, own_text, rate_text
+from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, prepare
+from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import COSTS, at_rate, best_candidate, beyond_edge, candidate_of, wider
-from privgrad.optim.adaptive import Debiased
-from privgrad.plan import PrivacyPlan
-from privgrad.private_gradient import PrivateGradient, RawStep
+from privgrad.private_gradient import RawStep
 from privgrad.progress import bars
 from privgrad.training import fit
 from privgrad.training_run import FitResult
 
 if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard
-
-Phase = Literal["tuning", "final"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training of a comparison: a method with its tuned values, a seed and a phase."""
-
-    method: MethodTable
-    candidate: Candidate
-    seed: int | None
-    phase: Phase
-
-    @property
-    def name(self) -> str:
-        """Return the name of the folder for the run's ledger and checkpoint. `report.metadata` also reads it."""
-        norm = "" if self.method.max_grad_norm is None else f"-C{self.candidate.max_grad_norm:g}"
-        radius = "" if self.candidate.radius is None else f"-r{self.candidate.radius:g}"
-        local = "" if self.candidate.local_lr is None else f"-local{self.candidate.local_lr:g}"
-        name, own = (quote(text, safe=" ,;+=()") for text in (self.method.name, own_text(self.candidate.own)))
-        own = own and f"-{own}"  # quoted, so that no two runs share a folder
-        return f"{name}{norm}-{rate_text(self.candidate)}{radius}{local}{own}-{self.phase}-seed{self.seed}"
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Return the key that identifies the run's record."""
-        return (self.method.name, self.candidate, self.seed, self.phase)
 
 
 def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
@@ -182,15 +145,9 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
     """Do one run with `fit`, in its own folder, and return its record."""
-    if run.seed is not None:
-        torch.manual_seed(run.seed)
-    model, plan = make_model(spec, data), spec.plan(run.seed, run.method, run.candidate.max_grad_norm)
-    method, folder = run.method.with_own(run.candidate), out / "runs" / run.name
-    public = public_gradient(method, model, data)
-    if method.warm_start is not None:
-        warm_start(method.warm_start, model, public_examples(method, data), data)
-    optimizer = method.make(model.named_parameters(), run.candidate, public=public, steps=plan.steps)
-    made = preconditioner(method.precondition, public, model, data)
+    folder = out / "runs" / run.name
+    made = prepare(spec, run, data)
+    plan, private_grad, optimizer = made.plan, made.private_grad, made.optimizer
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
     validated = run.phase == "tuning" and not by_train_loss
     # If tuning uses the training loss, a tuning run may later serve as a final run: it needs the diagnostics too.
@@ -207,25 +164,15 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
             return {name: value for name, value in measured.items() if name not in raw}
         return measured | raw
 
-    private_grad = PrivateGradient(
-        model,
-        losses_for(data, views=spec.run.augmentation_multiplicity),
-        plan,
-        perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
-        precondition=made,
-        engine=spec.run.engine,
-        microbatch_size=spec.run.microbatch_size,
-        memory_mb=spec.run.memory_mb,
-    )
     if recorder is not None:
         private_grad.register_raw_observer(recorder.observe)
-    if plan.seed is not None and not method.non_private:
+    if plan.seed is not None and not run.method.non_private:
         private_grad.register_raw_observer(clipped.observe)
     result = fit(
         private_grad,
         optimizer,
         data.train,
-        scheduler=spec.schedule_of(method),
+        scheduler=spec.schedule_of(run.method),
         evaluate=evaluate,
         num_evaluations=spec.run.num_evaluations,
         on_evaluate=board,
@@ -236,11 +183,9 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if board is not None:
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
-    record = _record(run, plan, data, result, optimizer, clipped.fraction, validated=validated)
-    record["simulates_epsilon"] = private_grad.simulated_epsilon
-    record["side_information"] = made.source if made is not None else public.source if public is not None else None
+    record = _record(run, made, data, result, clipped.fraction, validated=validated)
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
-        record["raw_train_loss"] = float(outcomes(result.averaged or model, data.train, data)[0].mean())
+        record["raw_train_loss"] = float(outcomes(result.averaged or made.model, data.train, data)[0].mean())
     return record
 
 
@@ -288,18 +233,6 @@ def _append_raw(out: Path, run: Run, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _noise_step(run: Run, optimizer: optim.PrivateOptimizer) -> float | None:
-    """Return the noise step of a training's peak rate; None for one without it, and without noise."""
-    if run.candidate.noise_step is not None:
-        return run.candidate.noise_step
-    if run.method.assumed_noise_std is not None:
-        return None
-    for group in optimizer.param_groups:  # the training is over, and a schedule may have lowered the rate
-        group["lr"] = run.candidate.lr
-    step = optimizer.noise_step
-    return float(f"{step:.4g}") if step > 0 else None
-
-
 def _tensorboard(folder: Path, data: DataSet) -> "TensorBoard":
     """Return a TensorBoard writer; it is imported only here, because it is an optional extra."""
     try:
@@ -322,45 +255,20 @@ def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
 
 
 def _record(
-    run: Run,
-    plan: PrivacyPlan,
-    data: DataSet,
-    result: FitResult,
-    optimizer: optim.PrivateOptimizer,
-    clip_fraction: float | None,
-    *,
-    validated: bool,
+    run: Run, made: Prepared, data: DataSet, result: FitResult, clip_fraction: float | None, *, validated: bool
 ) -> Record:
     """Return the record of one run, a line of runs.jsonl."""
     last = result.curve[-1]
-    assert plan.delta is not None
-    method = run.method.with_own(run.candidate)
-    return {
-        "method": run.method.name,
-        "optimizer": method.optimizer,
-        "options": method.options,
-        "precondition": None if method.precondition is None else method.precondition.model_dump(),
-        **run.candidate._asdict(),
-        "noise_step": _noise_step(run, optimizer),
-        "seed": run.seed,
-        "phase": run.phase,
-        "epsilon": result.ledger.epsilon(delta=plan.delta, assume_poisson=not plan.is_covered),
-        "delta": plan.delta,
-        "sampling": plan.sampling,
-        "score": data.score,
+    return facts_of(run, made, data, result) | {
         "measured_on": data.measured_on,
         "test_accuracy": None if validated else last.get("accuracy"),
         "test_loss": None if validated else last["loss"],
         "validation_accuracy": last.get("accuracy") if validated else None,
         "validation_loss": last["loss"] if validated else None,
         **({} if clip_fraction is None else {"raw_clip_fraction": clip_fraction}),
-        "fraction_floored": optimizer.fraction_floored() if isinstance(optimizer, Debiased) else None,
         # Histograms are kept of the last evaluation only.
         "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
-        "updates": result.updates,
-        "seconds": result.seconds,
-        "examples_per_second": result.examples_per_second,
-        "data": sizes_text(data, plan),
+        "data": sizes_text(data, made.plan),
     }
 
 

@@ -248,12 +248,16 @@ class Spec(Table):
 
     def _plan(self, seed: int | None, max_grad_norm: float) -> PrivacyPlan:
         """Return the plan of [privacy] with one clipping norm, without regard to a method."""
-        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate"})
+        numbers: dict[str, Any] = self.privacy.model_dump(exclude_none=True, exclude={"simulate", "budget"})
         numbers["max_grad_norm"] = max_grad_norm
+        if self.privacy.total_epsilon is not None:
+            remedy = "run `privgrad compare`, which divides it; or give target_epsilon, of one training"
+            raise expected("Spec.plan", "privacy.total_epsilon", "to be divided", self.privacy.total_epsilon, remedy)
         if (self.privacy.target_epsilon is None) == (self.privacy.noise_multiplier is None):
             name = "exactly one of privacy.target_epsilon and privacy.noise_multiplier"
             got = f"{self.privacy.target_epsilon} and {self.privacy.noise_multiplier}"
-            raise expected("load_spec", name, "to be given", got, "give one of the two")
+            remedy = "give one of the two, or total_epsilon for a private comparison"
+            raise expected("load_spec", name, "to be given", got, remedy)
         if self.privacy.noise_multiplier is None:
             return PrivacyPlan.for_budget(**numbers, seed=seed)
         rate = self.privacy.expected_batch_size / self.privacy.num_examples

@@ -98,13 +98,17 @@ class ModelTable(Table):
 class PrivacyTable(Table):
     """The table [privacy]: the numbers that decide the guarantee.
 
-    Apart from sampling, grid and unit they have no defaults. Give either `target_epsilon` or `noise_multiplier`. With
+    Apart from sampling, grid and unit they have no defaults. Give one of `target_epsilon` (of each training),
+    `noise_multiplier` and `total_epsilon` (of a private comparison: tuning, scores and training together). `budget` is
+    the file of a budget that a private comparison shares with other releases from the same data; see Budget. With
     `privacy_unit` "user", every number of examples is a number of users; see PrivacyPlan. With `simulate` K > 1, the
     trainings simulate this plan in batches of 1/K of its size, and have no privacy; see PrivacyPlan.scaled.
     """
 
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
+    total_epsilon: float | None = Field(default=None, gt=0)
+    budget: str | None = None
     delta: float
     max_grad_norm: float
     num_examples: int
@@ -188,12 +192,20 @@ class TuningTable(Table):
     `noise_steps` is the grid of all private methods: every method gets the same number of trainings, see
     `tuner.wider`. A method whose optimizer has no noise step then gives a grid `lr` of the same length. `lr` is the
     grid of all methods without their own, where `noise_steps` is not given. With `extend`, a grid grows as long as the
-    best value is at its edge.
+    best value is at its edge. `seeds` are research seeds.
+
+    A private comparison has a `way` in place of seeds; see `prices`. `score_on` names the people whose noisy score
+    chooses: those of the training set, other people who are held out, or public examples, for whom it is free.
+    `mean_runs` and `shape` are the law of the number of trainings of "select": a truncated negative binomial.
     """
 
     noise_steps: Grid | None = None
     lr: Grid | None = None
-    seeds: list[int] = Field(min_length=1)
+    seeds: list[int] = Field(default=[], min_length=1)
+    way: Literal["trials", "select"] | None = None
+    score_on: Literal["training", "held-out", "public"] = "training"
+    mean_runs: float = Field(default=8.0, ge=1)
+    shape: float = Field(default=1.0, ge=0)
     by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
     extend: bool = False
 

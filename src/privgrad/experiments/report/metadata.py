@@ -15,7 +15,7 @@ import torch
 
 from privgrad.accounting import epsilon
 from privgrad.experiments.folder import Record
-from privgrad.experiments.runner import Run
+from privgrad.experiments.one_training import Run
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger

@@ -87,7 +87,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     folder.mkdir(parents=True, exist_ok=True)
     rows, total, score = summarize(records), metadata.get("total_epsilon"), score_of(records)
     names, privacy = tuned_names(records), _privacy(records, rows)
-    page = _template().render(
+    page = template("page.html.j2").render(
         metadata=metadata,
         plan=plan,
         on=measured_on(records),
@@ -194,12 +194,13 @@ def _draw_into(folder: Path, records: Sequence[Record]) -> dict[str, dict[str, s
 
 
 @cache
-def _template() -> jinja2.Template:
-    """Return the page's template with its filters."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+def template(name: str) -> jinja2.Template:
+    """Return the template of a page with its filters. `report.paid` calls it too."""
+    folder = resources.files("privgrad.experiments.report")
+    loader = jinja2.FunctionLoader(lambda file: folder.joinpath(file).read_text("utf-8"))
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
     environment.filters.update(epsilon=epsilon_text, short=_short)
-    source = resources.files("privgrad.experiments.report").joinpath("page.html.j2")
-    return environment.from_string(source.read_text("utf-8"))
+    return environment.get_template(name)
 
 
 def _headline(

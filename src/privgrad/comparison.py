@@ -1,0 +1,75 @@
+"""compare(): a comparison of methods from Python, with the options of the TOML file.
+
+Users call it. The privacy guarantee does not rest on this file: it calls what `privgrad compare` calls.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from privgrad.errors import described, expected, require_path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from privgrad.data import DataSet
+
+
+def compare(
+    spec: str | Path | Mapping[str, Any],
+    *,
+    out: str | Path,
+    data: "Callable[..., DataSet] | None" = None,
+    model: "Callable[..., nn.Module] | None" = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Compare methods as `privgrad compare` does, and write the same folder. A second call resumes it.
+
+    Args:
+        spec: the path of a TOML file, or its tables as a mapping. docs/experiments.md lists the options.
+        out: the folder of ledgers, records, weights and report.
+        data: a function that returns a DataSet, in place of [data] name. It must be at the top level of a module.
+            Other keys of [data] are its arguments.
+        model: a function from the DataSet to a module, in place of [model] name; also at the top level of a module.
+        progress: show progress bars.
+    Returns:
+        With privacy.total_epsilon: the outcome by name: "accuracy", "interval", "epsilon" (the total), "method",
+        "noise_step", and "model" (the path of the weights). Otherwise, for research: "methods" (one row per method),
+        "total_epsilon" and "research_seeds". In both cases "report" is the path of the page.
+    Raises:
+        PrivacyError: as `privgrad compare`.
+        BudgetExceededError: a shared budget has less left than the total.
+    Privacy:
+        With privacy.total_epsilon everything is paid for before the first training. Without it, seeds are public, and
+        nothing is private.
+    """
+    # The experiments import pydantic, and reports matplotlib: `import privgrad` does not wait for them.
+    from privgrad.experiments.comparing import compare_and_report
+    from privgrad.experiments.load_spec import check_spec, read_tables
+
+    require_path("compare", "out", out, "give a folder's path")
+    if isinstance(spec, str | Path):
+        tables, path = read_tables(spec), Path(spec)
+    elif isinstance(spec, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        tables, path = dict(spec), Path("spec.toml")
+    else:
+        raise expected("compare", "spec", "to be a path or a mapping", described(spec), "give the path of a TOML file")
+    for name, function in (("data", data), ("model", model)):
+        if function is not None:
+            tables[name] = {**tables.get(name, {}), "name": _name_of(name, function)}
+    return compare_and_report(check_spec(tables, path), Path(out), progress=progress)
+
+
+def _name_of(place: str, function: Callable[..., Any]) -> str:
+    """Return "module:function" for a function at the top level of a module.
+
+    Raises:
+        PrivacyError: the function cannot be found by its name, as a lambda or a nested one.
+    """
+    import sys
+
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not function:
+        remedy = "move it to the top level of a module: a resumed comparison finds it by its name"
+        raise expected("compare", place, "to be a function that its module names", described(function), remedy)
+    return f"{module}:{name}"

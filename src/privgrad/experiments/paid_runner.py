@@ -1,0 +1,322 @@
+"""Run a private comparison: tuning, scores and the final training within one total epsilon.
+
+`privgrad compare` and `privgrad.compare` call it for a spec with privacy.total_epsilon. The privacy guarantee of the
+total rests on this file, and on `prices`: everything is committed to a budget before the first training, and only what
+the budget holds leaves the folder raw/.
+"""
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from scipy.stats import binomtest
+from torch import Tensor, nn
+
+from privgrad.budget import Budget
+from privgrad.data import DataSet
+from privgrad.errors import expected
+from privgrad.experiments.build import outcomes, unit_scores
+from privgrad.experiments.folder import Record, append, describe, read_records
+from privgrad.experiments.one_training import Run, facts_of, prepare
+from privgrad.experiments.prices import Price, candidates_of, price
+from privgrad.experiments.records import rate_text
+from privgrad.experiments.runner import open_folder
+from privgrad.experiments.sources import sizes_text
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.tuner import candidate_of
+from privgrad.progress import bars
+from privgrad.releases import release_mean
+from privgrad.repetitions import draw_repetitions
+from privgrad.training import fit
+
+_CONFIDENCE = 0.95
+
+
+def at_noise(spec: Spec, noise_multiplier: float) -> Spec:
+    """Return the spec of single trainings with this noise, in place of a total epsilon. The report calls it too."""
+    privacy = {"total_epsilon": None, "budget": None, "noise_multiplier": noise_multiplier}
+    return spec.model_copy(update={"privacy": spec.privacy.model_copy(update=privacy)})
+
+
+def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
+    """Tune and train within privacy.total_epsilon; the noise comes from the operating system's entropy.
+
+    Args:
+        spec: an experiment with privacy.total_epsilon.
+        out: folder for budget, ledgers, model, records and report. A second call resumes an interrupted comparison.
+        progress: show the current training.
+    Returns:
+        The records that were paid for, also in out/runs.jsonl: those of trials, with noisy scores, and the final one.
+        With "select" it is the final one alone.
+    Raises:
+        BudgetExceededError: the shared budget has less left than the total.
+        PrivacyError: the data or the model do not suit the spec, or `out` holds another comparison.
+    Privacy:
+        All releases are committed to the budget before the first training. The folder raw/ holds what no epsilon
+        covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
+        the comparison depends on that number too.
+    """
+    cost = price(spec)
+    final = at_noise(spec, cost.noise_multiplier)
+    data = open_folder(final, out, describe(spec))
+    _require_scores(spec, data)
+    commit(spec, cost, out)
+    with bars(shown=progress) as bar:
+        if cost.way == "select":
+            _select(final, cost, data, out, bar)
+        else:
+            method, candidate = candidates_of(spec)[0]
+            if cost.way == "trials":
+                method, candidate = _best_of_trials(spec, cost, data, out, bar)
+            _train_last(final, Run(method, candidate, None, "final"), data, out, bar)
+    return read_records(out)
+
+
+def commit(spec: Spec, cost: Price, out: Path) -> Budget:
+    """Write all releases of a comparison to its budget, before anything is trained, and return the budget.
+
+    A comparison that resumes has committed the same releases already; then nothing is written.
+
+    Privacy:
+        In a shared budget the folder's commitment has a random name, which the folder keeps: a comparison that begins
+        again in a new folder pays again.
+    """
+    table = spec.privacy
+    shared = table.budget is not None
+    budget = Budget(
+        Path(table.budget).expanduser() if table.budget is not None else out / "budget.jsonl",
+        total_epsilon=None if shared else table.total_epsilon,
+        delta=table.delta,
+        num_examples=None if shared else table.num_examples,
+        privacy_unit=table.privacy_unit,
+    )
+    budget.require_covered("compare", table.num_examples, table.privacy_unit)
+    budget.commit(_name_of(out) if shared else "comparison", cost.releases)
+    return budget
+
+
+def _name_of(out: Path) -> str:
+    """Return the name of the folder's commitment in a shared budget; the first call writes it to the folder."""
+    path = out / "commitment.txt"
+    if not path.exists():
+        complete = path.with_suffix(".new")
+        complete.write_text(f"{out.name} {secrets.token_hex(8)}")
+        os.replace(complete, path)
+    return path.read_text()
+
+
+def _require_scores(spec: Spec, data: DataSet) -> None:
+    """Raise PrivacyError unless the data have what the scores of candidates are measured on.
+
+    Privacy:
+        People who are held out pay for scores alone. This needs that a rule about each person decides who is held out.
+        A part of fixed size would change with every person who comes or goes.
+    """
+    score_on, held_out = "" if spec.tuning is None else spec.tuning.score_on, len(data.validation)
+    if score_on and data.score is None:
+        remedy = 'leave [tuning] out, and give one noise_step; or give target_epsilon and by = "loss" for research'
+        raise expected("compare", "data.score", "to be accuracy or recall for paid tuning", None, remedy)
+    if score_on == "public" and data.public is None:
+        remedy = 'set it to the number of public examples, or score_on = "training"'
+        raise expected("compare", "data.public", 'to be positive for score_on = "public"', 0, remedy)
+    if score_on == "held-out" and (data.split != "unit" or not held_out):
+        remedy = 'give [data] file and validation_share, or score_on = "training"'
+        condition = "to be held out by a rule for each person"
+        raise expected("compare", "the validation part", condition, f"{data.name}, split by {data.split}", remedy)
+    if held_out and score_on != "held-out":
+        remedy = "leave it out: scores are measured on the training people, with noise, or on public examples"
+        if data.split == "unit":
+            remedy += '; or set score_on = "held-out"'
+        raise expected("compare", "the validation part", "to be empty with total_epsilon", "examples in it", remedy)
+
+
+def _best_of_trials(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Progress) -> tuple[MethodTable, Candidate]:
+    """Train every candidate once with the noise of trials, and return the one with the best noisy score."""
+    assert cost.trial_noise is not None
+    trial = at_noise(spec, cost.trial_noise)
+    candidates = candidates_of(spec)
+    task = bar.add_task("trials", total=len(candidates), note="")
+    for method, candidate in candidates:
+        run = Run(method, candidate, None, "tuning")
+        bar.update(task, note=f"{method.name}  {rate_text(candidate)}")
+        if _find(read_records(out), run) is None:
+            append(out, [_train_scored(trial, run, cost, data, out / "runs" / run.name, bar)[0]])
+        bar.advance(task)
+    trials = [record for record in read_records(out) if record["phase"] == "tuning"]
+    best = max(trials, key=lambda record: record["validation_accuracy"])
+    return next(pair for pair in candidates if (pair[0].name, pair[1]) == (best["method"], candidate_of(best)))
+
+
+def _select(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Progress) -> None:
+    """Train a secret, random number of random candidates; release the best one and its score."""
+    if any(record["phase"] == "final" for record in read_records(out)):
+        return
+    assert spec.tuning is not None
+    raw, candidates = out / "raw", candidates_of(spec)
+    chosen = _secret_choice(raw / "selection.json", spec, len(candidates))
+    task = bar.add_task("selection", total=None, note="")  # the total is secret
+    tried: list[tuple[float, int, Record, nn.Module]] = []
+    for number, index in enumerate(chosen):
+        method, candidate = candidates[index]
+        run = Run(method, candidate, None, "final")
+        record, model = _train_scored(spec, run, cost, data, raw / "runs" / str(number), bar)
+        tried.append((record["validation_accuracy"], -number, record, model))
+        bar.advance(task)
+    _, place, record, model = max(tried, key=lambda one: one[:2])
+    folder = out / "runs" / record["folder"]
+    shutil.copytree(raw / "runs" / str(-place), folder, dirs_exist_ok=True)
+    _publish(out, record | _tested(model, data), model)
+
+
+def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
+    """Return the candidates of "select", by index: a random number of independent draws, from system entropy.
+
+    The first call writes them to a file under raw/, so that a resumed comparison keeps them. NOT private.
+    """
+    if path.exists():
+        return json.loads(path.read_text())
+    assert spec.tuning is not None
+    number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
+    chosen = [secrets.randbelow(count) for _ in range(number)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    complete = path.with_suffix(".new")
+    complete.write_text(json.dumps(chosen))
+    os.replace(complete, path)
+    return chosen
+
+
+def _train_scored(
+    spec: Spec, run: Run, cost: Price, data: DataSet, folder: Path, bar: Progress
+) -> tuple[Record, nn.Module]:
+    """Train once, and return the record with the score that chooses, and the model.
+
+    The score of people gets noise and is charged to a ledger of its own, next to that of the training.
+    """
+    assert spec.tuning is not None
+    record, model = _train(spec, run, data, folder, bar)
+    people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
+    assert people is not None
+    values = unit_scores(model, people, data)
+    if cost.score_noise is None:
+        return record | {"validation_accuracy": values.mean().item(), "score_noise_std": 0.0}, model
+    count = _public_count(spec)
+    score = release_mean(
+        values.unsqueeze(1),
+        bound=1.0,
+        noise_multiplier=cost.score_noise,
+        num_examples=count,
+        delta=spec.privacy.delta,
+        privacy_unit=spec.privacy.privacy_unit,
+        ledger=folder / "score" / "ledger.jsonl",
+    ).item()
+    return record | {"validation_accuracy": score, "score_noise_std": cost.score_noise / count}, model
+
+
+def _public_count(spec: Spec) -> int:
+    """Return the public number by which the sum of a score is divided.
+
+    For people who are held out it is the number to expect from num_examples and the shares of [data].
+    """
+    if spec.tuning is None or spec.tuning.score_on != "held-out":
+        return spec.privacy.num_examples
+    held_out, tested = (float(spec.data.options.get(f"{part}_share", 0.0)) for part in ("validation", "test"))
+    return max(1, round(spec.privacy.num_examples * held_out / (1 - held_out - tested)))
+
+
+def _train(spec: Spec, run: Run, data: DataSet, folder: Path, bar: Progress) -> tuple[Record, nn.Module]:
+    """Train once without any evaluation, and return the record and the model that is to be measured."""
+    made = prepare(spec, run, data)
+    if not math.isfinite(made.private_grad.epsilon(steps=1)):
+        remedy = "leave the method out, or give it side information that is public"
+        raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf, remedy)
+    result = fit(
+        made.private_grad,
+        made.optimizer,
+        data.train,
+        scheduler=spec.schedule_of(run.method),
+        ema_decay=spec.run.ema_decay,
+        output_dir=folder,
+        progress=bar,
+    )
+    record = facts_of(run, made, data, result) | {
+        "folder": run.name,
+        "measured_on": "test",
+        "curve": [],
+        "data": sizes_text(data, made.plan),
+    }
+    return record, result.averaged or made.model
+
+
+def _train_last(spec: Spec, run: Run, data: DataSet, out: Path, bar: Progress) -> None:
+    """Train the chosen candidate, measure it on the test set, and write its record and its weights."""
+    if _find(read_records(out), run) is None:
+        record, model = _train(spec, run, data, out / "runs" / run.name, bar)
+        _publish(out, record | _tested(model, data), model)
+
+
+def _publish(out: Path, record: Record, model: nn.Module) -> None:
+    """Write the weights of the final model, and then its record."""
+    torch.save(model.state_dict(), out / "model.pt")
+    append(out, [record])
+
+
+def _tested(model: nn.Module, data: DataSet) -> Record:
+    """Measure the final model on the test set. NOT private for the people in it."""
+    losses, _ = outcomes(model, data.test, data)
+    found: Record = {"test_loss": losses.double().mean().item(), "test_accuracy": None}
+    if data.score is not None:
+        values = unit_scores(model, data.test, data).double()
+        found |= {"test_accuracy": values.mean().item(), "interval": interval(values), "test_units": len(values)}
+    return found
+
+
+def interval(values: Tensor) -> list[float]:
+    """Return a 95 % confidence interval of the mean of per-person values in [0, 1], by the test set's size.
+
+    It is Wilson's for values of 0 and 1, and otherwise the normal approximation.
+    """
+    count, center = len(values), values.mean().item()
+    if bool(((values == 0) | (values == 1)).all()):
+        found = binomtest(int(values.sum()), count).proportion_ci(_CONFIDENCE, method="wilson")
+        return [float(found.low), float(found.high)]
+    half = 1.96 * values.std().item() / math.sqrt(count)
+    return [max(0.0, center - half), min(1.0, center + half)]
+
+
+def _find(records: Sequence[Record], run: Run) -> Record | None:
+    """Return the record of a run, or None if there is none yet."""
+    return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)
+
+
+def outcome_of(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, Any]:
+    """Return the result of a private comparison by name, for `--json` and for Python."""
+    cost, last = price(spec), next(record for record in records if record["phase"] == "final")
+    budget = commit(spec, cost, out)
+    trials = [
+        {"method": r["method"], "noise_step": r["noise_step"], "own": r["own"], "score": r["validation_accuracy"]}
+        for r in records
+        if r["phase"] == "tuning"
+    ]
+    return {
+        "method": last["method"],
+        "noise_step": last["noise_step"],
+        "own": last["own"],
+        "accuracy": last["test_accuracy"],
+        "interval": last.get("interval"),
+        "loss": last["test_loss"],
+        "epsilon": cost.epsilon,
+        "delta": spec.privacy.delta,
+        "way": cost.way,
+        "score": last.get("validation_accuracy"),
+        "trials": trials,
+        "budget": str(budget.path),
+        "budget_spent": budget.spent(),
+        "model": str(out / "model.pt"),
+    }

@@ -1,0 +1,231 @@
+"""The price of a private comparison: three ways to spend one total epsilon on tuning and training.
+
+`paid_runner` and the command line call it; `load_spec` calls `require_payable`. The privacy guarantee of a private
+comparison rests on `price`: its releases are all that the comparison makes, and all are committed before the first.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from privgrad import accounting
+from privgrad.errors import expected
+from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.mechanisms import Release, Selection, Split
+
+Way = Literal["none", "trials", "select"]
+ScoreOn = Literal["training", "held-out", "public"]
+
+# Shares of the total, counted in squared inverse noise, which adds up over releases.
+_SHARE_OF_TRIALS = 0.1
+_SHARE_OF_SCORES = 0.05
+
+
+@dataclass(frozen=True)
+class Price:
+    """A way to spend the total epsilon of a comparison.
+
+    Attributes:
+        way: "none" trains the only candidate. "trials" trains every candidate once with much noise, and the best one
+            again. "select" trains a random number of random candidates, and releases the best one.
+        candidates: the number of candidates.
+        noise_multiplier: of the training whose model is released.
+        trial_noise: the noise multiplier of a trial; None without trials.
+        score_noise: the noise multiplier of a score, which is a sum over people; None without paid scores.
+        releases: everything that the comparison releases from the training data.
+        epsilon: of these releases, at most the total.
+    """
+
+    way: Way
+    candidates: int
+    noise_multiplier: float
+    trial_noise: float | None
+    score_noise: float | None
+    releases: tuple[Release | Selection | Split, ...]
+    epsilon: float
+
+
+def candidates_of(spec: Spec) -> list[tuple[MethodTable, Candidate]]:
+    """Return all candidates of all methods, in their order. `paid_runner` calls it."""
+    return [(method, candidate) for method in spec.methods for candidate in dict.fromkeys(spec.grid(method))]
+
+
+def way_of(spec: Spec) -> Way:
+    """Return the way that a spec chooses: that of [tuning], or "none" without it."""
+    return "none" if spec.tuning is None or spec.tuning.way is None else spec.tuning.way
+
+
+def price(spec: Spec, way: Way | None = None) -> Price:
+    """Return the noise with which a private comparison costs its total epsilon, and all its releases.
+
+    Args:
+        spec: an experiment with privacy.total_epsilon.
+        way: None takes that of the spec. Another one is for comparing prices.
+    Raises:
+        PrivacyError: no noise multiplier meets the total.
+    Privacy:
+        The noise is calibrated on the safe side, with all releases of the comparison composed.
+    Reference:
+        "trials": Panda et al. 2022 (arXiv 2212.04486); only the noise step is carried over. "select": Liu, Talwar 2019
+        (arXiv 1811.07971); Papernot, Steinke 2021 (arXiv 2110.03620).
+    """
+    way = way or way_of(spec)
+    table, tuning, count = spec.privacy, spec.tuning, len(candidates_of(spec))
+    assert table.total_epsilon is not None
+    score_on = "training" if tuning is None else tuning.score_on
+    mean, shape = (8.0, 1.0) if tuning is None else (tuning.mean_runs, tuning.shape)
+    numbers = (table.total_epsilon, table.delta, table.expected_batch_size / table.num_examples, table.steps)
+    return _price(way, count, *numbers, score_on=score_on, mean=mean, shape=shape)
+
+
+def prices_of(spec: Spec) -> dict[Way, Price]:
+    """Return the prices of all ways that fit a spec, the chosen one included. The command line prints them."""
+    found: dict[Way, Price] = {"none": price(spec, "none")}
+    if way_of(spec) == "trials" or all(one.noise_step is not None for _, one in candidates_of(spec)):
+        found["trials"] = price(spec, "trials")
+    found["select"] = price(spec, "select")
+    return found
+
+
+@cache
+def _price(
+    way: Way,
+    count: int,
+    total: float,
+    delta: float,
+    rate: float,
+    steps: int,
+    *,
+    score_on: ScoreOn,
+    mean: float,
+    shape: float,
+) -> Price:
+    """Compute `price` from its numbers."""
+    budget: dict[str, Any] = {"target_epsilon": total, "delta": delta}
+    trial: float | None = None
+    score: float | None = None
+    sigma = accounting.calibrate_noise_multiplier(**budget, sample_rate=rate, steps=steps)
+    if way == "none":
+        releases: tuple[Release | Selection | Split, ...] = (Release(sigma, rate, count=steps),)
+        return Price(way, count, sigma, None, None, releases, accounting.epsilon(releases, delta=delta))
+    # The noise at which a single sum costs the total.
+    alone = accounting.calibrate_noise_multiplier(**budget, sample_rate=1.0, steps=1)
+    if way == "trials":
+        trial = _rounded_up(sigma * math.sqrt(count / _SHARE_OF_TRIALS))
+        if score_on == "training":
+            score = _rounded_up(alone * math.sqrt(count / _SHARE_OF_SCORES))
+        elif score_on == "held-out":  # scores are all that these people pay for
+            score = accounting.calibrate_noise_multiplier(**budget, sample_rate=1.0, steps=count)
+        before = (Release(trial, rate, count=count * steps), *_scores(score if score_on == "training" else None, count))
+        sigma = accounting.calibrate_noise_multiplier(**budget, sample_rate=rate, steps=steps, besides=before)
+        releases = (*before, Release(sigma, rate, count=steps))
+        if score_on == "held-out":
+            releases = (Split((releases, _scores(score, count))),)
+    else:
+        ratio = alone / sigma / math.sqrt(_SHARE_OF_SCORES)
+
+        def repeated(noise: float) -> tuple[Selection, ...]:
+            scores = _scores(noise * ratio if score_on == "training" else None, 1)
+            return (Selection((Release(noise, rate, count=steps), *scores), mean, shape),)
+
+        def scored(noise: float) -> tuple[Selection, ...]:
+            return (Selection(_scores(noise, 1), mean, shape),)
+
+        sigma = accounting.calibrate(repeated, **budget)
+        score = sigma * ratio if score_on == "training" else None
+        releases = repeated(sigma)
+        if score_on == "held-out":
+            score = accounting.calibrate(scored, **budget)
+            releases = (Split((repeated(sigma), scored(score))),)
+    return Price(way, count, sigma, trial, score, releases, accounting.epsilon(releases, delta=delta))
+
+
+def _scores(noise: float | None, count: int) -> tuple[Release, ...]:
+    """Return the releases of paid scores; none if scores are free."""
+    return () if noise is None else (Release(noise, 1.0, count=count),)
+
+
+def _rounded_up(noise: float) -> float:
+    """Return a noise multiplier rounded up to three digits, which costs less than the given one."""
+    scale = 10 ** (math.floor(math.log10(noise)) - 2)
+    return float(f"{math.ceil(noise / scale) * scale:.6g}")
+
+
+def require_payable(spec: Spec) -> None:
+    """Raise PrivacyError unless a spec with privacy.total_epsilon describes a comparison that this total can cover.
+
+    A spec without it must not have the options of a private comparison. `load_spec` calls it.
+    """
+    if spec.privacy.total_epsilon is None:
+        if spec.tuning is not None and spec.tuning.way is not None:
+            remedy = "give total_epsilon in place of target_epsilon, or leave tuning.way out"
+            raise expected("load_spec", "privacy.total_epsilon", "to be given for tuning.way", None, remedy)
+        if spec.privacy.budget is not None:
+            remedy = "give total_epsilon in place of target_epsilon, or leave privacy.budget out"
+            raise expected("load_spec", "privacy.total_epsilon", "to be given for privacy.budget", None, remedy)
+        if spec.tuning is not None and not spec.tuning.seeds:
+            remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
+            raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
+        return
+    _require_private_tables(spec)
+    for method in spec.methods:
+        _require_private_method(method)
+    count = len(candidates_of(spec))
+    if spec.tuning is None and count > 1:
+        remedy = 'add [tuning] with way = "trials" or "select", or keep one method with one noise_step'
+        raise expected("load_spec", "[tuning]", "to be given for several candidates", f"{count} candidates", remedy)
+    if way_of(spec) == "trials":
+        _require_trials(spec)
+
+
+def _require_private_tables(spec: Spec) -> None:
+    """Raise PrivacyError unless the tables apart from the methods suit a private comparison."""
+    privacy, tuning = spec.privacy, spec.tuning
+    for name in ("target_epsilon", "noise_multiplier"):
+        if getattr(privacy, name) is not None:
+            remedy = "leave one of the two out: total_epsilon covers tuning and training together"
+            raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", 1, remedy)
+    if privacy.sampling != "poisson" or privacy.simulate > 1:
+        got = "sampling = 'fixed'" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
+        raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, "leave this key out")
+    places = [("run", spec.run), *([] if tuning is None else [("tuning", tuning)])]
+    if seeded := [name for name, table in places if "seeds" in table.model_fields_set]:
+        remedy = "leave it out: a seed makes the noise predictable. For research, give target_epsilon and seeds"
+        raise expected("load_spec", f"{seeded[0]}.seeds", "to be absent with total_epsilon", "seeds", remedy)
+    if spec.run.diagnose:
+        remedy = "leave it out: diagnostics are computed before the noise"
+        raise expected("load_spec", "run.diagnose", "to be false with total_epsilon", True, remedy)
+    if tuning is None:
+        return
+    if tuning.way is None:
+        remedy = 'add way = "trials", or way = "select"; docs/private-tuning.md compares them'
+        raise expected("load_spec", "tuning.way", "to be given with total_epsilon", None, remedy)
+    if tuning.extend:
+        remedy = "leave it out: the number of trainings must be known before the first one"
+        raise expected("load_spec", "tuning.extend", "to be false with total_epsilon", True, remedy)
+    if tuning.by != "accuracy":
+        got, remedy = tuning.by, "leave it out: a loss has no bound, so a noisy one cannot be paid for"
+        raise expected("load_spec", "tuning.by", 'to be "accuracy" with total_epsilon', got, remedy)
+
+
+def _require_private_method(method: MethodTable) -> None:
+    """Raise PrivacyError if no finite epsilon covers a method."""
+    unbounded = {
+        "non_private": method.non_private,
+        "perturb.rule": method.perturb is not None and method.perturb.rule == "RawSAM",
+        "precondition.rule": method.precondition is not None and method.precondition.rule.startswith("raw_"),
+    }
+    for name, is_unbounded in unbounded.items():
+        if is_unbounded:
+            place, remedy = f"methods.{method.name}.{name}", "leave the method out: its epsilon is infinite"
+            raise expected("load_spec", place, "to have a finite epsilon with total_epsilon", name, remedy)
+
+
+def _require_trials(spec: Spec) -> None:
+    """Raise PrivacyError unless every candidate has a noise step: a learning rate fits one noise only."""
+    for method, candidate in candidates_of(spec):
+        if candidate.noise_step is None:
+            place = f"methods.{method.name}.noise_step"
+            remedy = 'give noise steps, leave the method out, or choose way = "select"'
+            raise expected("load_spec", place, "to be given for trials", f"lr = {candidate.lr:g}", remedy)

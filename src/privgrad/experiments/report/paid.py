@@ -1,0 +1,145 @@
+"""Show a private comparison: what was paid for, and nothing else.
+
+The command line calls it. The privacy guarantee does not rest on this file: it reads released numbers only, from
+runs.jsonl and from the budget, and nothing from the folder raw/.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from privgrad.experiments.folder import Record
+from privgrad.experiments.prices import Price, Way
+from privgrad.experiments.records import own_text, score_of
+from privgrad.experiments.report.page import template
+from privgrad.experiments.report.texts import epsilon_text
+from privgrad.experiments.spec import Spec
+from privgrad.mechanisms import Release, Selection, Split
+from privgrad.statement import Statement
+
+WAYS: dict[Way, str] = {"none": "no tuning", "trials": "small trials", "select": "repeat and select"}
+
+
+def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
+    """Return the three ways to spend the total epsilon, as a table for the terminal. An arrow marks the chosen one."""
+    total, delta = spec.privacy.total_epsilon, spec.privacy.delta
+    assert total is not None
+    table = Table(title=f"Ways to spend ε = {epsilon_text(total)} at δ = {delta:g}", title_justify="left")
+    table.add_column("way")
+    for name in ("trainings", "σ, model", "σ, trial", "score's noise"):
+        table.add_column(name, justify="right")
+    for way, price in prices.items():
+        mark = " ←" if way == chosen else ""
+        score = "–" if price.score_noise is None else f"{price.score_noise / spec.privacy.num_examples:.2g}"
+        trial = "–" if price.trial_noise is None else f"{price.trial_noise:.3g}"
+        table.add_row(f"{WAYS[way]}{mark}", _count(price, spec), f"{price.noise_multiplier:.3g}", trial, score)
+    return table
+
+
+def _count(price: Price, spec: Spec) -> str:
+    """Return the number of trainings of a way; that of "select" is secret, and only its mean is public."""
+    if price.way == "select":
+        mean = 8.0 if spec.tuning is None else spec.tuning.mean_runs
+        return f"secret, {mean:g} on average"
+    return "1" if price.way == "none" else f"{price.candidates} + 1"
+
+
+def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
+    """Return the result as one or two sentences, for the terminal and for the page."""
+    last = next(record for record in records if record["phase"] == "final")
+    chosen = [f"u {outcome['noise_step']:g}"] if outcome["noise_step"] is not None else []
+    chosen += filter(None, [own_text(outcome["own"])])
+    text = f"{outcome['method']} ({', '.join(chosen)})" if chosen else str(outcome["method"])
+    if outcome["accuracy"] is None:
+        text += f" has a test loss of {outcome['loss']:.4f}"
+    else:
+        low, high = outcome["interval"]
+        text += (
+            f" reaches a test {score_of(records)} of {100 * outcome['accuracy']:.1f} % "
+            f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test examples)"
+        )
+    tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
+    return f"{text}. Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
+
+
+def write_page(
+    spec: Spec,
+    price: Price,
+    outcome: Mapping[str, Any],
+    records: Sequence[Record],
+    statement: Statement,
+    folder: Path,
+    *,
+    command: str,
+) -> Path:
+    """Write index.html, which needs no other file, and return its path."""
+    trials = [
+        {
+            "method": record["method"],
+            "rate": f"{record['noise_step']:g}",
+            "own": own_text(record["own"]),
+            "score": f"{100 * record['validation_accuracy']:.1f} %",
+            "noise": f"± {100 * record['score_noise_std']:.1f}" if record["score_noise_std"] else "exact",
+        }
+        for record in records
+        if record["phase"] == "tuning"
+    ]
+    last = next(record for record in records if record["phase"] == "final")
+    page = template("paid.html.j2").render(
+        title=spec.title,
+        headline=result_text(outcome, records),
+        way=WAYS[price.way],
+        paid=[line for release in price.releases for line in _lines(release, spec)],
+        total=price.epsilon,
+        delta=spec.privacy.delta,
+        trials=trials,
+        score=score_of(records),
+        scored_on=None if spec.tuning is None else spec.tuning.score_on,
+        winner_score=last.get("validation_accuracy"),
+        winner_noise=last.get("score_noise_std"),
+        statement=statement,
+        settings={
+            "Data": last["data"],
+            "Optimizer": last["optimizer"],
+            "Clipping norm C": f"{last['max_grad_norm']:g}",
+            "Noise step u": "–" if last["noise_step"] is None else f"{last['noise_step']:g}",
+            "Own options": own_text(last["own"]) or "–",
+            "Noise multiplier σ": f"{price.noise_multiplier:.4g}",
+            "Expected batch size B": spec.privacy.expected_batch_size,
+            "Steps T": spec.privacy.steps,
+            "Side information": last["side_information"] or "none",
+            "Weights": "model.pt",
+        },
+        specification=spec.model_dump_json(indent=1, exclude_defaults=True),
+        command=command,
+    )
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    return folder / "index.html"
+
+
+def _lines(release: Release | Selection | Split, spec: Spec) -> list[dict[str, str]]:
+    """Return the lines of the bill for a release; for groups of people, one line for each release and group."""
+    if not isinstance(release, Split):
+        return [_described(release, spec)]
+    groups = zip(("training people", "people who are held out"), release.groups, strict=True)
+    lines = [(who, _described(one, spec)) for who, group in groups for one in group]
+    return [line | {"what": f"{line['what']}: paid by {who}"} for who, line in lines]
+
+
+def _described(release: Release | Selection, spec: Spec) -> dict[str, str]:
+    """Return one line of the bill: what was released, how often, and with which noise."""
+    if isinstance(release, Selection):
+        law = "Poisson" if release.shape == math.inf else f"truncated negative binomial of shape {release.shape:g}"
+        inner = "; ".join(f"{one['what']}, σ {one['noise']}" for one in (_described(r, spec) for r in release.releases))
+        count = f"{release.mean:g} on average, {law}"
+        return {"what": f"The best of several runs ({inner})", "count": count, "noise": ""}
+    noise = f"{release.noise_multiplier:.4g}"
+    steps, rate = spec.privacy.steps, spec.privacy.expected_batch_size / spec.privacy.num_examples
+    if release.sample_rate != rate or release.count % steps:
+        return {"what": "Scores of candidates", "count": f"{release.count}", "noise": noise}
+    runs = release.count // steps
+    what = "A training" if runs == 1 else "Trials"
+    return {"what": what, "count": f"{runs} × {steps} steps", "noise": noise}

@@ -1,0 +1,351 @@
+"""A private comparison: its price, its noise, what it writes, and that an interruption spends nothing twice."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting import dp_event, pld, rdp
+from torch import nn
+
+import privgrad as pg
+from privgrad.accounting import _RDP_ORDERS, Release, epsilon
+from privgrad.budget import Budget
+from privgrad.data import DataSet, digits
+from privgrad.errors import BudgetExceededError, PrivacyError
+from privgrad.experiments import paid_runner, runner
+from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.prices import price, prices_of
+from privgrad.experiments.spec import Spec
+from privgrad.ledger import Ledger
+from privgrad.mechanisms import Split
+
+METHOD = {"name": "DP-SGD", "optimizer": "SGD", "options": {"momentum": 0.9}}
+
+
+def spec_of(*, way: str | None = "trials", steps: int = 3, total: float = 2.0, **changes: Any) -> Spec:
+    """Return the spec of a small private comparison on digits."""
+    raw: dict[str, Any] = {
+        "title": "small",
+        "data": {"name": "digits"},
+        "model": {"name": "linear"},
+        "privacy": {
+            "total_epsilon": total,
+            "delta": 1e-4,
+            "max_grad_norm": 1.0,
+            "num_examples": 1437,
+            "expected_batch_size": 64,
+            "steps": steps,
+        },
+        "methods": [METHOD],
+        "tuning": {"way": way, "noise_steps": [0.05, 0.2]},
+    }
+    if way is None:
+        del raw["tuning"]
+        raw["methods"] = [METHOD | {"noise_step": 0.1}]
+    for place, value in changes.items():
+        table, _, key = place.partition("__")
+        raw[table] = raw[table] | {key: value} if key else value
+    return check_spec(raw, "spec.toml")
+
+
+def tree(cost: Any, spec: Spec) -> tuple[Any, Any]:
+    """Return the events of a private comparison, built by hand, and the accountant that knows them."""
+    table, count = spec.privacy, cost.candidates
+    rate, steps = table.expected_batch_size / table.num_examples, table.steps
+
+    def training(sigma: float) -> Any:
+        event = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))
+        return dp_event.SelfComposedDpEvent(event, steps)
+
+    in_training = cost.score_noise is not None and (spec.tuning is None or spec.tuning.score_on == "training")
+    scores = [] if not in_training else [dp_event.GaussianDpEvent(cost.score_noise)]
+    if cost.way == "select":
+        assert spec.tuning is not None
+        run = dp_event.ComposedDpEvent([training(cost.noise_multiplier), *scores])
+        return dp_event.RepeatAndSelectDpEvent(run, spec.tuning.mean_runs, spec.tuning.shape), rdp.RdpAccountant(
+            _RDP_ORDERS
+        )
+    parts = [training(cost.noise_multiplier)]
+    if cost.way == "trials":
+        parts += count * [training(cost.trial_noise)] + count * scores
+    return dp_event.ComposedDpEvent(parts), pld.PLDAccountant(value_discretization_interval=1e-4)
+
+
+FEW = [("none", 1.0, 1, "training"), ("trials", 1.0, 2, "training"), ("select", 3.0, 2, "training")]
+CASES = [
+    *itertools.product(["none"], [0.5, 3.0, 8.0], [1], ["training"]),
+    *itertools.product(["trials"], [0.5, 3.0, 8.0], [2, 6], ["training", "held-out", "public"]),
+    *itertools.product(["select"], [1.0, 3.0], [2, 6], ["training", "held-out", "public"]),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("way", "total", "count", "score_on"), [*FEW, *SLOW])
+def test_the_total_is_that_of_a_tree_of_events_built_by_hand(way: str, total: float, count: int, score_on: str):
+    steps = [0.05 * (k + 1) for k in range(count)]
+    tuning = {"way": way, "noise_steps": steps, "score_on": score_on}
+    spec = spec_of(way=None, steps=20, total=total) if way == "none" else spec_of(steps=20, total=total, tuning=tuning)
+    cost: Any = price(spec)
+    event, accountant = tree(cost, spec)
+    accountant.compose(event)
+    by_hand = accountant.get_epsilon(spec.privacy.delta)
+    if way != "select":  # the smaller of both accountants is valid
+        other = rdp.RdpAccountant(_RDP_ORDERS)
+        other.compose(event)
+        by_hand = min(by_hand, other.get_epsilon(spec.privacy.delta))
+    assert cost.epsilon <= total
+    assert cost.epsilon == pytest.approx(by_hand, rel=1e-3)
+    assert cost.epsilon == pytest.approx(total, rel=2e-3)
+    assert isinstance(event, dp_accounting.DpEvent)
+    if score_on == "held-out":  # these people pay for their scores alone, and up to the same total
+        score = dp_event.GaussianDpEvent(cost.score_noise)
+        held = dp_event.RepeatAndSelectDpEvent(score, 8.0, 1.0) if way == "select" else score
+        other = rdp.RdpAccountant(_RDP_ORDERS) if way == "select" else pld.PLDAccountant()
+        other.compose(held, 1 if way == "select" else count)
+        assert other.get_epsilon(spec.privacy.delta) == pytest.approx(total, rel=2e-3)
+
+
+def test_the_ways_are_priced_for_one_total():
+    prices = prices_of(spec_of())
+    assert set(prices) == {"none", "trials", "select"}
+    assert prices["none"].noise_multiplier < prices["trials"].noise_multiplier < prices["select"].noise_multiplier
+
+
+@pytest.mark.parametrize("way", [None, "trials", "select"])
+def test_a_private_comparison_commits_first_and_publishes_what_was_paid_for(way: str | None, tmp_path: Path):
+    spec = spec_of(way=way)
+    records = paid_runner.compare(spec, tmp_path, progress=False)
+    cost = price(spec)
+    outcome = paid_runner.outcome_of(spec, records, tmp_path)
+    assert outcome["epsilon"] == cost.epsilon <= 2.0
+    assert outcome["budget_spent"] == pytest.approx(cost.epsilon)
+    phases = [record["phase"] for record in records]
+    assert phases == ["tuning"] * (2 if way == "trials" else 0) + ["final"]
+    assert all(record["seed"] is None for record in records)
+    published = [path for path in tmp_path.rglob("ledger.jsonl") if "raw" not in path.relative_to(tmp_path).parts]
+    releases = sum(Ledger(path, read_only=True).releases for path in published)
+    expected = {None: 3, "trials": 3 * 3 + 2, "select": 3 + 1}[way]
+    assert releases == expected
+    text = "\n".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
+    assert "raw_" not in text
+    assert (tmp_path / "model.pt").exists()
+    assert (tmp_path / "raw").exists() == (way == "select")
+    low, high = outcome["interval"]
+    assert low < outcome["accuracy"] < high
+    again = paid_runner.compare(spec, tmp_path, progress=False)
+    assert again == records
+
+
+def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path):
+    records = paid_runner.compare(spec_of(way="select"), tmp_path, progress=False)
+    chosen = json.loads((tmp_path / "raw" / "selection.json").read_text())
+    scores = [
+        json.loads((tmp_path / "raw" / "runs" / str(k) / "score" / "ledger.jsonl").read_text().splitlines()[1])
+        for k in range(len(chosen))
+    ]
+    assert len(records) == 1
+    best = max(value for line in scores for value in line["values"])
+    assert records[0]["validation_accuracy"] == pytest.approx(best / 1437)
+
+
+def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
+    budget = str(tmp_path / "budget.jsonl")
+    Budget(budget, total_epsilon=3.0, delta=1e-4, num_examples=1437, privacy_unit="example")
+    spec = spec_of(privacy__budget=budget)
+    paid_runner.compare(spec, tmp_path / "one", progress=False)
+    with pytest.raises(BudgetExceededError, match="at most 3"):
+        paid_runner.compare(spec, tmp_path / "two", progress=False)
+    assert not list((tmp_path / "two").rglob("ledger.jsonl"))
+
+
+def _compare(out: Path) -> None:
+    paid_runner.compare(spec_of(steps=6), out, progress=False)
+
+
+def test_killed_at_twenty_places_it_resumes_and_costs_the_same(tmp_path: Path):
+    """Each process is killed after a random time by SIGKILL; the last one finishes."""
+    spec, out = spec_of(steps=6), tmp_path / "killed"
+    price(spec)  # calibrated once, before the processes
+    random.seed(5)
+    started = time.monotonic()
+    paid_runner.compare(spec, tmp_path / "whole", progress=False)
+    whole = time.monotonic() - started
+    context = multiprocessing.get_context("fork")
+    for _ in range(20):
+        process = context.Process(target=_compare, args=(out,))
+        process.start()
+        process.join(random.uniform(0, whole))
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+    records = paid_runner.compare(spec, out, progress=False)
+    assert [record["phase"] for record in records] == ["tuning", "tuning", "final"]
+    outcome = paid_runner.outcome_of(spec, records, out)
+    assert outcome["budget_spent"] == pytest.approx(price(spec).epsilon)
+    for path in out.rglob("ledger.jsonl"):
+        ledger = Ledger(path, read_only=True)
+        assert ledger.releases == (1 if path.parent.name == "score" else 6)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a target beside the total": ({"privacy__target_epsilon": 1.0}, "privacy.target_epsilon to be absent"),
+    "a multiplier beside the total": ({"privacy__noise_multiplier": 1.0}, "privacy.noise_multiplier to be absent"),
+    "batches of fixed size": ({"privacy__sampling": "fixed"}, "covered by the accountant"),
+    "a simulation": ({"privacy__simulate": 2}, "covered by the accountant"),
+    "seeds of tuning": ({"tuning__seeds": [1]}, "tuning.seeds to be absent"),
+    "seeds of the run": ({"run": {"seeds": [1]}}, "run.seeds to be absent"),
+    "diagnostics": ({"run": {"diagnose": True}}, "run.diagnose to be false"),
+    "a growing grid": ({"tuning__extend": True}, "tuning.extend to be false"),
+    "tuning by loss": ({"tuning__by": "loss"}, 'tuning.by to be "accuracy"'),
+    "tuning by training loss": ({"tuning__by": "train_loss"}, 'tuning.by to be "accuracy"'),
+    "no way": ({"tuning": {"noise_steps": [0.1, 0.2]}}, "tuning.way to be given"),
+    "a negative total": ({"privacy__total_epsilon": -1.0}, "privacy.total_epsilon"),
+    "an unknown way": ({"tuning__way": "trails"}, "did you mean 'trials'"),
+    "a learning rate in trials": ({"methods": [METHOD | {"lr": [0.1, 1.0]}]}, "noise_step to be given for trials"),
+    "a method without privacy": ({"methods": [METHOD | {"non_private": True, "lr": 1.0}]}, "finite epsilon"),
+    "shape below zero": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "shape": -0.5}}, "tuning.shape"),
+    "fewer than one run": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "mean_runs": 0.5}}, "mean_runs"),
+    "several candidates without tuning": (
+        {"tuning": None, "methods": [METHOD | {"noise_step": 0.1}, METHOD | {"name": "b", "noise_step": 0.2}]},
+        "[tuning] to be given for several candidates",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_spec_that_a_total_cannot_cover_is_refused(name: str):
+    changes, message = REFUSED[name]
+    with pytest.raises(PrivacyError) as error:
+        spec_of(**changes)
+    assert message in str(error.value), str(error.value)
+
+
+def test_options_of_a_private_comparison_need_a_total():
+    for table, key, value in (("tuning", "way", "trials"), ("privacy", "budget", "b.jsonl")):
+        raw = spec_of().model_dump(exclude_defaults=True)
+        del raw["privacy"]["total_epsilon"], raw["tuning"]["way"]
+        raw["privacy"]["target_epsilon"] = 1.0
+        raw["tuning"]["seeds"] = [0, 1]
+        raw["data"]["validation"], raw["privacy"]["num_examples"] = 237, 1200
+        raw[table][key] = value
+        with pytest.raises(PrivacyError, match=r"privacy\.total_epsilon to be given"):
+            check_spec(raw, "spec.toml")
+
+
+def test_public_scores_need_public_examples(tmp_path: Path):
+    spec = spec_of(tuning__score_on="public")
+    with pytest.raises(PrivacyError, match=r"data\.public to be positive"):
+        paid_runner.compare(spec, tmp_path / "none", progress=False)
+    spec = spec_of(tuning__score_on="public", data__public=37, privacy__num_examples=1400)
+    records = paid_runner.compare(spec, tmp_path / "some", progress=False)
+    assert all(record["score_noise_std"] == 0 for record in records if record["phase"] == "tuning")
+    assert not list(tmp_path.rglob("score"))
+
+
+def test_the_research_runner_refuses_a_total(tmp_path: Path):
+    with pytest.raises(PrivacyError, match="privgrad compare"):
+        runner.train(spec_of(way=None), tmp_path, progress=False)
+
+
+VISITS = """
+title = "visits"
+[data]
+file = "visits.csv"
+unit = "patient"
+max_rows = 3
+label = "again"
+classes = ["no", "yes"]
+test_share = 0.3
+validation_share = SHARE
+[data.columns]
+age = { kind = "number", range = [0, 100], bins = 5 }
+ward = { kind = "category", values = ["a", "b"] }
+[model]
+name = "linear"
+[privacy]
+total_epsilon = 4.0
+delta = 1e-3
+max_grad_norm = 0.1
+num_examples = 60
+expected_batch_size = 20
+steps = 3
+privacy_unit = "user"
+[[methods]]
+name = "DP-SGD"
+optimizer = "SGD"
+[tuning]
+way = "WAY"
+noise_steps = [0.05, 0.2]
+score_on = "PEOPLE"
+"""
+
+
+@pytest.mark.parametrize("way", ["trials", "select"])
+@pytest.mark.parametrize("people", ["training", "held-out"])
+def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: str, people: str, tmp_path: Path):
+    rows = [
+        f"p{p},{(7 * p + v) % 100},{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200) for v in range(1 + p % 3)
+    ]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
+    text = VISITS.replace("SHARE", "0.2" if people == "held-out" else "0.0").replace("WAY", way)
+    (tmp_path / "visits.toml").write_text(text.replace("PEOPLE", people))
+    outcome = pg.compare(tmp_path / "visits.toml", out=tmp_path / "out", progress=False)
+    assert outcome["epsilon"] <= 4.0
+    assert outcome["budget_spent"] == pytest.approx(outcome["epsilon"])
+    (final,) = (tmp_path / "out" / "runs").glob("*final*/ledger.jsonl")
+    ledger = Ledger(final, read_only=True)
+    assert (ledger.plan_facts["privacy_unit"], ledger.plan_facts["num_examples"], ledger.releases) == ("user", 60, 3)
+    page = Path(outcome["report"]).read_text()
+    assert "person" in page
+    assert ("people who are held out" in page) == (people == "held-out")
+    published = "".join(
+        p.read_text() for p in (tmp_path / "out").glob("*.*") if p.suffix in (".jsonl", ".html", ".json")
+    )
+    assert not any(f"p{p}," in published for p in range(200))
+    assert "60 training persons or more" in published
+
+
+def _few_digits() -> DataSet:
+    return digits()
+
+
+def _small_model(data: DataSet) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, data.num_classes))
+
+
+def test_compare_takes_functions_and_resumes(tmp_path: Path):
+    tables = spec_of().model_dump(exclude_defaults=True, exclude={"data", "model"})
+    outcome = pg.compare(tables, out=tmp_path, data=_few_digits, model=_small_model, progress=False)
+    weights = torch.load(outcome["model"], weights_only=True)
+    assert weights["1.weight"].shape == (10, 64)
+    again = pg.compare(tables, out=tmp_path, data=_few_digits, model=_small_model, progress=False)
+    assert again == outcome
+    with pytest.raises(PrivacyError, match="to be a function that its module names"):
+        pg.compare(tables, out=tmp_path, data=lambda: digits(), model=_small_model)
+    with pytest.raises(PrivacyError, match="to be a path or a mapping"):
+        pg.compare(3, out=tmp_path)  # pyright: ignore[reportArgumentType]
+
+
+def test_groups_of_people_pay_for_their_own_releases(tmp_path: Path):
+    train, score = Release(2.0, 0.1, count=50), Release(5.0, 1.0, count=3)
+    one, other = (epsilon([release], delta=1e-5) for release in (train, score))
+    assert epsilon([Split(((train,), (score,)))], delta=1e-5) == max(one, other)
+    both = Split(((train,), (score,))), Split(((score,), (train,)))
+    assert epsilon(both, delta=1e-5) == epsilon([train, train], delta=1e-5)  # a person may train both times
+    budget = Budget(tmp_path / "b.jsonl", total_epsilon=9.0, delta=1e-5, num_examples=100, privacy_unit="user")
+    for number, split in enumerate(both):
+        budget.commit(f"{number}", [split])
+    again = Budget(tmp_path / "b.jsonl")
+    assert [one.releases for one in again.commitments] == [(split,) for split in both]
+    assert again.spent() >= epsilon([train, train], delta=1e-5)
+    with pytest.raises(PrivacyError, match="groups of people"):
+        epsilon([both[0]] * 9, delta=1e-5)
