@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -67,7 +68,7 @@ def tree(cost: Any, spec: Spec) -> tuple[Any, Any]:
         return dp_event.SelfComposedDpEvent(event, steps)
 
     in_training = cost.score_noise is not None and (spec.tuning is None or spec.tuning.score_on == "training")
-    scores = [] if not in_training else [dp_event.GaussianDpEvent(cost.score_noise)]
+    scores = [dp_event.GaussianDpEvent(cost.score_noise or 0.0)] if in_training else []
     if cost.way == "select":
         assert spec.tuning is not None
         run = dp_event.ComposedDpEvent([training(cost.noise_multiplier), *scores])
@@ -162,9 +163,32 @@ def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
     Budget(budget, total_epsilon=3.0, delta=1e-4, num_examples=1437, privacy_unit="example")
     spec = spec_of(privacy__budget=budget)
     paid_runner.compare(spec, tmp_path / "one", progress=False)
-    with pytest.raises(BudgetExceededError, match="at most 3"):
+    with pytest.raises(BudgetExceededError, match="of 3 is committed"):
         paid_runner.compare(spec, tmp_path / "two", progress=False)
     assert not list((tmp_path / "two").rglob("ledger.jsonl"))
+
+
+@pytest.mark.parametrize("lost", ["runs", "score", "raw"])
+def test_a_comparison_that_has_lost_ledgers_does_not_train_again(lost: str, tmp_path: Path):
+    spec = spec_of(way="select" if lost == "raw" else "trials")
+    paid_runner.compare(spec, tmp_path, progress=False)
+    (tmp_path / "runs.jsonl").unlink()
+    for path in list(tmp_path.rglob(lost)):
+        shutil.rmtree(path)
+    with pytest.raises(PrivacyError, match="to be kept, got a missing file"):
+        paid_runner.compare(spec, tmp_path, progress=False)
+
+
+def test_a_copied_folder_does_not_train_again(tmp_path: Path):
+    budget = str(tmp_path / "budget.jsonl")
+    Budget(budget, total_epsilon=3.0, delta=1e-4, num_examples=1437, privacy_unit="example")
+    spec = spec_of(privacy__budget=budget)
+    paid_runner.compare(spec, tmp_path / "one", progress=False)
+    (tmp_path / "two").mkdir()
+    for name in ("spec.json", "commitment.txt"):
+        shutil.copy(tmp_path / "one" / name, tmp_path / "two")
+    with pytest.raises(PrivacyError, match="to be new in the budget"):
+        paid_runner.compare(spec, tmp_path / "two", progress=False)
 
 
 def _compare(out: Path) -> None:

@@ -53,7 +53,7 @@ SIGNATURES = {
     "split_key table",
     pg.compare: "spec out data model progress",
     pg.Budget: "path total_epsilon delta num_examples privacy_unit",
-    pg.Budget.commit: "self name releases by",
+    pg.Budget.commit: "self name releases by place",
     pg.Budget.open_ledger: "self path plan name by",
     pg.Budget.calibrate: "self sample_rate steps",
     pg.Budget.left: "self sample_rate steps",

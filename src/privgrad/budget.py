@@ -161,7 +161,14 @@ class Budget:
         release = Release(sigma or 0.0, sample_rate, count=steps)
         return 0.0 if sigma is None else accounting.epsilon([release], delta=self.delta)
 
-    def commit(self, name: str, releases: Iterable[Release | Selection | Split], *, by: str | None = None) -> None:
+    def commit(
+        self,
+        name: str,
+        releases: Iterable[Release | Selection | Split],
+        *,
+        by: str | None = None,
+        place: str | None = None,
+    ) -> None:
         """Write down the most that a training may cost, before it starts.
 
         Args:
@@ -169,6 +176,8 @@ class Budget:
                 not committed again.
             releases: all releases that it may make.
             by: the person who commits. None: the user of the operating system.
+            place: where the training keeps its ledgers. The same name with another place is refused: a copy of a
+                folder would make the releases again.
         Raises:
             BudgetExceededError: the total would exceed the cap. Nothing was written.
             PrivacyError: the name was committed with other releases, or the file could not be written.
@@ -176,7 +185,7 @@ class Budget:
         Privacy:
             When this returns, the commitment is on disk (fsync).
         """
-        self._commit(Commitment(name, tuple(releases), *_signed(by)))
+        self._commit(Commitment(name, tuple(releases), *_signed(by), place))
 
     def commit_release(self, name: str, release: Release, *, released: str, is_seeded: bool) -> None:
         """Commit a single release by its kind, shape and bound. `releases` calls it; see `commit`.
@@ -240,7 +249,10 @@ class Budget:
         `releases` calls it too.
         """
         if privacy_unit != self.privacy_unit:
-            condition, remedy = f"to be {self.privacy_unit!r}, as in the budget", "make a budget for each unit"
+            condition = f"to be {self.privacy_unit!r}, as in the budget"
+            remedy = (
+                f"give privacy_unit={self.privacy_unit!r} if a row is one {self.privacy_unit}, or use another budget"
+            )
             raise expected(function, "privacy_unit", condition, repr(privacy_unit), remedy)
         if self.delta > 1 / num_examples:
             condition = f"to be at most {1 / self.delta:.6g}, 1 / delta of the budget"

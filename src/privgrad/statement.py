@@ -136,7 +136,7 @@ def budget_statement(budget: Budget) -> Statement:
     one_by_one = tuple(f"{one.name}, committed by {one.by} on {one.date}." for one in held)
     computed = (
         f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
-        f"{len(held)} trainings and other releases are committed. Together they cost epsilon = {spent:.4g}.",
+        f"Releases are committed under {len(held)} names. Together they cost epsilon = {spent:.4g}.",
         "This number counts all steps that they may make, also those that were not made.",
         *(
             (

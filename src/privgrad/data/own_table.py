@@ -6,6 +6,7 @@ of a person are in one row of the data set, and neither the codes of a row nor i
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ from privgrad.features import Bins, OneHot, join
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
+_WHOLE = re.compile(r"^([+-]?\d+)\.0+$")  # tables write whole numbers with or without a fraction
 _LONGEST_KEY = 64  # bytes, of BLAKE2b
 
 
@@ -192,7 +194,8 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
         units = [(json.dumps(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
         return _Content(file.name, inputs, labels, units)
     rows: dict[str, list[int]] = {}
-    for row, key in enumerate(texts[schema.identifier]):
+    for row, text in enumerate(texts[schema.identifier]):
+        key = _WHOLE.sub(r"\1", text.strip())
         place = f"row {row + 1}, column {schema.identifier!r} of {file.name}"
         if is_missing(key):
             remedy = "fill it in, or leave the row out"

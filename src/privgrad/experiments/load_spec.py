@@ -111,8 +111,8 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         raise expected("load_spec", "data.elsewhere", condition, repr(other.source), remedy)
     for method in spec.methods:
         require_method(method, spec)
-    require_equal_grids(spec, path)
     require_payable(spec)
+    require_equal_grids(spec, path)
     names = [method.name for method in spec.methods]
     if len(set(names)) < len(names):
         raise expected("load_spec", "methods", "to have different names", names, f"rename one in {path}")

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from torch import Tensor, nn
 
 from privgrad.budget import Budget
 from privgrad.data import DataSet
-from privgrad.errors import expected
+from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.experiments.build import outcomes, unit_scores
 from privgrad.experiments.folder import Record, append, describe, read_records
 from privgrad.experiments.one_training import Run, facts_of, prepare
-from privgrad.experiments.prices import Price, candidates_of, price
+from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text
 from privgrad.experiments.runner import open_folder
-from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
 from privgrad.progress import bars
@@ -37,6 +37,7 @@ from privgrad.repetitions import draw_repetitions
 from privgrad.training import fit
 
 _CONFIDENCE = 0.95
+_NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
 
 
 def at_noise(spec: Spec, noise_multiplier: float) -> Spec:
@@ -65,9 +66,15 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     """
     cost = price(spec)
     final = at_noise(spec, cost.noise_multiplier)
+    is_new = not (out / "spec.json").exists()
     data = open_folder(final, out, describe(spec))
-    _require_scores(spec, data)
-    commit(spec, cost, out)
+    try:
+        _require_scores(spec, data)
+        commit(spec, cost, out)
+    except PrivacyError:
+        for name in ("spec.json", _NAME, "budget.jsonl") if is_new else ():  # a corrected spec may take the folder
+            (out / name).unlink(missing_ok=True)
+        raise
     with bars(shown=progress) as bar:
         if cost.way == "select":
             _select(final, cost, data, out, bar)
@@ -75,7 +82,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             method, candidate = candidates_of(spec)[0]
             if cost.way == "trials":
                 method, candidate = _best_of_trials(spec, cost, data, out, bar)
-            _train_last(final, Run(method, candidate, None, "final"), data, out, bar)
+            _train_last(final, Run(method, candidate, None, "final"), cost, data, out, bar)
     return read_records(out)
 
 
@@ -85,8 +92,8 @@ def commit(spec: Spec, cost: Price, out: Path) -> Budget:
     A comparison that resumes has committed the same releases already; then nothing is written.
 
     Privacy:
-        In a shared budget the folder's commitment has a random name, which the folder keeps: a comparison that begins
-        again in a new folder pays again.
+        The folder's commitment has a random name, which the folder keeps: a comparison that begins again in a new
+        folder pays again, and a copied folder is refused. `_require_kept` refuses a folder that has lost ledgers.
     """
     table = spec.privacy
     shared = table.budget is not None
@@ -98,18 +105,43 @@ def commit(spec: Spec, cost: Price, out: Path) -> Budget:
         privacy_unit=table.privacy_unit,
     )
     budget.require_covered("compare", table.num_examples, table.privacy_unit)
-    budget.commit(_name_of(out) if shared else "comparison", cost.releases)
+    try:
+        budget.commit(_name_of(out), cost.releases, place=f"{out.absolute()}")
+    except BudgetExceededError as error:
+        condition = f"to fit into the budget: epsilon {budget.spent():.4g} of {budget.total_epsilon:g} is committed"
+        remedy = f"lower it: epsilon {budget.left():.3g} is left for a single release, and less for a training"
+        raise expected(
+            "compare", "privacy.total_epsilon", condition, table.total_epsilon, remedy, BudgetExceededError
+        ) from error
     return budget
 
 
+def _require_kept(out: Path, path: Path) -> None:
+    """Raise PrivacyError if a file whose releases were begun is lost: they would be made again, and not be charged."""
+    if not path.exists() and f"{path.relative_to(out)}" in (out / _NAME).read_text().splitlines()[1:]:
+        remedy = "restore it, or compare in a new folder, which is charged again"
+        raise expected("compare", f"{path}", "to be kept", "a missing file", remedy)
+
+
+def _mark(out: Path, path: Path) -> None:
+    """Note durably that a file of this comparison exists, before its first release leaves."""
+    name = f"{path.relative_to(out)}"
+    if name in (out / _NAME).read_text().splitlines()[1:]:
+        return
+    with (out / _NAME).open("a") as file:
+        file.write(f"{name}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _name_of(out: Path) -> str:
-    """Return the name of the folder's commitment in a shared budget; the first call writes it to the folder."""
-    path = out / "commitment.txt"
+    """Return the name of the folder's commitment; the first call writes it to the folder."""
+    path = out / _NAME
     if not path.exists():
         complete = path.with_suffix(".new")
-        complete.write_text(f"{out.name} {secrets.token_hex(8)}")
+        complete.write_text(f"{out.name} {secrets.token_hex(8)}\n")
         os.replace(complete, path)
-    return path.read_text()
+    return path.read_text().splitlines()[0]
 
 
 def _require_scores(spec: Spec, data: DataSet) -> None:
@@ -126,7 +158,10 @@ def _require_scores(spec: Spec, data: DataSet) -> None:
     if score_on == "public" and data.public is None:
         remedy = 'set it to the number of public examples, or score_on = "training"'
         raise expected("compare", "data.public", 'to be positive for score_on = "public"', 0, remedy)
-    if score_on == "held-out" and (data.split != "unit" or not held_out):
+    if score_on == "held-out" and data.split == "unit" and not held_out:
+        remedy = 'set it in [data], such as validation_share = 0.2, or score_on = "training"'
+        raise expected("compare", "data.validation_share", 'to be positive for score_on = "held-out"', 0, remedy)
+    if score_on == "held-out" and data.split != "unit":
         remedy = 'give [data] file and validation_share, or score_on = "training"'
         condition = "to be held out by a rule for each person"
         raise expected("compare", "the validation part", condition, f"{data.name}, split by {data.split}", remedy)
@@ -147,7 +182,7 @@ def _best_of_trials(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Prog
         run = Run(method, candidate, None, "tuning")
         bar.update(task, note=f"{method.name}  {rate_text(candidate)}")
         if _find(read_records(out), run) is None:
-            append(out, [_train_scored(trial, run, cost, data, out / "runs" / run.name, bar)[0]])
+            append(out, [_train_scored(trial, run, cost, data, out, out / "runs" / run.name, bar)[0]])
         bar.advance(task)
     trials = [record for record in read_records(out) if record["phase"] == "tuning"]
     best = max(trials, key=lambda record: record["validation_accuracy"])
@@ -160,19 +195,21 @@ def _select(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Progress) ->
         return
     assert spec.tuning is not None
     raw, candidates = out / "raw", candidates_of(spec)
+    _require_kept(out, raw / "selection.json")
     chosen = _secret_choice(raw / "selection.json", spec, len(candidates))
-    task = bar.add_task("selection", total=None, note="")  # the total is secret
+    _mark(out, raw / "selection.json")
+    bar.add_task("selection", total=None, completed=0, note="of a secret number of trainings")
     tried: list[tuple[float, int, Record, nn.Module]] = []
     for number, index in enumerate(chosen):
         method, candidate = candidates[index]
         run = Run(method, candidate, None, "final")
-        record, model = _train_scored(spec, run, cost, data, raw / "runs" / str(number), bar)
+        record, model = _train_scored(spec, run, cost, data, out, raw / "runs" / str(number), bar)
         tried.append((record["validation_accuracy"], -number, record, model))
-        bar.advance(task)
     _, place, record, model = max(tried, key=lambda one: one[:2])
     folder = out / "runs" / record["folder"]
-    shutil.copytree(raw / "runs" / str(-place), folder, dirs_exist_ok=True)
-    _publish(out, record | _tested(model, data), model)
+    # Without the times of the files, which show the place of the winner.
+    shutil.copytree(raw / "runs" / str(-place), folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    _publish(out, record | _tested(model, data) | {"epsilon": cost.epsilon}, model)
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -186,27 +223,29 @@ def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
     number = draw_repetitions(spec.tuning.mean_runs, spec.tuning.shape)
     chosen = [secrets.randbelow(count) for _ in range(number)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    complete = path.with_suffix(".new")
+    complete = path.with_suffix(f".{os.getpid()}")
     complete.write_text(json.dumps(chosen))
-    os.replace(complete, path)
-    return chosen
+    with suppress(FileExistsError):  # another process was first
+        os.link(complete, path)
+    return json.loads(path.read_text())
 
 
 def _train_scored(
-    spec: Spec, run: Run, cost: Price, data: DataSet, folder: Path, bar: Progress
+    spec: Spec, run: Run, cost: Price, data: DataSet, out: Path, folder: Path, bar: Progress
 ) -> tuple[Record, nn.Module]:
     """Train once, and return the record with the score that chooses, and the model.
 
     The score of people gets noise and is charged to a ledger of its own, next to that of the training.
     """
     assert spec.tuning is not None
-    record, model = _train(spec, run, data, folder, bar)
+    record, model = _train(spec, run, data, out, folder, bar)
     people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
     assert people is not None
     values = unit_scores(model, people, data)
     if cost.score_noise is None:
         return record | {"validation_accuracy": values.mean().item(), "score_noise_std": 0.0}, model
-    count = _public_count(spec)
+    count, ledger = public_count(spec), folder / "score" / "ledger.jsonl"
+    _require_kept(out, ledger)
     score = release_mean(
         values.unsqueeze(1),
         bound=1.0,
@@ -214,51 +253,56 @@ def _train_scored(
         num_examples=count,
         delta=spec.privacy.delta,
         privacy_unit=spec.privacy.privacy_unit,
-        ledger=folder / "score" / "ledger.jsonl",
+        ledger=ledger,
     ).item()
-    return record | {"validation_accuracy": score, "score_noise_std": cost.score_noise / count}, model
+    _mark(out, ledger)
+    measured = {"measured_on": spec.tuning.score_on, "validation_accuracy": score}
+    return record | measured | {"score_noise_std": cost.score_noise / count}, model
 
 
-def _public_count(spec: Spec) -> int:
-    """Return the public number by which the sum of a score is divided.
-
-    For people who are held out it is the number to expect from num_examples and the shares of [data].
-    """
-    if spec.tuning is None or spec.tuning.score_on != "held-out":
-        return spec.privacy.num_examples
-    held_out, tested = (float(spec.data.options.get(f"{part}_share", 0.0)) for part in ("validation", "test"))
-    return max(1, round(spec.privacy.num_examples * held_out / (1 - held_out - tested)))
-
-
-def _train(spec: Spec, run: Run, data: DataSet, folder: Path, bar: Progress) -> tuple[Record, nn.Module]:
+def _train(spec: Spec, run: Run, data: DataSet, out: Path, folder: Path, bar: Progress) -> tuple[Record, nn.Module]:
     """Train once without any evaluation, and return the record and the model that is to be measured."""
     made = prepare(spec, run, data)
     if not math.isfinite(made.private_grad.epsilon(steps=1)):
         remedy = "leave the method out, or give it side information that is public"
         raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf, remedy)
-    result = fit(
-        made.private_grad,
-        made.optimizer,
-        data.train,
-        scheduler=spec.schedule_of(run.method),
-        ema_decay=spec.run.ema_decay,
-        output_dir=folder,
-        progress=bar,
-    )
-    record = facts_of(run, made, data, result) | {
+    folder.mkdir(parents=True, exist_ok=True)
+    _require_kept(out, folder / "ledger.jsonl")
+    made.private_grad.record_in(folder / "ledger.jsonl")
+    try:
+        _mark(out, folder / "ledger.jsonl")
+        result = fit(
+            made.private_grad,
+            made.optimizer,
+            data.train,
+            scheduler=spec.schedule_of(run.method),
+            ema_decay=spec.run.ema_decay,
+            output_dir=folder,
+            progress=bar,
+        )
+    finally:
+        made.private_grad.ledger.close()
+    facts = facts_of(run, made, data, result)
+    # Times depend on the data, and no epsilon covers them.
+    record = {name: value for name, value in facts.items() if name not in ("seconds", "examples_per_second")} | {
         "folder": run.name,
         "measured_on": "test",
         "curve": [],
-        "data": sizes_text(data, made.plan),
+        # Exact sizes of parts may be private.
+        "data": f"{data.name}: {made.plan.num_examples:,} training {_units(spec)} or more, the public count",
     }
     return record, result.averaged or made.model
 
 
-def _train_last(spec: Spec, run: Run, data: DataSet, out: Path, bar: Progress) -> None:
+def _units(spec: Spec) -> str:
+    return "persons" if spec.privacy.privacy_unit == "user" else "examples"
+
+
+def _train_last(spec: Spec, run: Run, cost: Price, data: DataSet, out: Path, bar: Progress) -> None:
     """Train the chosen candidate, measure it on the test set, and write its record and its weights."""
     if _find(read_records(out), run) is None:
-        record, model = _train(spec, run, data, out / "runs" / run.name, bar)
-        _publish(out, record | _tested(model, data), model)
+        record, model = _train(spec, run, data, out, out / "runs" / run.name, bar)
+        _publish(out, record | _tested(model, data) | {"epsilon": cost.epsilon}, model)
 
 
 def _publish(out: Path, record: Record, model: nn.Module) -> None:
@@ -313,6 +357,7 @@ def outcome_of(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, An
         "loss": last["test_loss"],
         "epsilon": cost.epsilon,
         "delta": spec.privacy.delta,
+        "privacy_unit": spec.privacy.privacy_unit,
         "way": cost.way,
         "score": last.get("validation_accuracy"),
         "trials": trials,

@@ -88,6 +88,17 @@ def prices_of(spec: Spec) -> dict[Way, Price]:
     return found
 
 
+def public_count(spec: Spec) -> int:
+    """Return the public number by which the sum of a score is divided. `paid_runner` and the report call it.
+
+    For people who are held out it is the number to expect from num_examples and the shares of [data].
+    """
+    if spec.tuning is None or spec.tuning.score_on != "held-out":
+        return spec.privacy.num_examples
+    held_out, tested = (float(spec.data.options.get(f"{part}_share", 0.0)) for part in ("validation", "test"))
+    return max(1, round(spec.privacy.num_examples * held_out / (1 - held_out - tested)))
+
+
 @cache
 def _price(
     way: Way,

@@ -276,7 +276,7 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
         digits = max(0, len(f"{count}") - 2)
         lower = count // 10**digits * 10**digits
         units = "persons" if loaded.by_person else "examples"
-        remedy = f"lower it, for example to {lower}, a rounded number that may be public"
+        remedy = f"lower it to a number that may be public, such as {lower} if that one may"
         condition = f"to be at most the number of training {units} of {loaded.name}"
         raise expected("make_data", "privacy.num_examples", condition, num_examples, remedy)
     if not is_own and count != num_examples:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from privgrad.experiments.folder import Record
-from privgrad.experiments.prices import Price, Way
+from privgrad.experiments.prices import Price, Way, public_count
 from privgrad.experiments.records import own_text, score_of
 from privgrad.experiments.report.page import template
 from privgrad.experiments.report.texts import epsilon_text
@@ -33,7 +33,7 @@ def price_table(prices: Mapping[Way, Price], chosen: Way, spec: Spec) -> Table:
         table.add_column(name, justify="right")
     for way, price in prices.items():
         mark = " ←" if way == chosen else ""
-        score = "–" if price.score_noise is None else f"{price.score_noise / spec.privacy.num_examples:.2g}"
+        score = "–" if price.score_noise is None else f"{price.score_noise / public_count(spec):.2g}"
         trial = "–" if price.trial_noise is None else f"{price.trial_noise:.3g}"
         table.add_row(f"{WAYS[way]}{mark}", _count(price, spec), f"{price.noise_multiplier:.3g}", trial, score)
     return table
@@ -57,9 +57,10 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
         text += f" has a test loss of {outcome['loss']:.4f}"
     else:
         low, high = outcome["interval"]
+        unit = "persons" if outcome["privacy_unit"] == "user" else "examples"
         text += (
             f" reaches a test {score_of(records)} of {100 * outcome['accuracy']:.1f} % "
-            f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test examples)"
+            f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test {unit})"
         )
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
     return f"{text}. Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
