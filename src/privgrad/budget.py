@@ -151,7 +151,7 @@ class Budget:
     def left(self, *, sample_rate: float = 1.0, steps: int = 1) -> float:
         """Return the largest epsilon that one more training may have; by default, one more Gaussian release.
 
-        Epsilons do not add up: what is left is usually more than total_epsilon - spent().
+        Epsilons do not add up. The result is usually more than total_epsilon - spent().
 
         Args:
             sample_rate: as in calibrate.

@@ -1,4 +1,4 @@
-"""The command `privgrad budget`: who has committed what from a data set's budget, and what is left.
+"""The command `privgrad budget`, which shows the commitments of a data set's budget and the rest.
 
 typer calls `budget`. It prints what `privgrad.budget` computes. The privacy guarantee does not rest on this file.
 """
@@ -19,7 +19,7 @@ def budget(
     path: Annotated[Path, typer.Argument(help="File of the budget, such as budget.jsonl.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show what is spent of a data set's budget, by whom, and what is left.
+    """Show the commitments of a data set's budget, the people who made them, and the rest.
 
     Each row has the epsilon of one commitment alone. The total is not their sum.
     """

@@ -4,6 +4,7 @@
 optimizer may use private examples through PrivateGradient alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
@@ -24,6 +25,7 @@ from privgrad.experiments.build import (
 from privgrad.experiments.folder import Record
 from privgrad.experiments.records import own_text, rate_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
+from privgrad.experiments.tuner import candidate_of
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -55,6 +57,11 @@ class Run:
     def key(self) -> tuple[Any, ...]:
         """Return the key that identifies the run's record."""
         return (self.method.name, self.candidate, self.seed, self.phase)
+
+
+def find_record(records: Sequence[Record], run: Run) -> Record | None:
+    """Return the record of a run, or None if there is none yet. `runner` and `paid_runner` call it."""
+    return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)
 
 
 class Prepared(NamedTuple):

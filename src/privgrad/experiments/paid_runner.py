@@ -25,7 +25,7 @@ from privgrad.data import DataSet
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.experiments.build import outcomes, unit_scores
 from privgrad.experiments.folder import Record, append, describe, read_records
-from privgrad.experiments.one_training import Run, facts_of, prepare
+from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text
 from privgrad.experiments.runner import open_folder
@@ -72,7 +72,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
         _require_scores(spec, data)
         commit(spec, cost, out)
     except PrivacyError:
-        for name in ("spec.json", _NAME, "budget.jsonl") if is_new else ():  # a corrected spec may take the folder
+        for name in ("spec.json", _NAME) if is_new else ():  # a corrected spec may take the folder
             (out / name).unlink(missing_ok=True)
         raise
     with bars(shown=progress) as bar:
@@ -145,10 +145,10 @@ def _name_of(out: Path) -> str:
 
 
 def _require_scores(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless the data have what the scores of candidates are measured on.
+    """Raise PrivacyError unless the data hold people for the scores of candidates.
 
     Privacy:
-        People who are held out pay for scores alone. This needs that a rule about each person decides who is held out.
+        People who are held out pay for scores alone. So a rule about each person must decide who is held out.
         A part of fixed size would change with every person who comes or goes.
     """
     score_on, held_out = "" if spec.tuning is None else spec.tuning.score_on, len(data.validation)
@@ -181,7 +181,7 @@ def _best_of_trials(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Prog
     for method, candidate in candidates:
         run = Run(method, candidate, None, "tuning")
         bar.update(task, note=f"{method.name}  {rate_text(candidate)}")
-        if _find(read_records(out), run) is None:
+        if find_record(read_records(out), run) is None:
             append(out, [_train_scored(trial, run, cost, data, out, out / "runs" / run.name, bar)[0]])
         bar.advance(task)
     trials = [record for record in read_records(out) if record["phase"] == "tuning"]
@@ -300,7 +300,7 @@ def _units(spec: Spec) -> str:
 
 def _train_last(spec: Spec, run: Run, cost: Price, data: DataSet, out: Path, bar: Progress) -> None:
     """Train the chosen candidate, measure it on the test set, and write its record and its weights."""
-    if _find(read_records(out), run) is None:
+    if find_record(read_records(out), run) is None:
         record, model = _train(spec, run, data, out, out / "runs" / run.name, bar)
         _publish(out, record | _tested(model, data) | {"epsilon": cost.epsilon}, model)
 
@@ -332,11 +332,6 @@ def interval(values: Tensor) -> list[float]:
         return [float(found.low), float(found.high)]
     half = 1.96 * values.std().item() / math.sqrt(count)
     return [max(0.0, center - half), min(1.0, center + half)]
-
-
-def _find(records: Sequence[Record], run: Run) -> Record | None:
-    """Return the record of a run, or None if there is none yet."""
-    return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)
 
 
 def outcome_of(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from privgrad.experiments.build import (
     require_images,
 )
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
-from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, prepare
+from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
@@ -69,7 +69,7 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
     if others:
         remedy = "choose another --out: each seed is an experiment of its own"
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
-    if _find(read_records(out), run) is None:
+    if find_record(read_records(out), run) is None:
         append(out, [_train_one(spec, run, data, out, progress=progress)])
     return read_records(out)
 
@@ -111,7 +111,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
             tried.add((method.name, candidate))
             for run in (Run(method, candidate, seed, phase) for seed in seeds):
                 bar.update(task, note=f"{phase}  {method.name}  {rate_text(candidate)}  seed {run.seed}")
-                if _find(read_records(out), run) is None:
+                if find_record(read_records(out), run) is None:
                     record = _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)
                     append(out, [record | {"tuned_by": COSTS[by] if tuning else None}])
                 bar.advance(task)
@@ -250,7 +250,7 @@ def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
     """
     if run.phase == "tuning" or spec.tuning is None or spec.tuning.by != "train_loss":
         return None
-    record = _find(read_records(out), replace(run, phase="tuning"))
+    record = find_record(read_records(out), replace(run, phase="tuning"))
     return None if record is None else record | {"phase": "final"}
 
 
@@ -287,8 +287,3 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
     spec.plan(None)
     claim(out, description or describe(spec))
     return data
-
-
-def _find(records: Sequence[Record], run: Run) -> Record | None:
-    """Return the record of a run, or None if there is none yet."""
-    return next((r for r in records if (r["method"], candidate_of(r), r["seed"], r["phase"]) == run.key), None)
