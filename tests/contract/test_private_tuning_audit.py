@@ -13,9 +13,10 @@ that a planted fault is missed with a probability below 1e-5.
 """
 
 import itertools
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -36,7 +38,7 @@ from privgrad.experiments.spec import Spec
 PEOPLE, STEP, CONFIDENCE = 9, 0.1, 0.999
 
 
-def spec_of(way: str, score_on: str, total: float = 6.0, *, delta: float = 0.05, **tuning: Any) -> Spec:
+def spec_of(way: str, score_on: str, total: float, *, delta: float = 0.05, **tuning: Any) -> Spec:
     """Return the spec of a private comparison of two noise steps, unless `tuning` has others."""
     raw: dict[str, Any] = {
         "title": "audit",
@@ -71,25 +73,41 @@ def data_of(included: Tensor, *, held_out: bool) -> DataSet:
     return DataSet("audit", train, validation, without, 2, (len(included),), public=without, split="unit")
 
 
-def evidence(spec: Spec, out: Path, targets: int, score_noise: float | None) -> np.ndarray:
+def log_ratio(z: float, mu: float, mean: float) -> float:
+    """Return the log likelihood ratio of a published score z if one person moves it by mu, in deviations of its noise.
+
+    It is the best score of a geometric number of runs with this mean; 1 is a single score.
+    """
+    with_target, without = (
+        norm.logpdf(x) - 2 * math.log(1 - (1 - 1 / mean) * norm.cdf(x).item())  # up to the same constant
+        for x in (z - mu, z)
+    )
+    return float(with_target - without)
+
+
+def evidence(spec: Spec, out: Path, targets: int, score_noise: float | None, *, trained: bool) -> np.ndarray:
     """Return, for each target, the log likelihood ratio of everything that a comparison publishes.
 
-    `score_noise` is the noise multiplier that scores have; None if they are public.
+    `score_noise` is the noise multiplier that scores have; None if they are public. `trained` is False if targets are
+    held out, and move no weights.
     """
+    assert spec.tuning is not None
     cost, total = price(spec), np.zeros(targets)
     records = {record["folder"]: record for record in paid_runner.read_records(out)}
     for folder in (out / "runs").iterdir():
         record = records.get(folder.name, {"phase": "final", "noise_step": STEP})  # a loser has none
         sigma = cost.trial_noise if record["phase"] == "tuning" else cost.noise_multiplier
         assert sigma is not None
-        saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-        weights = next(value for value in saved["model"].values() if value.ndim == 2)
-        moved = ((weights[1] - weights[0]) / 2**0.5 / record["noise_step"]).numpy()  # in deviations of the noise
-        moved[0] -= PEOPLE / sigma
-        total += moved / sigma - 0.5 / sigma**2
+        if trained:
+            saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+            weights = next(value for value in saved["model"].values() if value.ndim == 2)
+            moved = ((weights[1] - weights[0]) / 2**0.5 / record["noise_step"]).numpy()  # in deviations of the noise
+            moved[0] -= PEOPLE / sigma
+            total += moved / sigma - 0.5 / sigma**2
         if score_noise is not None and record.get("validation_accuracy") is not None:
-            counted = record["validation_accuracy"] * public_count(spec) - PEOPLE
-            total += (counted - 0.5) / score_noise**2
+            more = record["validation_accuracy"] * public_count(spec) - PEOPLE
+            mean = spec.tuning.mean_runs if cost.way == "select" else 1.0
+            total += log_ratio(more / score_noise, 1 / score_noise, mean)
     return total
 
 
@@ -112,12 +130,12 @@ def audited(
     published: int = 1,
     share: float = 1.0,
     exact: bool = False,
-    prepared: Callable[[DataSet], DataSet] = lambda data: data,
+    leaked: bool = False,
 ) -> tuple[float, float]:
     """Return the claimed epsilon and a lower bound on epsilon, from `runs` comparisons with a guess for each target.
 
     Half of the targets are in. Trainings, trials and scores are Gaussian mechanisms together, which gives a tighter
-    bound than error rates alone. The best of several noisy scores is none.
+    bound than error rates alone. The best of several noisy scores is not one.
 
     Args:
         spec: of the comparisons.
@@ -127,7 +145,7 @@ def audited(
         published: as in `compared`.
         share: of the comparisons that count. It does not depend on targets, so their delta is at most delta / share.
         exact: the attacker knows that scores have no noise.
-        prepared: what the pipeline does to the data.
+        leaked: the pipeline trains on the people who are held out, and the attacker knows it.
     """
     cost, held_out = price(spec), spec.tuning is not None and spec.tuning.score_on == "held-out"
     score_noise = None if cost.score_noise is None else 1e-3 if exact else cost.score_noise
@@ -135,8 +153,10 @@ def audited(
     included = np.random.default_rng().permutation(runs * targets).reshape(runs, targets) % 2 == 0
     guessed = np.zeros_like(included)
     for row, mask in enumerate(included):
-        data = prepared(data_of(torch.from_numpy(mask), held_out=held_out))
-        guessed[row] = evidence(spec, compared(spec, data, folders, published), targets, score_noise) > 0
+        data = data_of(torch.from_numpy(mask), held_out=held_out)
+        data = replace(data, train=data.validation) if leaked else data
+        out = compared(spec, data, folders, published)
+        guessed[row] = evidence(spec, out, targets, score_noise, trained=leaked or not held_out) > 0
     wrong = clopper_pearson((guessed & ~included).sum(), (~included).sum(), (1 + CONFIDENCE) / 2)
     missed = clopper_pearson((~guessed & included).sum(), included.sum(), (1 + CONFIDENCE) / 2)
     delta = spec.privacy.delta / share
@@ -160,7 +180,7 @@ def test_scores_without_noise_are_caught(tmp_path: Path, monkeypatch: pytest.Mon
         return rows.sum(0) / num_examples
 
     monkeypatch.setattr(paid_runner, "release_mean", exact)
-    claimed, found = audited(spec_of("trials", "training", total=1.0), 40, tmp_path, exact=True)
+    claimed, found = audited(spec_of("trials", "training", 1.0), 40, tmp_path, exact=True)
     print(f"scores without noise: claimed {claimed:.3f}, found {found:.3f}")  # noqa: T201
     assert found > claimed
 
@@ -170,7 +190,7 @@ def test_a_forgotten_trial_is_caught(forgotten: int, tmp_path: Path, monkeypatch
     """The price counts one candidate fewer than are trained."""
     every = prices.candidates_of
     monkeypatch.setattr(prices, "candidates_of", lambda spec: every(spec)[forgotten:])
-    claimed, found = audited(spec_of("trials", "public"), 6, tmp_path, targets=400)
+    claimed, found = audited(spec_of("trials", "public", 6.0), 6, tmp_path, targets=400)
     print(f"{forgotten} forgotten trials: claimed {claimed:.3f}, found {found:.3f}")  # noqa: T201
     assert (found > claimed) == (forgotten > 0)
 
@@ -199,21 +219,21 @@ def test_a_published_loser_is_caught(losers: int, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("way", ["trials", "select"])
+@pytest.mark.parametrize(("way", "total", "least"), [("trials", 6.0, 1.2), ("select", 12.0, 0.6)])
 @pytest.mark.parametrize("score_on", ["training", "held-out"])
-def test_five_hundred_comparisons_stay_below_their_claim(way: str, score_on: str, tmp_path: Path):
-    spec = spec_of(way, score_on, 1.5 if way == "select" else 6.0)
-    claimed, found = audited(spec, 500, tmp_path)
+def test_five_hundred_comparisons_stay_below_their_claim(
+    way: str, total: float, least: float, score_on: str, tmp_path: Path
+):
+    """The bound of "select" assumes nothing about the pipeline, so it stays far below the claim."""
+    claimed, found = audited(spec_of(way, score_on, total), 500, tmp_path)
     print(f"{way}, scored on {score_on}: claimed {claimed:.3f}, found {found:.3f}")  # noqa: T201
-    assert found <= claimed
+    assert least < found <= claimed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_held_out_person_who_is_trained_on_is_caught(tmp_path: Path):
-    def leaked(data: DataSet) -> DataSet:
-        return replace(data, train=data.validation)
-
-    claimed, found = audited(spec_of("trials", "held-out"), 1200, tmp_path, prepared=leaked)
+    """The total is that of the larger group, and both cost the same here: a person in both pays 1.41 times in mu."""
+    claimed, found = audited(spec_of("trials", "held-out", 6.0), 1200, tmp_path, leaked=True)
     print(f"held-out person trained on: claimed {claimed:.3f}, found {found:.3f}")  # noqa: T201
     assert found > claimed
