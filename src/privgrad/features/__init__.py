@@ -4,7 +4,31 @@ Users call these functions, and `data.table` does. The privacy guarantee rests o
 on the same row of the input and on public numbers only, so features need no epsilon.
 """
 
-from privgrad.features.columns import Bins, OneHot, join, unit_rows
+from privgrad.features.caching import cache
+from privgrad.features.columns import Bins, OneHot
 from privgrad.features.extractor import Extractor, Public
+from privgrad.features.frozen import Frozen, RandomFourier
+from privgrad.features.images import Hog, Patches, Scattering
+from privgrad.features.public_images import pink_noise, silhouettes
+from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.features.whitened import Whitened, join, unit_rows
 
-__all__ = ["Bins", "Extractor", "OneHot", "Public", "join", "unit_rows"]
+__all__ = [
+    "Bins",
+    "Extractor",
+    "Frozen",
+    "Hog",
+    "OneHot",
+    "Patches",
+    "Public",
+    "RandomFourier",
+    "Scattering",
+    "Whitened",
+    "cache",
+    "join",
+    "load_extractor",
+    "pink_noise",
+    "save_extractor",
+    "silhouettes",
+    "unit_rows",
+]
