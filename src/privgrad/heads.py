@@ -1,0 +1,457 @@
+"""Private linear heads: one linear layer, trained on features that need no epsilon.
+
+Users call `fit_head`, and `estimators` does. `experiments` uses HeadModel and the defaults of this file. The privacy
+guarantee rests on PrivateGradient, which `fit` calls. In this file it rests on `_plan`, which spends what the caller
+allows, and on `Target.losses`, where each loss depends on one example or person only.
+"""
+
+import importlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad.budget import Budget
+from privgrad.data.dataset import NO_LABEL
+from privgrad.defaults import head_noise_step
+from privgrad.errors import described, expected, require_integer, require_path
+from privgrad.features.extractor import Extractor
+from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.gradient.contribution import SampleGradient
+from privgrad.models import linear
+from privgrad.optim import SGD
+from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
+from privgrad.schedule import Decay, Schedule
+from privgrad.training import fit
+from privgrad.training_run import FitResult
+from privgrad.types import PrivacyUnit
+
+# Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
+STEPS = 300
+MAX_GRAD_NORM = 0.1
+LARGEST_BATCH = 8192
+MOMENTUM = 0.9
+BLOCK = 4096  # rows that are predicted at once
+MOST_TAGS = 5  # that `predict` returns
+
+_FORMAT = 1  # of head.json
+Rows = Tensor | np.ndarray[Any, Any] | Sequence[str]
+
+
+class HeadModel(nn.Module):
+    """Rows of features, each divided by its norm, through a linear layer that starts at zero and has no bias.
+
+    Args:
+        width: number of features of a row.
+        outputs: number of classes or tags, or 1.
+    """
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = linear(in_features=width, num_classes=outputs, input_dims=1)[-1]
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the outputs, (..., width) -> (..., outputs), float32. A row of zeros stays zero."""
+        return self.linear(F.normalize(features.to(self.linear.weight.dtype), dim=-1))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a head predicts.
+
+    Attributes:
+        kind: "class", "tags" or "number".
+        outputs: number of classes or tags, or 1.
+        low, high: public bounds of a number.
+    """
+
+    kind: Literal["class", "tags", "number"]
+    outputs: int
+    low: float = 0.0
+    high: float = 1.0
+
+    @property
+    def middle(self) -> float:
+        """The middle of the bounds, where a head begins."""
+        return (self.low + self.high) / 2
+
+    @property
+    def half(self) -> float:
+        """Half of the distance between the bounds."""
+        return (self.high - self.low) / 2
+
+    def prepared(self, labels: Tensor) -> Tensor:
+        """Return labels as `losses` takes them: numbers are cut to their bounds and moved to [-1, 1]."""
+        if self.kind == "number":
+            return ((labels.double().clamp(self.low, self.high) - self.middle) / self.half).float()
+        return labels.float() if self.kind == "tags" else labels.long()
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return one loss per row of the batch, (B,): the mean over a person's rows that have a label.
+
+        The loss is the cross-entropy of the class, or that of equal shares of all tags of the row. For a number it is
+        half of the squared error, in units of half the distance between its bounds.
+        """
+        features, labels = batch
+        outputs = model(features)
+        if self.kind == "tags":
+            shares = labels / labels.sum(1, keepdim=True).clamp(min=1)
+            return F.cross_entropy(outputs, shares, reduction="none")
+        if self.kind == "class":
+            has_label = labels != NO_LABEL
+            losses = F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
+        else:
+            has_label = ~labels.isnan()
+            losses = (outputs.squeeze(-1) - torch.where(has_label, labels, 0)).square() / 2 * has_label
+        return losses if losses.ndim == 1 else losses.sum(1) / has_label.sum(1).clamp(min=1)
+
+    def decoded(self, outputs: Tensor) -> Tensor:
+        """Return classes (n,), the likeliest tags (n, 5) in their order, or numbers (n,)."""
+        if self.kind == "number":
+            return self.middle + self.half * outputs.squeeze(-1).clamp(-1, 1)
+        return outputs.argmax(-1) if self.kind == "class" else outputs.topk(min(MOST_TAGS, self.outputs)).indices
+
+
+class Head(nn.Module):
+    """A private linear head with the extractor of its features. `fit_head` makes it; `load` reads a saved one.
+
+    Attributes:
+        model: a HeadModel, from features to outputs.
+        extractor: from raw rows to features; None if the rows are features.
+        target: see Target.
+        privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features.
+        result: of the training; None for a loaded head.
+    """
+
+    def __init__(
+        self,
+        model: HeadModel,
+        target: Target,
+        extractor: Extractor | None = None,
+        *,
+        privacy: Mapping[str, Any],
+        result: FitResult | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.extractor = model, extractor
+        self.target, self.privacy, self.result = target, dict(privacy), result
+        self.eval()
+
+    @property
+    def epsilon(self) -> float:
+        """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee."""
+        epsilon = self.privacy["epsilon"]
+        return math.inf if epsilon is None else epsilon
+
+    @torch.no_grad()
+    def forward(self, rows: Rows) -> Tensor:
+        """Return the outputs for rows, (n, outputs), float32.
+
+        Args:
+            rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
+                extractor, features of shape (n, width).
+        """
+        made: list[Tensor] = []
+        for start in range(0, len(rows), BLOCK):
+            block: Any = rows[start : start + BLOCK]
+            block = _tensor("rows", block) if isinstance(block, np.ndarray) else block
+            features = block if self.extractor is None else self.extractor(block)
+            made.append(self.model(features.to(self.model.linear.weight.device)))
+        return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
+
+    def predict(self, rows: Rows) -> Tensor:
+        """Return the class of each row (n,), its 5 likeliest tags (n, 5), the likeliest first, or its number (n,).
+
+        Args:
+            rows: as in `forward`.
+        """
+        return self.target.decoded(self(rows))
+
+    def predict_proba(self, rows: Rows) -> Tensor:
+        """Return the probability of each class, or the share of each tag, (n, outputs); rows sum to 1.
+
+        Args:
+            rows: as in `forward`.
+        Raises:
+            PrivacyError: the head predicts numbers.
+        """
+        if self.target.kind == "number":
+            raise expected("Head.predict_proba", "the head", "to predict classes", "a number", "call predict")
+        return self(rows).softmax(-1)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
+
+        Raises:
+            PrivacyError: the folder holds files already.
+        Privacy:
+            Everything in the folder is post-processing of released gradients, or public.
+        """
+        require_path("Head.save", "folder", folder, "give the path of a new folder")
+        place = Path(folder)
+        if place.exists() and (place.is_file() or any(place.iterdir())):
+            raise expected("Head.save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+        place.mkdir(parents=True, exist_ok=True)
+        if self.extractor is not None:
+            save_extractor(self.extractor, place / "extractor")
+        weight = self.model.linear.weight.detach().cpu().contiguous()
+        _safetensors().save_file({"weight": weight}, place / "weights.safetensors")
+        facts = {
+            "format": _FORMAT,
+            "target": asdict(self.target),
+            "width": weight.shape[1],
+            "extractor": None if self.extractor is None else self.extractor.digest(),
+            "privacy": self.privacy,
+        }
+        (place / "head.json").write_text(json.dumps(facts, indent=1))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, modules: Mapping[str, nn.Module] | None = None) -> "Head":
+        """Read a head that `save` wrote. Nothing in the folder is executed.
+
+        Args:
+            folder: of `save`.
+            modules: the pretrained modules of the extractor, as in `features.load_extractor`.
+        Raises:
+            PrivacyError: files are missing or damaged, or the extractor is not the one of the training.
+        """
+        place = Path(folder)
+        try:
+            facts = json.loads((place / "head.json").read_text())
+            if facts["format"] != _FORMAT:
+                condition, remedy = f"to have format {_FORMAT}", "load it with the version of privgrad that saved it"
+                raise expected("Head.load", f"{place}", condition, facts["format"], remedy)
+            target, width = Target(**facts["target"]), int(facts["width"])
+            model = HeadModel(width, target.outputs)
+            model.linear.load_state_dict(_safetensors().load_file(place / "weights.safetensors"))
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            if type(error).__module__.startswith("privgrad."):
+                raise
+            remedy = "give the folder of Head.save, with all its files"
+            raise expected("Head.load", f"{place}", "to hold a head", f"{type(error).__name__}: {error}", remedy) from error
+        extractor = None
+        if facts["extractor"] is not None:
+            extractor = load_extractor(place / "extractor", modules=modules or {})
+            if extractor.digest() != facts["extractor"]:
+                condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
+                raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
+        return cls(model, target, extractor, privacy=facts["privacy"])
+
+
+def fit_head(
+    features: Tensor | np.ndarray[Any, Any],
+    labels: Tensor | np.ndarray[Any, Any],
+    *,
+    num_classes: int | None = None,
+    bounds: tuple[float, float] | None = None,
+    extractor: Extractor | None = None,
+    source: str | None = None,
+    plan: PrivacyPlan | None = None,
+    target_epsilon: float | None = None,
+    delta: float | None = None,
+    num_examples: int | None = None,
+    privacy_unit: PrivacyUnit | None = None,
+    budget: Budget | None = None,
+    steps: int | None = None,
+    expected_batch_size: int | None = None,
+    max_grad_norm: float | None = None,
+    noise_step: float | None = None,
+    schedule: Schedule | Decay = "cosine",
+    momentum: float = MOMENTUM,
+    output_dir: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    progress: bool | Progress = True,
+) -> Head:
+    """Train a private linear head on features, by SGD from zero. It needs no tuning.
+
+    Args:
+        features: shape (n, width), of any floating dtype; a memory-mapped array is not copied. Each row is divided by
+            its norm. For persons, (n, rows, width): each entry holds all rows of one person.
+        labels: for classes, integers from 0 to num_classes - 1, (n,). For tags, (n, num_classes), 1 for each tag that
+            applies. For numbers, (n,); numbers outside of `bounds` count as the nearest bound. For persons, classes or
+            numbers (n, rows); -100 or NaN for rows that a person does not have.
+        num_classes: the public number of classes or tags. Give this or bounds.
+        bounds: the public smallest and largest number, for regression.
+        extractor: made the features, and is saved with the head.
+        source: where the constants of the features come from, without an extractor: "no data", say. Recorded.
+        plan: the privacy plan. Give it, or the next three numbers.
+        target_epsilon: > 0, what the training may cost.
+        delta: in (0, 1), at most 1 / num_examples.
+        num_examples: the public number of examples, or of persons.
+        privacy_unit: "example" or "user". None: "user" for persons with rows, else "example".
+        budget: a Budget to commit the training in; it needs output_dir. delta and num_examples default to those of the
+            budget. Without plan and target_epsilon, the training uses all that is left.
+        steps: None is 300, or the number of the plan.
+        expected_batch_size: None is min(num_examples, 8,192), or the number of the plan.
+        max_grad_norm: None is 0.1, or the number of the plan.
+        noise_step: at the peak of the schedule. None is the default of `privgrad.defaults` for the schedule.
+        schedule: of the rate: a Schedule, or its decay.
+        momentum: in [0, 1).
+        output_dir: the folder of ledger and checkpoint, as in `fit`: the same call resumes an interrupted training.
+        seed: None for the operating system's entropy. A research seed voids the privacy guarantee.
+        progress: as in `fit`.
+    Returns:
+        Head, with the result of `fit`.
+    Raises:
+        PrivacyError: arguments are missing, contradict each other, or do not fit the data; nothing was spent.
+        BudgetExceededError: the budget has not enough left; nothing was committed.
+    Privacy:
+        As PrivateGradient, if the features of a row depend on that row and on public numbers only. Features that were
+        chosen, centered or scaled with private rows are a release that no epsilon covers.
+    Reference:
+        Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
+    """
+    rows, given = _tensor("features", features), _tensor("labels", labels)
+    target = _target(rows, given, num_classes, bounds)
+    unit = _unit(rows, privacy_unit, plan)
+    numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
+    own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
+    place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
+    if plan is None:
+        plan = _plan(numbers, own, unit, budget, place)
+    elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
+        raise expected("fit_head", "plan", "to replace the numbers", f"both plan and {', '.join(both)}", "give one")
+    declared = _declared(extractor, source)
+    curve = Schedule(schedule) if isinstance(schedule, str) else schedule
+    step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
+    model = HeadModel(rows.shape[-1], target.outputs).to(rows.device)
+    optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
+    ledger = None
+    if budget is not None:
+        if place is None:
+            remedy = "give a folder: a budget needs the ledger of each training"
+            raise expected("fit_head", "output_dir", "to be given with a budget", None, remedy)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        ledger = budget.open_ledger(place, plan)
+    try:
+        private_grad = PrivateGradient(
+            model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=declared
+        )
+        data = TensorDataset(rows, target.prepared(given))
+        result = fit(private_grad, optimizer, data, scheduler=curve, output_dir=output_dir, progress=progress)
+    finally:
+        if ledger is not None:
+            ledger.close()
+    return Head(model, target, extractor, privacy=_facts(plan, result), result=result)
+
+
+def _tensor(name: str, values: object) -> Tensor:
+    """Return an array as a tensor that shares its memory."""
+    if isinstance(values, np.ndarray):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file that is open for reading: nothing here writes to it
+            return torch.from_numpy(values)
+    if not isinstance(values, Tensor):
+        remedy = "convert it by numpy.asarray or torch.as_tensor"
+        raise expected("fit_head", name, "to be a tensor or a numpy array", described(values), remedy)
+    return values
+
+
+def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
+    """Return what the labels are; raise PrivacyError unless they fit the features and the public facts."""
+    if not rows.is_floating_point() or rows.ndim not in (2, 3):
+        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+        condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"
+        raise expected("fit_head", "features", condition, got, "give the features, such as extractor(rows)")
+    if (num_classes is None) == (bounds is None):
+        got = f"num_classes {num_classes} and bounds {bounds}"
+        raise expected("fit_head", "num_classes or bounds", "to be given, not both", got, "give one of the two")
+    is_tags = num_classes is not None and rows.ndim == labels.ndim == 2
+    shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
+    if tuple(labels.shape) != shape:
+        remedy = "give one label per row" + ("" if bounds else ", or a row of num_classes tags")
+        raise expected("fit_head", "labels", f"to have shape {shape}", tuple(labels.shape), remedy)
+    if bounds is not None:
+        low, high = bounds
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise expected("fit_head", "bounds", "to be finite, and low < high", bounds, "give a public range")
+        return Target("number", 1, float(low), float(high))
+    assert num_classes is not None
+    require_integer("fit_head", "num_classes", num_classes, 1 if is_tags else 2)
+    if is_tags:
+        return Target("tags", int(num_classes))
+    known = (labels >= 0) & (labels < num_classes) | ((labels == NO_LABEL) & (rows.ndim == 3))
+    if labels.is_floating_point() or not bool(known.all()):
+        got = f"{labels.dtype}" if labels.is_floating_point() else f"the label {int(labels[~known][0])}"
+        condition, remedy = f"to be integers from 0 to {num_classes - 1}", "give bounds for numbers, or map the classes"
+        raise expected("fit_head", "labels", condition, got, remedy)
+    return Target("class", int(num_classes))
+
+
+def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> PrivacyUnit:
+    """Return the privacy unit; raise PrivacyError for rows of persons that are not protected together."""
+    unit = given or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
+    if rows.ndim == 3 and unit != "user":
+        remedy = "plan for 'user', or give features of shape (n, width)"
+        raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
+    return unit
+
+
+def _plan(
+    numbers: Mapping[str, Any], own: Mapping[str, Any], unit: PrivacyUnit, budget: Budget | None, place: Path | None
+) -> PrivacyPlan:
+    """Return the plan of the given numbers, with the defaults of those that do not decide epsilon.
+
+    Args:
+        numbers: steps, expected_batch_size and max_grad_norm; None for the default.
+        own: target_epsilon, delta, num_examples and seed.
+        unit: the privacy unit.
+        budget: whose delta and num_examples are used if `own` has none; without target_epsilon, all that is left.
+        place: of the ledger.
+    Privacy:
+        delta, num_examples and epsilon have no default: they are the caller's, or the budget's.
+    """
+    given = dict(own)
+    if budget is not None:
+        given["delta"] = budget.delta if given["delta"] is None else given["delta"]
+        given["num_examples"] = budget.num_examples if given["num_examples"] is None else given["num_examples"]
+    missing = [name for name in ("target_epsilon", "delta", "num_examples") if given[name] is None]
+    if missing and not (budget is not None and missing == ["target_epsilon"]):
+        remedy = "give all three, a plan, or a budget: they decide the privacy"
+        raise expected("fit_head", ", ".join(missing), "to be given", None, remedy)
+    count = given["num_examples"]
+    require_integer("fit_head", "num_examples", count, 1)
+    defaults = {"steps": STEPS, "expected_batch_size": min(count, LARGEST_BATCH), "max_grad_norm": MAX_GRAD_NORM}
+    chosen = {name: defaults[name] if value is None else value for name, value in numbers.items()}
+    if budget is None or given["target_epsilon"] is not None:
+        return PrivacyPlan.for_budget(**chosen, **given, privacy_unit=unit)
+    rate = chosen["expected_batch_size"] / count
+    before = [one for one in budget.commitments if one.name == f"{place}"]  # of the training that resumes
+    noise = before[0].releases[0].noise_multiplier if before else None
+    noise = budget.calibrate(sample_rate=rate, steps=chosen["steps"]) if noise is None else noise
+    del given["target_epsilon"]
+    return PrivacyPlan(**chosen, **given, sample_rate=rate, noise_multiplier=noise, privacy_unit=unit)
+
+
+def _declared(extractor: Extractor | None, source: str | None) -> str:
+    """Return the source of the features, for the ledger."""
+    if (extractor is None) == (source is None):
+        got = "both" if source is not None else None
+        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
+        raise expected("fit_head", "extractor or source", "to be given, not both", got, remedy)
+    if extractor is None:
+        return f"features: {source}"
+    return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
+
+
+def _facts(plan: PrivacyPlan, result: FitResult) -> dict[str, Any]:
+    """Return the public facts of a training, for JSON; epsilon is None without a guarantee."""
+    ledger = result.ledger
+    epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
+    return {**ledger.plan_facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+
+
+def _safetensors() -> Any:
+    return importlib.import_module("safetensors.torch")  # not imported above: `import privgrad` stays fast
