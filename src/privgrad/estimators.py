@@ -8,6 +8,9 @@ rows; GridSearchCV and other choices by a score on them; cross-validation, which
 Give each training its own part of one Budget.
 """
 
+# scikit-learn has no types.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import os
 from collections.abc import Sequence
 from typing import Any, Self, cast
@@ -15,6 +18,7 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.budget import Budget
@@ -25,6 +29,9 @@ from privgrad.schedule import Decay
 
 Array = np.ndarray[Any, Any]
 Bounds = tuple[Any, Any]
+
+
+_checked: Any = validate_data
 
 
 class _Private(BaseEstimator):
@@ -46,7 +53,7 @@ class _Private(BaseEstimator):
 
     def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
         """Train the head on the rows of X."""
-        rows = torch.from_numpy(np.ascontiguousarray(X, dtype=np.float32))
+        rows = _tensor(X)
         extractor: Extractor | None = None if self.feature_bounds is None else Scaled(*self.feature_bounds)
         self.head_ = fit_head(
             rows if extractor is None else extractor(rows),
@@ -69,9 +76,13 @@ class _Private(BaseEstimator):
         )
 
     def _rows(self, X: Any) -> torch.Tensor:  # noqa: N803
-        """Return checked rows for the fitted head."""
+        """Return checked rows of as many columns as in training."""
+        return _tensor(_checked(self, X, reset=False))
+
+    def _head(self) -> Head:
+        """Return the fitted head."""
         check_is_fitted(self)
-        return torch.from_numpy(np.ascontiguousarray(validate_data(self, X, reset=False), dtype=np.float32))
+        return self.head_
 
 
 class PrivateLogisticRegression(ClassifierMixin, _Private):
@@ -133,31 +144,34 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
         Raises:
             PrivacyError: a class of y is not among `classes`, or fit_head refuses; nothing was spent.
         """
-        X, y = validate_data(self, X, y)
+        rows, named = _checked(self, X, y, ensure_min_samples=2)
+        check_classification_targets(named)
         self.classes_ = np.unique(np.asarray(self.classes))
         if len(self.classes_) < 2 or len(self.classes_) < len(self.classes):
             remedy = "list every class that may occur, once"
             raise expected(type(self).__name__, "classes", "to be 2 or more, all different", self.classes, remedy)
-        known = np.isin(y, self.classes_)
+        known = np.isin(named, self.classes_)
         if not known.all():
             remedy = "add it to classes if it is public, or leave its rows out"
-            raise expected("fit", "y", f"to be among classes {list(self.classes_)}", described(y[~known][0]), remedy)
-        labels = np.searchsorted(self.classes_, y).astype(np.int64)
-        self._fit_head(X, labels, num_classes=len(self.classes_))
+            condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known][0].item())
+            raise expected("fit", "y", condition, got, remedy)
+        labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
+        self._fit_head(rows, labels, num_classes=len(self.classes_))
         return self
 
     def decision_function(self, X: Any) -> Array:  # noqa: N803
         """Return the scores of the classes, (n, classes); for two classes their difference, (n,)."""
-        scores = cast(Array, self.head_(self._rows(X)).numpy())
+        scores = cast(Array, self._head()(self._rows(X)).numpy())
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the likeliest class of each row, (n,)."""
-        return self.classes_[self.head_.predict(self._rows(X)).numpy()]
+        likeliest = self._head().predict(self._rows(X)).numpy()
+        return self.classes_[likeliest]
 
     def predict_proba(self, X: Any) -> Array:  # noqa: N803
         """Return the probability of each class, (n, classes), in the order of classes_."""
-        return self.head_(self._rows(X)).double().softmax(1).numpy()
+        return self._head()(self._rows(X)).double().softmax(1).numpy()
 
 
 class PrivateLinearRegression(RegressorMixin, _Private):
@@ -212,10 +226,14 @@ class PrivateLinearRegression(RegressorMixin, _Private):
         Raises:
             PrivacyError: fit_head refuses; nothing was spent.
         """
-        X, y = validate_data(self, X, y, y_numeric=True)
-        self._fit_head(X, np.asarray(y, dtype=np.float64), bounds=self.label_bounds)
+        rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
+        self._fit_head(rows, np.asarray(numbers, dtype=np.float64), bounds=self.label_bounds)
         return self
 
     def predict(self, X: Any) -> Array:  # noqa: N803
         """Return the number of each row, (n,), within label_bounds."""
-        return self.head_.predict(self._rows(X)).double().numpy()
+        return self._head().predict(self._rows(X)).double().numpy()
+
+
+def _tensor(rows: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))

@@ -11,6 +11,7 @@ from privgrad.features.frozen import Frozen, RandomFourier
 from privgrad.features.images import Hog, Patches, Scattering
 from privgrad.features.public_images import pink_noise, silhouettes
 from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.features.scaled import Scaled
 from privgrad.features.whitened import Whitened, join, unit_rows
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Patches",
     "Public",
     "RandomFourier",
+    "Scaled",
     "Scattering",
     "Whitened",
     "cache",

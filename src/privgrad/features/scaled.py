@@ -34,11 +34,12 @@ class Scaled(Extractor):
     def __init__(
         self, low: float | Sequence[float] | Tensor, high: float | Sequence[float] | Tensor, *, source: str = "no data"
     ) -> None:
-        ends = torch.broadcast_tensors(torch.as_tensor(low).float(), torch.as_tensor(high).float())
-        if ends[0].ndim > 1 or not bool((ends[0].isfinite() & ends[1].isfinite() & (ends[0] < ends[1])).all()):
-            got = f"{ends[0].tolist()} and {ends[1].tolist()}"
+        start, end = torch.as_tensor(low).float(), torch.as_tensor(high).float()
+        start, end = start + torch.zeros_like(end), end + torch.zeros_like(start)  # of one shape
+        if start.ndim > 1 or not bool((start.isfinite() & end.isfinite() & (start < end)).all()):
+            got = f"{start.tolist()} and {end.tolist()}"
             raise expected("Scaled", "low and high", "to be finite, and low < high", got, "give public bounds")
-        super().__init__(source, low=ends[0].clone(), high=ends[1].clone())
+        super().__init__(source, low=start, high=end)
 
     def features(self, rows: Any) -> Tensor:
         low, high = self.get_buffer("low"), self.get_buffer("high")

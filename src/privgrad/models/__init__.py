@@ -15,7 +15,7 @@ from privgrad.models.convolutional import (
     wide_resnet,
     ws_conv2d,
 )
-from privgrad.models.fully_connected import SparseLinear, autoencoder, bag_of_words, linear, mlp
+from privgrad.models.fully_connected import SparseLinear, UnitLinear, autoencoder, bag_of_words, linear, mlp
 from privgrad.models.language import LanguageModel, LoraLanguageModel, PairClassifier, WordLSTM
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "PairClassifier",
     "Residual",
     "SparseLinear",
+    "UnitLinear",
     "WordLSTM",
     "autoencoder",
     "bag_of_words",

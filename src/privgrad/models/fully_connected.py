@@ -30,6 +30,26 @@ def linear(*, in_features: int, num_classes: int, input_dims: int | None = None)
     return nn.Sequential(_flatten(input_dims), layer)
 
 
+class UnitLinear(nn.Module):
+    """A linear head: each row of features divided by its norm, through a layer without bias that starts at zero.
+
+    A row of zeros stays zero. Features may have any floating dtype.
+
+    Args:
+        in_features: number of features of a row.
+        out_features: number of classes or tags, or 1 for a number.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias=False)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the outputs, (..., in_features) -> (..., out_features)."""
+        return self.linear(F.normalize(features.to(self.linear.weight.dtype), dim=-1))
+
+
 def _flatten(input_dims: int | None) -> nn.Flatten:
     """Return the layer that flattens the last `input_dims` dimensions; None is all except the first."""
     return nn.Flatten() if input_dims is None else nn.Flatten(start_dim=-input_dims)

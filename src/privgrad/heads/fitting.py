@@ -1,35 +1,32 @@
-"""Private linear heads: one linear layer, trained on features that need no epsilon.
+"""Training of private linear heads.
 
-Users call `fit_head`, and `estimators` does. `experiments` uses HeadModel and the defaults of this file. The privacy
-guarantee rests on PrivateGradient, which `fit` calls. In this file it rests on `_plan`, which spends what the caller
-allows, and on `Target.losses`, where each loss depends on one example or person only.
+Users call `fit_head`, and `estimators` does; `experiments` uses the defaults. The privacy guarantee rests on
+PrivateGradient, which `fit` calls. In this file it rests on `_plan`, which spends what the caller allows, and on
+`_unit`, by which the rows of a person are protected together.
 """
 
-import importlib
-import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from rich.progress import Progress
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from privgrad.accounting import Release
 from privgrad.budget import Budget
 from privgrad.data.dataset import NO_LABEL
 from privgrad.defaults import head_noise_step
-from privgrad.errors import described, expected, require_integer, require_path
+from privgrad.errors import described, expected, require_integer
 from privgrad.features.extractor import Extractor
-from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.models import linear
+from privgrad.heads.head import Head, Target
+from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -43,211 +40,6 @@ STEPS = 300
 MAX_GRAD_NORM = 0.1
 LARGEST_BATCH = 8192
 MOMENTUM = 0.9
-BLOCK = 4096  # rows that are predicted at once
-MOST_TAGS = 5  # that `predict` returns
-
-_FORMAT = 1  # of head.json
-Rows = Tensor | np.ndarray[Any, Any] | Sequence[str]
-
-
-class HeadModel(nn.Module):
-    """Rows of features, each divided by its norm, through a linear layer that starts at zero and has no bias.
-
-    Args:
-        width: number of features of a row.
-        outputs: number of classes or tags, or 1.
-    """
-
-    def __init__(self, width: int, outputs: int) -> None:
-        super().__init__()
-        self.linear = linear(in_features=width, num_classes=outputs, input_dims=1)[-1]
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return the outputs, (..., width) -> (..., outputs), float32. A row of zeros stays zero."""
-        return self.linear(F.normalize(features.to(self.linear.weight.dtype), dim=-1))
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a head predicts.
-
-    Attributes:
-        kind: "class", "tags" or "number".
-        outputs: number of classes or tags, or 1.
-        low, high: public bounds of a number.
-    """
-
-    kind: Literal["class", "tags", "number"]
-    outputs: int
-    low: float = 0.0
-    high: float = 1.0
-
-    @property
-    def middle(self) -> float:
-        """The middle of the bounds, where a head begins."""
-        return (self.low + self.high) / 2
-
-    @property
-    def half(self) -> float:
-        """Half of the distance between the bounds."""
-        return (self.high - self.low) / 2
-
-    def prepared(self, labels: Tensor) -> Tensor:
-        """Return labels as `losses` takes them: numbers are cut to their bounds and moved to [-1, 1]."""
-        if self.kind == "number":
-            return ((labels.double().clamp(self.low, self.high) - self.middle) / self.half).float()
-        return labels.float() if self.kind == "tags" else labels.long()
-
-    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one loss per row of the batch, (B,): the mean over a person's rows that have a label.
-
-        The loss is the cross-entropy of the class, or that of equal shares of all tags of the row. For a number it is
-        half of the squared error, in units of half the distance between its bounds.
-        """
-        features, labels = batch
-        outputs = model(features)
-        if self.kind == "tags":
-            shares = labels / labels.sum(1, keepdim=True).clamp(min=1)
-            return F.cross_entropy(outputs, shares, reduction="none")
-        if self.kind == "class":
-            has_label = labels != NO_LABEL
-            losses = F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
-        else:
-            has_label = ~labels.isnan()
-            losses = (outputs.squeeze(-1) - torch.where(has_label, labels, 0)).square() / 2 * has_label
-        return losses if losses.ndim == 1 else losses.sum(1) / has_label.sum(1).clamp(min=1)
-
-    def decoded(self, outputs: Tensor) -> Tensor:
-        """Return classes (n,), the likeliest tags (n, 5) in their order, or numbers (n,)."""
-        if self.kind == "number":
-            return self.middle + self.half * outputs.squeeze(-1).clamp(-1, 1)
-        return outputs.argmax(-1) if self.kind == "class" else outputs.topk(min(MOST_TAGS, self.outputs)).indices
-
-
-class Head(nn.Module):
-    """A private linear head with the extractor of its features. `fit_head` makes it; `load` reads a saved one.
-
-    Attributes:
-        model: a HeadModel, from features to outputs.
-        extractor: from raw rows to features; None if the rows are features.
-        target: see Target.
-        privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features.
-        result: of the training; None for a loaded head.
-    """
-
-    def __init__(
-        self,
-        model: HeadModel,
-        target: Target,
-        extractor: Extractor | None = None,
-        *,
-        privacy: Mapping[str, Any],
-        result: FitResult | None = None,
-    ) -> None:
-        super().__init__()
-        self.model, self.extractor = model, extractor
-        self.target, self.privacy, self.result = target, dict(privacy), result
-        self.eval()
-
-    @property
-    def epsilon(self) -> float:
-        """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee."""
-        epsilon = self.privacy["epsilon"]
-        return math.inf if epsilon is None else epsilon
-
-    @torch.no_grad()
-    def forward(self, rows: Rows) -> Tensor:
-        """Return the outputs for rows, (n, outputs), float32.
-
-        Args:
-            rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
-                extractor, features of shape (n, width).
-        """
-        made: list[Tensor] = []
-        for start in range(0, len(rows), BLOCK):
-            block: Any = rows[start : start + BLOCK]
-            block = _tensor("rows", block) if isinstance(block, np.ndarray) else block
-            features = block if self.extractor is None else self.extractor(block)
-            made.append(self.model(features.to(self.model.linear.weight.device)))
-        return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
-
-    def predict(self, rows: Rows) -> Tensor:
-        """Return the class of each row (n,), its 5 likeliest tags (n, 5), the likeliest first, or its number (n,).
-
-        Args:
-            rows: as in `forward`.
-        """
-        return self.target.decoded(self(rows))
-
-    def predict_proba(self, rows: Rows) -> Tensor:
-        """Return the probability of each class, or the share of each tag, (n, outputs); rows sum to 1.
-
-        Args:
-            rows: as in `forward`.
-        Raises:
-            PrivacyError: the head predicts numbers.
-        """
-        if self.target.kind == "number":
-            raise expected("Head.predict_proba", "the head", "to predict classes", "a number", "call predict")
-        return self(rows).softmax(-1)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
-
-        Raises:
-            PrivacyError: the folder holds files already.
-        Privacy:
-            Everything in the folder is post-processing of released gradients, or public.
-        """
-        require_path("Head.save", "folder", folder, "give the path of a new folder")
-        place = Path(folder)
-        if place.exists() and (place.is_file() or any(place.iterdir())):
-            raise expected("Head.save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
-        place.mkdir(parents=True, exist_ok=True)
-        if self.extractor is not None:
-            save_extractor(self.extractor, place / "extractor")
-        weight = self.model.linear.weight.detach().cpu().contiguous()
-        _safetensors().save_file({"weight": weight}, place / "weights.safetensors")
-        facts = {
-            "format": _FORMAT,
-            "target": asdict(self.target),
-            "width": weight.shape[1],
-            "extractor": None if self.extractor is None else self.extractor.digest(),
-            "privacy": self.privacy,
-        }
-        (place / "head.json").write_text(json.dumps(facts, indent=1))
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str], *, modules: Mapping[str, nn.Module] | None = None) -> "Head":
-        """Read a head that `save` wrote. Nothing in the folder is executed.
-
-        Args:
-            folder: of `save`.
-            modules: the pretrained modules of the extractor, as in `features.load_extractor`.
-        Raises:
-            PrivacyError: files are missing or damaged, or the extractor is not the one of the training.
-        """
-        place = Path(folder)
-        try:
-            facts = json.loads((place / "head.json").read_text())
-            if facts["format"] != _FORMAT:
-                condition, remedy = f"to have format {_FORMAT}", "load it with the version of privgrad that saved it"
-                raise expected("Head.load", f"{place}", condition, facts["format"], remedy)
-            target, width = Target(**facts["target"]), int(facts["width"])
-            model = HeadModel(width, target.outputs)
-            model.linear.load_state_dict(_safetensors().load_file(place / "weights.safetensors"))
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            if type(error).__module__.startswith("privgrad."):
-                raise
-            remedy = "give the folder of Head.save, with all its files"
-            raise expected("Head.load", f"{place}", "to hold a head", f"{type(error).__name__}: {error}", remedy) from error
-        extractor = None
-        if facts["extractor"] is not None:
-            extractor = load_extractor(place / "extractor", modules=modules or {})
-            if extractor.digest() != facts["extractor"]:
-                condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
-                raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
-        return cls(model, target, extractor, privacy=facts["privacy"])
 
 
 def fit_head(
@@ -326,7 +118,7 @@ def fit_head(
     declared = _declared(extractor, source)
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
-    model = HeadModel(rows.shape[-1], target.outputs).to(rows.device)
+    model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
     ledger = None
     if budget is not None:
@@ -424,13 +216,14 @@ def _plan(
     count = given["num_examples"]
     require_integer("fit_head", "num_examples", count, 1)
     defaults = {"steps": STEPS, "expected_batch_size": min(count, LARGEST_BATCH), "max_grad_norm": MAX_GRAD_NORM}
-    chosen = {name: defaults[name] if value is None else value for name, value in numbers.items()}
+    chosen: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in numbers.items()}
     if budget is None or given["target_epsilon"] is not None:
         return PrivacyPlan.for_budget(**chosen, **given, privacy_unit=unit)
     rate = chosen["expected_batch_size"] / count
-    before = [one for one in budget.commitments if one.name == f"{place}"]  # of the training that resumes
-    noise = before[0].releases[0].noise_multiplier if before else None
-    noise = budget.calibrate(sample_rate=rate, steps=chosen["steps"]) if noise is None else noise
+    # A training that resumes has the noise of its commitment.
+    before = [one.releases[0] for one in budget.commitments if one.name == f"{place}"]
+    held = [release.noise_multiplier for release in before if isinstance(release, Release)]
+    noise = held[0] if held else budget.calibrate(sample_rate=rate, steps=chosen["steps"])
     del given["target_epsilon"]
     return PrivacyPlan(**chosen, **given, sample_rate=rate, noise_multiplier=noise, privacy_unit=unit)
 
@@ -451,7 +244,3 @@ def _facts(plan: PrivacyPlan, result: FitResult) -> dict[str, Any]:
     ledger = result.ledger
     epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
     return {**ledger.plan_facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
-
-
-def _safetensors() -> Any:
-    return importlib.import_module("safetensors.torch")  # not imported above: `import privgrad` stays fast
