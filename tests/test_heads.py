@@ -340,8 +340,9 @@ def test_an_interrupted_training_resumes_where_it_stopped(tmp_path: Path, monkey
         pg.fit_head(X, Y, output_dir=tmp_path, **arguments)
     monkeypatch.undo()
     assert torch.equal(pg.fit_head(X, Y, output_dir=tmp_path, **arguments).model.linear.weight, whole)
+    arguments["source"] = "other features"
     with pytest.raises(pg.PrivacyError, match="side_information"):
-        pg.fit_head(X, Y, output_dir=tmp_path, **(arguments | {"source": "other features"}))
+        pg.fit_head(X, Y, output_dir=tmp_path, **arguments)
 
 
 def last_contribution(rows: Tensor, labels: Tensor, removed: int, **facts: Any) -> float:
