@@ -8,7 +8,7 @@ the result depends on the same row of the input and on public constants only. So
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Self, cast
@@ -155,6 +155,14 @@ class Extractor(nn.Module, ABC):
                 found |= {f"{name}.{path}": value for path, value in part.constants().items()}
         return found
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the extractor and its parts, by path; torch's own are left out."""
+        usual, found = vars(nn.Module()), dict[str, Any]()
+        for path, part in cast("Iterator[tuple[str, nn.Module]]", self.named_modules()):
+            if isinstance(part, Extractor):
+                found |= {f"{path} {key}".strip(): value for key, value in vars(part).items() if key not in usual}
+        return found
+
     def digest(self) -> str:
         """Return a SHA-256 of class, config, parameters and buffers, in hex. Equal digests mean equal features."""
         settings = json.dumps([FORMAT, self.config()], sort_keys=True)
@@ -194,11 +202,15 @@ class Extractor(nn.Module, ABC):
         """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""
         name = type(self).__name__
         first, last = rows[:1], rows[-1:]
-        before = {key: value.clone() for key, value in self.state_dict().items()}
+        before, attributes = {key: value.clone() for key, value in self.named_buffers()}, self.attributes()
         alone = self._block(first)
+        companions = [_changed(first), last, _changed(last)]
+        if isinstance(rows, Tensor):
+            companions *= 1 + self.block // 3
+        companions = companions[: self.block - 1]  # they fill the block, so that nothing is filled up
         pairs = [
-            (self._block(_cat(first, _changed(first), last))[:1], "other companions"),
-            (self._block(_cat(last, _changed(last), _changed(first), first))[-1:], "another place"),
+            (self._block(_cat(first, *companions))[:1], "other companions"),
+            (self._block(_cat(*companions, first))[-1:], "another place"),
             (self._block(first), "the same row again"),
         ]
         for made, reason in pairs:
@@ -209,14 +221,15 @@ class Extractor(nn.Module, ABC):
             if not change <= self.tolerance:
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
-        after = self.state_dict()
-        changed = [key for key, value in before.items() if not torch.equal(after[key], value)]
+        after = dict(self.named_buffers())
+        changed = [key for key in after if key not in before or not torch.equal(after[key], before[key])]
+        changed += [key for key, value in self.attributes().items() if attributes.get(key, self) is not value]
         if changed:
             condition = "to stay as it is while features are computed"
             raise expected(name, "the state", condition, f"a new value of {changed[0]}", _REMEDY)
 
 
-_REMEDY = "replace batch statistics by GroupNorm or LayerNorm, and remove dropout and state"
+_REMEDY = "use public statistics, computed in __init__; replace batch statistics by GroupNorm, and remove dropout"
 
 
 def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:
@@ -256,8 +269,9 @@ def _cat(*parts: Rows) -> Rows:
 
 
 def _changed(rows: Rows) -> Rows:
-    """Return rows with other values in the same range, as companions."""
+    """Return rows with other values in the same range, as companions; zeros for a constant row, ones for zeros."""
     if not isinstance(rows, Tensor):
         return [f"{row} another text, which is longer {row}" for row in rows]
     flat = rows.flatten(1)
-    return (flat.amax(1, keepdim=True) + flat.amin(1, keepdim=True) - flat.flip(1)).reshape(rows.shape)
+    high, low = flat.amax(1, keepdim=True), flat.amin(1, keepdim=True)
+    return torch.where(high > low, high + low - flat.flip(1), (flat == 0).to(flat.dtype)).reshape(rows.shape)

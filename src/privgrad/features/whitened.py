@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, cast, overload
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_integer, require_nonnegative, require_positive
+from privgrad.errors import described, expected, require_integer, require_positive
 from privgrad.features.extractor import Extractor, Public, Rows, eigen, public_rows
 
 Block = Tensor | Extractor | tuple[Tensor, float] | tuple[Extractor, float]
@@ -117,7 +117,8 @@ class Whitened(Extractor):
         ridge: float,
         keep: int | None,
     ) -> None:
-        require_nonnegative("Whitened", "power", power, "give a number in [0, 0.5], such as 0.375")
+        if not 0 <= power <= 0.5:
+            raise expected("Whitened", "power", "to be in [0, 0.5]", power, "give 0.375")
         require_positive("Whitened", "ridge", ridge, "give 0.3")
         chosen = most if keep is None else keep
         require_integer("Whitened", "keep", chosen, 1)
