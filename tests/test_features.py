@@ -335,6 +335,9 @@ def test_refused_files(tmp_path: Path):
 # The cache
 
 
+TRIAL = 5  # calls that try the rule on the first rows
+
+
 class Counting(ft.Hog):
     """Hog that counts its blocks, and can die or sleep."""
 
@@ -384,8 +387,8 @@ def fill_and_die(folder: Path, rows: Tensor, limit: int) -> None:
 
 
 def test_a_killed_cache_resumes_and_loses_one_block(tmp_path: Path):
-    rows = images(160)  # ten blocks; the trial of the rule takes four calls
-    process = multiprocessing.get_context("fork").Process(target=fill_and_die, args=(tmp_path / "c", rows, 4 + 6))
+    rows = images(160)  # ten blocks
+    process = multiprocessing.get_context("fork").Process(target=fill_and_die, args=(tmp_path / "c", rows, TRIAL + 6))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -393,7 +396,7 @@ def test_a_killed_cache_resumes_and_loses_one_block(tmp_path: Path):
         log.write('{"block": 6, "da')  # killed while it wrote
     Counting.calls, Counting.limit = 0, 10**9
     found = cached(tmp_path / "c", rows, extractor=Counting(places=(2,)))
-    assert Counting.calls == 4 + 10 - 6
+    assert Counting.calls == TRIAL + 10 - 6
     assert torch.equal(found, ft.Hog(places=(2,))(rows))
     Counting.calls = 0
     assert torch.equal(cached(tmp_path / "c", rows, extractor=Counting(places=(2,))), found)

@@ -202,22 +202,22 @@ class Extractor(nn.Module, ABC):
         """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""
         name = type(self).__name__
         first, last = rows[:1], rows[-1:]
-        before, attributes = {key: value.clone() for key, value in self.named_buffers()}, self.attributes()
-        alone = self._block(first)
-        companions = [_changed(first), last, _changed(last)]
+        tried = (first, _changed(first))
+        others = [last, _changed(last), *tried]
         if isinstance(rows, Tensor):
-            companions *= 1 + self.block // 3
-        companions = companions[: self.block - 1]  # they fill the block, so that nothing is filled up
-        pairs = [
-            (self._block(_cat(first, *companions))[:1], "other companions"),
-            (self._block(_cat(*companions, first))[-1:], "another place"),
-            (self._block(first), "the same row again"),
-        ]
-        for made, reason in pairs:
-            if made.shape != alone.shape:
-                got = f"widths {alone.shape[1]} and {made.shape[1]} for {reason}"
+            others *= self.block // 4 + 1
+        others = others[: max(0, self.block - 2)]  # a whole block, so that nothing is filled up
+        before, attributes = {key: value.clone() for key, value in self.named_buffers()}, self.attributes()
+        alone = [self._block(row) for row in tried]
+        ahead = self._block(_cat(*tried, *others)[: self.block])
+        behind = self._block(_cat(*others, *tried)[-self.block :])
+        pairs = [(ahead[i : i + 1], alone[i], "other companions") for i in range(min(2, self.block))]
+        pairs += [(behind[-1:], alone[1], "another place"), (self._block(first), alone[0], "the same row again")]
+        for made, usual, reason in pairs:
+            if made.shape != usual.shape:
+                got = f"widths {usual.shape[1]} and {made.shape[1]} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
-            change = _norm(made - alone) / max(_norm(alone), 1e-30)
+            change = _norm(made - usual) / max(_norm(usual), 1e-30)
             if not change <= self.tolerance:
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
@@ -269,9 +269,10 @@ def _cat(*parts: Rows) -> Rows:
 
 
 def _changed(rows: Rows) -> Rows:
-    """Return rows with other values in the same range, as companions; zeros for a constant row, ones for zeros."""
+    """Return other rows of half the range, as companions; zeros for a constant row, and ones for zeros."""
     if not isinstance(rows, Tensor):
         return [f"{row} another text, which is longer {row}" for row in rows]
     flat = rows.flatten(1)
     high, low = flat.amax(1, keepdim=True), flat.amin(1, keepdim=True)
-    return torch.where(high > low, high + low - flat.flip(1), (flat == 0).to(flat.dtype)).reshape(rows.shape)
+    halved = low + ((high - flat.flip(1)) / 2).to(flat.dtype)
+    return torch.where(high > low, halved, (flat == 0).to(flat.dtype)).reshape(rows.shape)
