@@ -440,6 +440,25 @@ def test_refused_caches(tmp_path: Path):
     assert torch.equal(cached(whole, rows), ft.Hog(places=(2,))(rows))
 
 
+def test_statistics_of_private_rows_are_found(tmp_path: Path):
+    private = drawn(ft.pink_noise(80, SIZE))
+    fitted = ft.Whitened(ft.Hog(places=(2,)), private[:30], source="public, so they say")
+    for call in (
+        lambda: cached(tmp_path, private, extractor=fitted),
+        lambda: ft.cache(fitted, private, progress=False),
+    ):
+        with pytest.raises(
+            pg.PrivacyError, match="share at most 15 rows with the public rows of the extractor, got at"
+        ):
+            call()
+    within = ft.join(ft.Hog(), ft.Patches(private, size=3, filters=4, source="public, so they say"))
+    with pytest.raises(pg.PrivacyError, match="share at most 40 rows"):
+        ft.cache(within, private, progress=False)
+    few = ft.Whitened(ft.Hog(places=(2,)), torch.cat([private[:10], drawn(PUBLIC)[:20]]), source="some equal by chance")
+    assert torch.equal(cached(tmp_path / "few", private, extractor=few), few(private))
+    assert fitted(private[:30]).shape == (30, 29)  # the features of public rows
+
+
 class Large(Extractor):
     def __init__(self) -> None:
         super().__init__("no data")

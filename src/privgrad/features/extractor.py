@@ -34,7 +34,8 @@ class Public:
     Raises:
         PrivacyError: there are no rows, or the source is empty.
     Privacy:
-        The library cannot check that rows are public. The source states it, and the ledger shows the source.
+        The library cannot check that rows are public. The source states it, and the ledger shows the source. `cache`
+        refuses private rows of which most are among the public ones.
     """
 
     rows: Rows
@@ -45,6 +46,17 @@ class Public:
             raise expected("Public", "source", "to be a text", described(self.source), "say where the rows come from")
         if len(self.rows) == 0:
             raise expected("Public", "rows", "to be at least one", 0, "give public rows")
+
+
+def marks_of(rows: Rows) -> Tensor:
+    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes."""
+    if isinstance(rows, Tensor):
+        flat = rows.detach().cpu().contiguous().flatten(1)
+        contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
+    else:
+        contents = [text.encode() for text in rows]
+    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    return torch.frombuffer(bytearray(digests), dtype=torch.int64)
 
 
 class Extractor(nn.Module, ABC):
