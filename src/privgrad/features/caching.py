@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from privgrad.errors import PrivacyError, expected, require_choice, require_integer
-from privgrad.features.extractor import Extractor, Rows
+from privgrad.features.extractor import Extractor, Rows, marks_of
 from privgrad.progress import bars
 
 _FORMAT = 1  # of the folder
@@ -52,21 +52,26 @@ def cache(
         The features, (n, width). With a folder they are memory-mapped; changes to them do not reach the file.
     Raises:
         PrivacyError: the folder has features of another extractor, of other rows or of another dtype; it is damaged,
-            has another version, or is being written by another process.
+            has another version, or is being written by another process. Or most of the rows are public rows of the
+            extractor.
     Privacy:
-        The features are private. Labels are not stored.
+        The features are private. Labels are not stored. Rows are compared with the public rows of the extractor, so
+        that statistics of private rows are not mistaken for public ones. Only exact copies are found.
     """
     require_integer("cache", "block", block, 1)
     require_choice("cache", "dtype", _DTYPES.get(dtype, str(dtype)), tuple(_DTYPES.values()))
     data = rows.tensors[0] if isinstance(rows, TensorDataset) else rows
     count = len(cast(Sequence[Any], data))
     require_integer("cache", "the number of rows", count, 1)
+    copies = _Copies(extractor, count)
     with bars(shown=progress) as shown:
         task = shown.add_task("features", total=count, note="")
         if folder is None:
             parts: list[Tensor] = []
             for start in range(0, count, block):
-                parts.append(_features(extractor, _slice(data, start, start + block), dtype))
+                part = _slice(data, start, start + block)
+                copies.add(part)
+                parts.append(_features(extractor, part, dtype))
                 shown.advance(task, len(parts[-1]))
             return torch.cat(parts)
         place = Path(folder)
@@ -76,11 +81,33 @@ def cache(
             size = store.block or block
             for index, start in enumerate(range(0, count, size)):
                 part = _slice(data, start, start + size)
+                copies.add(part)
                 digest = _digest(part)
                 if not store.holds(index, start, digest):
                     store.add(index, start, size, digest, _features(extractor, part, dtype).numpy())
                 shown.advance(task, min(size, count - start))
             return store.features()
+
+
+class _Copies:
+    """The number of rows that are public rows of an extractor: an error if they are most of either."""
+
+    def __init__(self, extractor: Extractor, count: int) -> None:
+        marks = [value for name, value in extractor.named_buffers() if name.endswith("marks")]
+        self.public: set[int] = {mark for value in marks for mark in cast("list[int]", value.tolist())}
+        self.most = min(count, len(self.public)) // 2  # some may be equal by chance, such as black images
+        self.found = set[int]()
+
+    def add(self, rows: Rows) -> None:
+        """Count the public rows among these."""
+        if self.public:
+            self.found |= self.public.intersection(cast("list[int]", marks_of(rows).tolist()))
+            if len(self.found) > self.most:
+                condition = f"to share at most {self.most} rows with the public rows of the extractor"
+                remedy = (
+                    "compute statistics on public rows, or call the extractor itself for the features of public rows"
+                )
+                raise expected("cache", "rows", condition, f"at least {self.most + 1}", remedy)  # the number is private
 
 
 class _Folder:

@@ -8,7 +8,7 @@ the result depends on the same row of the input and on public constants only. So
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Self, cast
@@ -34,7 +34,8 @@ class Public:
     Raises:
         PrivacyError: there are no rows, or the source is empty.
     Privacy:
-        The library cannot check that rows are public. The source states it, and the ledger shows the source.
+        The library cannot check that rows are public. The source states it, and the ledger shows the source. `cache`
+        refuses private rows of which most are among the public ones.
     """
 
     rows: Rows
@@ -45,6 +46,17 @@ class Public:
             raise expected("Public", "source", "to be a text", described(self.source), "say where the rows come from")
         if len(self.rows) == 0:
             raise expected("Public", "rows", "to be at least one", 0, "give public rows")
+
+
+def marks_of(rows: Rows) -> Tensor:
+    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes."""
+    if isinstance(rows, Tensor):
+        flat = rows.detach().cpu().contiguous().flatten(1)
+        contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
+    else:
+        contents = [text.encode() for text in rows]
+    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    return torch.frombuffer(bytearray(digests), dtype=torch.int64)
 
 
 class Extractor(nn.Module, ABC):
@@ -155,6 +167,14 @@ class Extractor(nn.Module, ABC):
                 found |= {f"{name}.{path}": value for path, value in part.constants().items()}
         return found
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the extractor and its parts, by path; torch's own are left out."""
+        usual, found = vars(nn.Module()), dict[str, Any]()
+        for path, part in cast("Iterator[tuple[str, nn.Module]]", self.named_modules()):
+            if isinstance(part, Extractor):
+                found |= {f"{path} {key}".strip(): value for key, value in vars(part).items() if key not in usual}
+        return found
+
     def digest(self) -> str:
         """Return a SHA-256 of class, config, parameters and buffers, in hex. Equal digests mean equal features."""
         settings = json.dumps([FORMAT, self.config()], sort_keys=True)
@@ -194,29 +214,34 @@ class Extractor(nn.Module, ABC):
         """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""
         name = type(self).__name__
         first, last = rows[:1], rows[-1:]
-        before = {key: value.clone() for key, value in self.state_dict().items()}
-        alone = self._block(first)
-        pairs = [
-            (self._block(_cat(first, _changed(first), last))[:1], "other companions"),
-            (self._block(_cat(last, _changed(last), _changed(first), first))[-1:], "another place"),
-            (self._block(first), "the same row again"),
-        ]
-        for made, reason in pairs:
-            if made.shape != alone.shape:
-                got = f"widths {alone.shape[1]} and {made.shape[1]} for {reason}"
+        tried = (first, _changed(first))
+        others = [last, _changed(last), *tried]
+        if isinstance(rows, Tensor):
+            others *= self.block // 4 + 1
+        others = others[: max(0, self.block - 2)]  # a whole block, so that nothing is filled up
+        before, attributes = {key: value.clone() for key, value in self.named_buffers()}, self.attributes()
+        alone = [self._block(row) for row in tried]
+        ahead = self._block(_cat(*tried, *others)[: self.block])
+        behind = self._block(_cat(*others, *tried)[-self.block :])
+        pairs = [(ahead[i : i + 1], alone[i], "other companions") for i in range(min(2, self.block))]
+        pairs += [(behind[-1:], alone[1], "another place"), (self._block(first), alone[0], "the same row again")]
+        for made, usual, reason in pairs:
+            if made.shape != usual.shape:
+                got = f"widths {usual.shape[1]} and {made.shape[1]} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
-            change = _norm(made - alone) / max(_norm(alone), 1e-30)
+            change = _norm(made - usual) / max(_norm(usual), 1e-30)
             if not change <= self.tolerance:
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
-        after = self.state_dict()
-        changed = [key for key, value in before.items() if not torch.equal(after[key], value)]
+        after = dict(self.named_buffers())
+        changed = [key for key in after if key not in before or not torch.equal(after[key], before[key])]
+        changed += [key for key, value in self.attributes().items() if attributes.get(key, self) is not value]
         if changed:
             condition = "to stay as it is while features are computed"
             raise expected(name, "the state", condition, f"a new value of {changed[0]}", _REMEDY)
 
 
-_REMEDY = "replace batch statistics by GroupNorm or LayerNorm, and remove dropout and state"
+_REMEDY = "use public statistics, computed in __init__; replace batch statistics by GroupNorm, and remove dropout"
 
 
 def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:
@@ -256,8 +281,10 @@ def _cat(*parts: Rows) -> Rows:
 
 
 def _changed(rows: Rows) -> Rows:
-    """Return rows with other values in the same range, as companions."""
+    """Return other rows of half the range, as companions; zeros for a constant row, and ones for zeros."""
     if not isinstance(rows, Tensor):
         return [f"{row} another text, which is longer {row}" for row in rows]
     flat = rows.flatten(1)
-    return (flat.amax(1, keepdim=True) + flat.amin(1, keepdim=True) - flat.flip(1)).reshape(rows.shape)
+    high, low = flat.amax(1, keepdim=True), flat.amin(1, keepdim=True)
+    halved = low + ((high - flat.flip(1)) / 2).to(flat.dtype)
+    return torch.where(high > low, halved, (flat == 0).to(flat.dtype)).reshape(rows.shape)

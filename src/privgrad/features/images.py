@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.errors import expected, require_integer
-from privgrad.features.extractor import Extractor, Public, eigen, public_rows
+from privgrad.features.extractor import Extractor, Public, eigen, marks_of, public_rows
 
 _PATCHES = 100_000  # of public images, for the statistics of patches
 _THRESHOLD = 0.25  # of the response to a filter
@@ -81,6 +81,7 @@ class Patches(Extractor):
             given.source,
             kernel=kernel.view(filters, images.shape[1], size, size).float(),
             shift=(directions @ mean).float(),
+            marks=marks_of(given.rows),
         )
         self.size, self.filters, self.places = size, filters, places
 

@@ -1,4 +1,4 @@
-"""Synthetic images made of random numbers: public rows for the statistics of features.
+"""Synthetic images from random numbers: public rows for the statistics of features.
 
 Users and `experiments` call these functions. No private image, and no image of any data set, enters them. The privacy
 guarantee rests on this.

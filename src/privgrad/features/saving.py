@@ -37,12 +37,14 @@ def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None
     content = {"format": FORMAT, "digest": digest, "extractor": extractor.config()}
     frozen = {part.name: part for part in extractor.modules() if isinstance(part, Frozen)}
     try:
-        found = _filled(_rebuilt(json.loads(json.dumps(content["extractor"])), frozen), constants).digest()
+        made = _filled(_rebuilt(json.loads(json.dumps(content["extractor"])), frozen), constants)
+        lost = sorted(set(extractor.attributes()) - set(made.attributes()))
+        problem = f"no value of {lost[0]}" if lost else None if made.digest() == digest else f"digest {made.digest()}"
     except (PrivacyError, AttributeError, TypeError) as error:
-        found = str(error)
-    if found != digest:
+        problem = str(error)
+    if problem:
         remedy = "register its tensors as buffers, name its settings in options, and wrap networks in Frozen"
-        raise expected("save_extractor", "the extractor", "to be rebuilt from its files", found, remedy)
+        raise expected("save_extractor", "the extractor", "to be rebuilt from its files", problem, remedy)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / CONFIG).unlink(missing_ok=True)  # written last: without it, the folder holds no extractor

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self, cast, overload
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_integer, require_nonnegative, require_positive
-from privgrad.features.extractor import Extractor, Public, Rows, eigen, public_rows
+from privgrad.errors import described, expected, require_integer, require_positive
+from privgrad.features.extractor import Extractor, Public, Rows, eigen, marks_of, public_rows
 
 Block = Tensor | Extractor | tuple[Tensor, float] | tuple[Extractor, float]
 
@@ -71,6 +71,7 @@ class Whitened(Extractor):
         moment = centered.T @ centered / len(rows)
         most = min(len(rows) - 1, rows.shape[1])
         self._finish(extractor, combined(extractor.source, given.source), mean, moment, most, power, ridge, keep)
+        self.register_buffer("marks", marks_of(given.rows))
 
     @classmethod
     def from_second_moment(
@@ -94,7 +95,7 @@ class Whitened(Extractor):
         Raises:
             PrivacyError: the moment is not a square symmetric matrix, or a number is out of its range.
         Privacy:
-            The release must be charged: whiten with the result of `release_second_moment` only. What follows is
+            The release must be charged: whiten with the result of `release_second_moment` only. The rest is
             post-processing. Nothing is subtracted, as the mean of the rows was not released.
         """
         if moment.ndim != 2 or moment.shape[0] != moment.shape[1] or not torch.equal(moment, moment.T):
@@ -117,7 +118,8 @@ class Whitened(Extractor):
         ridge: float,
         keep: int | None,
     ) -> None:
-        require_nonnegative("Whitened", "power", power, "give a number in [0, 0.5], such as 0.375")
+        if not 0 <= power <= 0.5:
+            raise expected("Whitened", "power", "to be in [0, 0.5]", power, "give 0.375")
         require_positive("Whitened", "ridge", ridge, "give 0.3")
         chosen = most if keep is None else keep
         require_integer("Whitened", "keep", chosen, 1)
