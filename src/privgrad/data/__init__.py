@@ -24,7 +24,6 @@ from privgrad.data.debian import (
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
 from privgrad.data.own_images import image_folder
 from privgrad.data.own_table import table
-from privgrad.data.pretrained import MINILM, SMOLLM2, pretrained
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
 from privgrad.data.stackoverflow import stackoverflow
@@ -32,6 +31,7 @@ from privgrad.data.synthetic import heavy_tail
 from privgrad.data.tabular import adult
 from privgrad.data.text import brown, ptb, snli
 from privgrad.data.users import by_user
+from privgrad.pretrained import MINILM, SMOLLM2, pretrained
 
 __all__ = [
     "LOADERS",

@@ -6,5 +6,7 @@ on the same row of the input and on public numbers only, so features need no eps
 
 from privgrad.features.columns import Bins, OneHot, join, unit_rows
 from privgrad.features.extractor import Extractor, Public
+from privgrad.features.frozen_text import FrozenText
+from privgrad.features.text import TfIdf, text_rows
 
-__all__ = ["Bins", "Extractor", "OneHot", "Public", "join", "unit_rows"]
+__all__ = ["Bins", "Extractor", "FrozenText", "OneHot", "Public", "TfIdf", "join", "text_rows", "unit_rows"]
