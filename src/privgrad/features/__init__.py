@@ -4,9 +4,36 @@ Users call these functions, and `data.table` does. The privacy guarantee rests o
 on the same row of the input and on public numbers only, so features need no epsilon.
 """
 
-from privgrad.features.columns import Bins, OneHot, join, unit_rows
+from privgrad.features.caching import cache
+from privgrad.features.columns import Bins, OneHot
 from privgrad.features.extractor import Extractor, Public
+from privgrad.features.frozen import Frozen, RandomFourier
 from privgrad.features.frozen_text import FrozenText
+from privgrad.features.images import Hog, Patches, Scattering
+from privgrad.features.public_images import pink_noise, silhouettes
+from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.features.text import TfIdf, text_rows
+from privgrad.features.whitened import Whitened, join, unit_rows
 
-__all__ = ["Bins", "Extractor", "FrozenText", "OneHot", "Public", "TfIdf", "join", "text_rows", "unit_rows"]
+__all__ = [
+    "Bins",
+    "Extractor",
+    "Frozen",
+    "FrozenText",
+    "Hog",
+    "OneHot",
+    "Patches",
+    "Public",
+    "RandomFourier",
+    "Scattering",
+    "TfIdf",
+    "Whitened",
+    "cache",
+    "join",
+    "load_extractor",
+    "pink_noise",
+    "save_extractor",
+    "silhouettes",
+    "text_rows",
+    "unit_rows",
+]

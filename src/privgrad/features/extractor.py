@@ -56,15 +56,15 @@ class Extractor(nn.Module, ABC):
     Attributes:
         source: where its constants come from, for the ledger, such as "no data".
         options: names of the attributes that hold its settings, as values that JSON can hold.
-        block: the number of rows in one call of `features`.
-        tolerance: the largest change of a feature, over the row's norm, that companions may cause by rounding.
+        block: the number of rows in one call of `features`; tensors of fewer rows are filled up to it.
+        tolerance: the largest norm of the change that companions may cause by rounding, over the norm of the features.
     Privacy:
         `features` must treat each row alone. An extractor is always in evaluation mode and has no gradients. Before the
         first rows of each shape it is tried on a few of them, alone and with companions.
     """
 
     options: ClassVar[tuple[str, ...]] = ()
-    block: ClassVar[int] = 256
+    block: int = 64
     tolerance: float = 1e-6
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -106,8 +106,8 @@ class Extractor(nn.Module, ABC):
             PrivacyError: a row's features change with its companions or from call to call, have another shape, or are
                 not finite.
         Privacy:
-            See the class. The last bits of a feature may depend on the size of a block, as sums in floating point do;
-            `tolerance` bounds this.
+            See the class. Each call of `features` has the same number of rows, so that companions do not change how a
+            row is rounded, either, where a matrix product treats its rows alike; `tolerance` bounds what remains.
         """
         if len(rows) == 0:
             raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
@@ -138,9 +138,22 @@ class Extractor(nn.Module, ABC):
         """
         made = cls.__new__(cls)
         Extractor.__init__(made, config["source"])
-        for name, value in chain(config["options"].items(), parts.items()):
-            setattr(made, name, value)
+        for name in cls.options:
+            setattr(made, name, config["options"][name])
+        for name, part in parts.items():
+            made.add_module(name, part)
         return made
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the tensors that `save_extractor` writes: the buffers of the extractor and of its parts, by path.
+
+        Override it if weights are found elsewhere, as those of Frozen are; `digest` names them all the same.
+        """
+        found = dict(self.named_buffers(recurse=False))
+        for name, part in self.named_children():
+            if isinstance(part, Extractor):
+                found |= {f"{name}.{path}": value for path, value in part.constants().items()}
+        return found
 
     def digest(self) -> str:
         """Return a SHA-256 of class, config, parameters and buffers, in hex. Equal digests mean equal features."""
@@ -152,13 +165,19 @@ class Extractor(nn.Module, ABC):
         return digest.hexdigest()
 
     def _block(self, rows: Rows) -> Tensor:
-        """Return the features of one block, float32, on the device of the rows."""
-        if not isinstance(rows, Tensor):
-            made = self._features(rows)
-        else:
+        """Return the features of at most `block` rows, float32, on the device of the rows.
+
+        Privacy:
+            Tensors are filled up to exactly `block` rows with copies of the first. Matrix products of different sizes
+            are rounded differently: without this, the number of rows would show in the last bits of each feature.
+        """
+        self.eval()  # the owner of a nested module may have changed it
+        if isinstance(rows, Tensor):
             constant = next(chain(self.buffers(), self.parameters()), rows)
-            moved = rows.to(constant.device)
-            made = self._features(moved / 255 if moved.dtype == torch.uint8 else moved).to(rows.device)
+            filled = torch.cat([rows, rows[:1].expand(self.block - len(rows), *rows.shape[1:])]).to(constant.device)
+            made = self._features(filled / 255 if filled.dtype == torch.uint8 else filled)[: len(rows)].to(rows.device)
+        else:
+            made = self._features(rows)
         if made.ndim != 2 or len(made) != len(rows) or not made.is_floating_point():
             got = f"{made.dtype} of shape {tuple(made.shape)}"
             condition = f"to be floating point, of shape ({len(rows)}, width)"
@@ -174,20 +193,19 @@ class Extractor(nn.Module, ABC):
     def _try(self, rows: Rows) -> None:
         """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""
         name = type(self).__name__
-        few = rows[torch.tensor([0, -1])] if isinstance(rows, Tensor) else [rows[0], rows[-1]]
+        first, last = rows[:1], rows[-1:]
         before = {key: value.clone() for key, value in self.state_dict().items()}
-        alone = [self._block(few[:1]), self._block(few[1:])]
-        again = self._block(few[:1])
-        pairs = [(again, alone[0], "the same row again")]
-        scale = max(1e-30, *(_norm(made) for made in alone))
-        for others in (few, _changed(few)):
-            made = self._block(_cat(few, others))
-            pairs += [(made[i : i + 1], alone[i], "other companions") for i in (0, 1)]
-        for made, first, reason in pairs:
-            if made.shape != first.shape:
-                got = f"widths {first.shape[1]} and {made.shape[1]} for {reason}"
+        alone = self._block(first)
+        pairs = [
+            (self._block(_cat(first, _changed(first), last))[:1], "other companions"),
+            (self._block(_cat(last, _changed(last), _changed(first), first))[-1:], "another place"),
+            (self._block(first), "the same row again"),
+        ]
+        for made, reason in pairs:
+            if made.shape != alone.shape:
+                got = f"widths {alone.shape[1]} and {made.shape[1]} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
-            change = _norm(made - first) / scale
+            change = _norm(made - alone) / max(_norm(alone), 1e-30)
             if not change <= self.tolerance:
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
@@ -221,14 +239,20 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
     return Public(public, source)
 
 
+def eigen(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of a second moment, >= 0 and falling, and its eigenvectors as columns."""
+    values, vectors = cast("tuple[Tensor, Tensor]", torch.linalg.eigh(moment))
+    return values.clamp(min=0).flip(0), vectors.flip(1)
+
+
 def _norm(values: Tensor) -> float:
     return float(values.double().square().sum().sqrt())
 
 
-def _cat(first: Rows, second: Rows) -> Rows:
-    if isinstance(first, Tensor):
-        return torch.cat([first, cast(Tensor, second)])
-    return [*first, *cast(Sequence[str], second)]
+def _cat(*parts: Rows) -> Rows:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(cast("tuple[Tensor, ...]", parts))
+    return [text for part in cast(Sequence[Sequence[str]], parts) for text in part]
 
 
 def _changed(rows: Rows) -> Rows:
