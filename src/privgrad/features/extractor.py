@@ -206,7 +206,7 @@ class Extractor(nn.Module, ABC):
                 got = f"widths {alone.shape[1]} and {made.shape[1]} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
             change = _norm(made - alone) / max(_norm(alone), 1e-30)
-            if not change <= self.tolerance:
+            if not change <= max(part.tolerance for part in self.modules() if isinstance(part, Extractor)):
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
         after = self.state_dict()

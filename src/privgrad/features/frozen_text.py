@@ -5,6 +5,7 @@ ones. Each text is padded to a length of its own and masked, so its features do 
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -22,7 +23,6 @@ _POOLINGS = ("mean", "cls", "last")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}  # eight bits of precision, over the depth of the network
 _STEP = 16  # tokens; texts are padded to a multiple
-_TEXTS = 64  # that the model takes at once
 
 
 class FrozenText(Extractor):
@@ -49,7 +49,6 @@ class FrozenText(Extractor):
     """
 
     options: ClassVar[tuple[str, ...]] = ("name", "max_length", "pooling", "dtype", "weights")
-    block: ClassVar[int] = 1024
     _model: Any
 
     def __init__(
@@ -83,27 +82,17 @@ class FrozenText(Extractor):
             raise expected("FrozenText", "the weights", f"to have digest {made.weights[:12]}", found[:12], remedy)
         return made
 
-    def forward(self, rows: Rows) -> Tensor:
-        """Return the features, float32 (n, width of the model).
-
-        Args:
-            rows: n texts, or rows of bytes.
-        Raises:
-            PrivacyError: as in Extractor.
-        """
-        return super().forward(texts_of(rows))
-
-    def features(self, rows: Sequence[str]) -> Tensor:
-        ids = [own or [0] for own in self._ids(rows)]
-        widths = [min(self.max_length, -(-len(own) // _STEP) * _STEP) for own in ids]
-        order = sorted(range(len(ids)), key=lambda row: widths[row])
-        made: list[Tensor] = []
-        for width in sorted(set(widths)):
-            same = [ids[row] for row in order if widths[row] == width]
-            made += [self._pooled(same[start : start + _TEXTS], width) for start in range(0, len(same), _TEXTS)]
-        places = torch.empty(len(order), dtype=torch.int64)
-        places[order] = torch.arange(len(order))
-        return torch.cat(made)[places]
+    def features(self, rows: Rows) -> Tensor:
+        """Return the features of n texts, or of rows of bytes. Equal texts are computed once."""
+        texts = texts_of(rows)
+        by_width: dict[int, dict[str, list[int]]] = defaultdict(dict)
+        known = list(dict.fromkeys(texts))
+        for text, ids in zip(known, self._ids(known), strict=True):
+            by_width[min(self.max_length, -(-max(1, len(ids)) // _STEP) * _STEP)][text] = ids or [self._padding]
+        made: dict[str, Tensor] = {}
+        for width, group in by_width.items():
+            made |= zip(group, self._pooled(list(group.values()), width), strict=True)
+        return torch.stack([made[text] for text in texts])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._model._apply(fn, recurse)  # moves to a device

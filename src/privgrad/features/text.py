@@ -5,8 +5,9 @@ two facts. Vocabulary and document frequencies come from public texts only. A te
 that text only.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -75,7 +76,6 @@ class TfIdf(Extractor):
     """
 
     options: ClassVar[tuple[str, ...]] = ("words", "ngrams", "analyzer", "sublinear")
-    idf: Tensor
 
     def __init__(
         self,
@@ -101,26 +101,18 @@ class TfIdf(Extractor):
         super().__init__(known.source, idf=torch.from_numpy(fitted.idf_).float())
         self.words: list[str] = fitted.get_feature_names_out().tolist()
 
-    @classmethod
-    def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
-        made = super().rebuilt(config, parts)
-        made.register_buffer("idf", torch.zeros(len(made.words)))
-        return made
-
-    def forward(self, rows: Rows) -> Tensor:
-        """Return the features, float32 (n, vocabulary).
-
-        Args:
-            rows: n texts, or rows of bytes.
-        Raises:
-            PrivacyError: as in Extractor.
-        """
-        return super().forward(texts_of(rows))
-
-    def features(self, rows: Sequence[str]) -> Tensor:
+    @cached_property
+    def _fitted(self) -> Any:
+        """The vectorizer of the public words."""
         known = self._vectorizer(vocabulary=self.words)
-        known.idf_ = self.idf.cpu().numpy()
-        return torch.from_numpy(known.transform(rows).toarray()).float().to(self.idf.device)
+        known.idf_ = self.get_buffer("idf").cpu().numpy()
+        return known
+
+    def features(self, rows: Rows) -> Tensor:
+        """Return the features of n texts, or of rows of bytes."""
+        return (
+            torch.from_numpy(self._fitted.transform(texts_of(rows)).toarray()).float().to(self.get_buffer("idf").device)
+        )
 
     def _vectorizer(self, **vocabulary: Any) -> Any:
         """Return scikit-learn's vectorizer with these settings."""
