@@ -15,12 +15,12 @@ from torch import nn
 import privgrad as pg
 from privgrad import data
 from privgrad.data.dataset import NO_LABEL, with_public
-from privgrad.data.sources import cache
 from privgrad.data.tabular import _CATEGORIES
 from privgrad.experiments.build import losses_for, make_data, make_model, outcomes, unit_scores
 from privgrad.experiments.load_spec import check_spec, load_spec
 from privgrad.experiments.runner import compare, train
 from privgrad.features import Bins, OneHot, join, unit_rows
+from privgrad.user_cache import cache
 
 COLUMNS: dict[str, Any] = {
     "age": {"kind": "number", "range": [0, 100], "bins": 4},
@@ -145,7 +145,7 @@ def category(**changed: Any) -> dict[str, Any]:
 WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"columns": {}}, r"columns to be a table of columns, got \{\}"),
     ({"columns": {"age": {"kind": "ignore"}}}, "columns to hold an input column, got 1 ignored columns"),
-    ({"columns": {"age": {}}}, "columns.age.kind to be one of number, category, ignore, got None"),
+    ({"columns": {"age": {}}}, "columns.age.kind to be one of number, category, text, ignore, got None"),
     ({"columns": {"age": {"kind": "numbr"}}}, "columns.age.kind .* got 'numbr'; did you mean 'number'"),
     ({"columns": {"age": {"kind": ["number"]}}}, r"columns.age.kind .* got \['number'\]"),
     ({"columns": number(binz=3)}, "keys of columns.age to be known for kind number, got 'binz'; did you mean 'bins'"),

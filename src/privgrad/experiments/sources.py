@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from privgrad.data import LOADERS, DataSet, image_folder, table
 from privgrad.data.own_images import require_images
 from privgrad.data.own_table import require_every, require_split
-from privgrad.data.pretrained import pretrained
 from privgrad.data.schema import ROW, Where, schema_of
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.tables import DataTable, ModelTable
 from privgrad.gradient.module_state import evaluating
 from privgrad.plan import PrivacyPlan
+from privgrad.pretrained import pretrained
 from privgrad.types import PrivacyUnit
 
 _FILES = (table, image_folder)  # loaders of files, whose `path` is given by file or folder
@@ -253,7 +253,7 @@ def _failed(place: str, name: str, error: Exception) -> Exception:
 
 
 def encoder_folder(name: str | None) -> str:
-    """Return the folder of the pretrained model whose tokenizer reads the data; see data.pretrained.
+    """Return the folder of the pretrained model whose tokenizer reads the data; see privgrad.pretrained.
 
     `build` also calls it.
 

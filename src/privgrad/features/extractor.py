@@ -230,7 +230,7 @@ class Extractor(nn.Module, ABC):
                 got = f"widths {usual.shape[1]} and {made.shape[1]} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
             change = _norm(made - usual) / max(_norm(usual), 1e-30)
-            if not change <= self.tolerance:
+            if not change <= max(part.tolerance for part in self.modules() if isinstance(part, Extractor)):
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
         after = dict(self.named_buffers())
