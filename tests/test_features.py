@@ -190,6 +190,19 @@ def test_rows_fill_a_block(monkeypatch: pytest.MonkeyPatch):
     assert set(sizes) == {64}
 
 
+def test_nested_extractors_decide_block_and_tolerance():
+    small = frozen(block=5, tolerance=0.5)
+    sizes: list[int] = []
+    small.module.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    joined = ft.join(ft.Hog(), small)
+    joined(images(12))
+    assert set(sizes) == {5}
+    noisy = Planted(lambda self, rows: rows + 1e-3 * rows.roll(1, 0))
+    with pytest.raises(pg.PrivacyError, match="Joined: expected each row's features to depend on that row only"):
+        ft.join(noisy, frozen())(images(3))
+    assert ft.join(noisy, small)(images(3)).isfinite().all()
+
+
 # Whitening and joining
 
 

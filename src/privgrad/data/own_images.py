@@ -29,6 +29,7 @@ def image_folder(
     classes: Sequence[str],
     size: Positive,
     channels: Literal[1, 3],
+    standardize: bool = True,
     unit: str | None = None,
     test: PathLike | None = None,
     test_share: Share = 0.0,
@@ -37,7 +38,7 @@ def image_folder(
 ) -> DataSet:
     """Load images of your own from a folder with one sub-folder per class; docs/own-data.md lists its rules.
 
-    Inputs, float (n, channels, size, size): each image is resized to a square, and pixels are in [-1, 1].
+    Inputs, float (n, channels, size, size): each image is resized to a square.
 
     Args:
         path: the folder. The name of a sub-folder is the class of its images, which may be in deeper folders. Files
@@ -45,6 +46,7 @@ def image_folder(
         classes: the allowed names of sub-folders, in the order of the class numbers.
         size: height and width of all inputs in pixels.
         channels: 1 for gray, 3 for color. Images are converted.
+        standardize: whether pixels are in [-1, 1]; otherwise they are in [0, 1], as `privgrad.features` needs them.
         unit: required: "row". Each image is protected by itself; a person with several images is protected less.
         test: a second folder of the same form, whose images are the test part.
         test_share: the share of images in the test part, in [0, 1); 0 with `test`.
@@ -69,7 +71,7 @@ def image_folder(
     if not parts["train"]:
         remedy = "lower test_share and validation_share, or give a larger folder"
         raise expected("image_folder", f"the training part of {folder}", "to hold at least 1 image", 0, remedy)
-    made = {name: _tensors(files, size, channels) for name, files in parts.items()}
+    made = {name: _tensors(files, size, channels, standardize) for name, files in parts.items()}
     return DataSet(
         name=folder.name,
         train=made["train"],
@@ -132,16 +134,17 @@ def _files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
     return files
 
 
-def _tensors(files: Sequence[tuple[Path, int]], size: int, channels: int) -> TensorDataset:
+def _tensors(files: Sequence[tuple[Path, int]], size: int, channels: int, standardize: bool) -> TensorDataset:
     """Return inputs and labels of image files."""
     pixels = torch.zeros(len(files), channels, size, size)
     for index, (file, _) in enumerate(files):
         pixels[index] = _pixels(file, size, channels)
+    pixels = pixels / 127.5 - 1 if standardize else pixels / 255
     return TensorDataset(pixels, torch.tensor([label for _, label in files], dtype=torch.int64))
 
 
 def _pixels(file: Path, size: int, channels: int) -> Tensor:
-    """Return one image, float (channels, size, size), in [-1, 1]."""
+    """Return one image, uint8 (channels, size, size)."""
     try:
         pillow: Any = importlib.import_module("PIL.Image")
     except ImportError as error:
@@ -160,4 +163,4 @@ def _pixels(file: Path, size: int, channels: int) -> Tensor:
         place, remedy = f"{file.parent.name}/{file.name}", "convert it by a public rule, such as value / 256"
         raise expected("image_folder", place, "to have 8 bits per channel", f"mode {mode}", remedy)
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
-    return values.permute(2, 0, 1).float() / 127.5 - 1
+    return values.permute(2, 0, 1)

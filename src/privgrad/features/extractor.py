@@ -68,8 +68,10 @@ class Extractor(nn.Module, ABC):
     Attributes:
         source: where its constants come from, for the ledger, such as "no data".
         options: names of the attributes that hold its settings, as values that JSON can hold.
-        block: the number of rows in one call of `features`; tensors of fewer rows are filled up to it.
+        block: the number of rows in one call of `features`, unless a nested extractor takes fewer. Fewer rows of a
+            tensor are filled up to it.
         tolerance: the largest norm of the change that companions may cause by rounding, over the norm of the features.
+            The largest one of all nested extractors counts.
     Privacy:
         `features` must treat each row alone. An extractor is always in evaluation mode and has no gradients. Before the
         first rows of each shape it is tried on a few of them, alone and with companions.
@@ -127,8 +129,8 @@ class Extractor(nn.Module, ABC):
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
-        starts = range(0, len(rows), self.block)
-        return torch.cat([self._block(rows[start : start + self.block]) for start in starts])
+        size = self._size
+        return torch.cat([self._block(rows[start : start + size]) for start in range(0, len(rows), size)])
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode: statistics of a batch would mix its rows."""
@@ -188,13 +190,13 @@ class Extractor(nn.Module, ABC):
         """Return the features of at most `block` rows, float32, on the device of the rows.
 
         Privacy:
-            Tensors are filled up to exactly `block` rows with copies of the first. Matrix products of different sizes
+            Tensors are filled up to exactly one block with copies of the first. Matrix products of different sizes
             are rounded differently: without this, the number of rows would show in the last bits of each feature.
         """
         self.eval()  # the owner of a nested module may have changed it
         if isinstance(rows, Tensor):
             constant = next(chain(self.buffers(), self.parameters()), rows)
-            filled = torch.cat([rows, rows[:1].expand(self.block - len(rows), *rows.shape[1:])]).to(constant.device)
+            filled = torch.cat([rows, rows[:1].expand(self._size - len(rows), *rows.shape[1:])]).to(constant.device)
             made = self._features(filled / 255 if filled.dtype == torch.uint8 else filled)[: len(rows)].to(rows.device)
         else:
             made = self._features(rows)
@@ -206,31 +208,40 @@ class Extractor(nn.Module, ABC):
             raise expected(type(self).__name__, "features", "to be finite", "inf or NaN", "check the rows for NaN")
         return made.float()
 
+    @property
+    def _size(self) -> int:
+        """The number of rows that the extractor and all its parts take in one call."""
+        return min(part.block for part in self._parts())
+
+    def _parts(self) -> list["Extractor"]:
+        return [part for part in self.modules() if isinstance(part, Extractor)]
+
     @torch.no_grad()
     def _features(self, rows: Any) -> Tensor:
         return self.features(rows)
 
     def _try(self, rows: Rows) -> None:
         """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""
-        name = type(self).__name__
+        name, size = type(self).__name__, self._size
+        tolerance = max(part.tolerance for part in self._parts())
         first, last = rows[:1], rows[-1:]
         tried = (first, _changed(first))
         others = [last, _changed(last), *tried]
         if isinstance(rows, Tensor):
-            others *= self.block // 4 + 1
-        others = others[: max(0, self.block - 2)]  # a whole block, so that nothing is filled up
+            others *= size // 4 + 1
+        others = others[: max(0, size - 2)]  # a whole block, so that nothing is filled up
         before, attributes = {key: value.clone() for key, value in self.named_buffers()}, self.attributes()
         alone = [self._block(row) for row in tried]
-        ahead = self._block(_cat(*tried, *others)[: self.block])
-        behind = self._block(_cat(*others, *tried)[-self.block :])
-        pairs = [(ahead[i : i + 1], alone[i], "other companions") for i in range(min(2, self.block))]
+        ahead = self._block(_cat(*tried, *others)[:size])
+        behind = self._block(_cat(*others, *tried)[-size:])
+        pairs = [(ahead[i : i + 1], alone[i], "other companions") for i in range(min(2, size))]
         pairs += [(behind[-1:], alone[1], "another place"), (self._block(first), alone[0], "the same row again")]
         for made, usual, reason in pairs:
             if made.shape != usual.shape:
                 got = f"widths {usual.shape[1]} and {made.shape[1]} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
             change = _norm(made - usual) / max(_norm(usual), 1e-30)
-            if not change <= max(part.tolerance for part in self.modules() if isinstance(part, Extractor)):
+            if not change <= tolerance:
                 got = f"a relative change of {change:.2g} for {reason}"
                 raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
         after = dict(self.named_buffers())
