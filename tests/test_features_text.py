@@ -86,8 +86,9 @@ def test_words_of_private_texts_are_in_no_file(tmp_path: Path):
     ],
 )
 def test_wrong_settings_of_tf_idf_are_refused(given: dict[str, Any], message: str):
+    keywords: dict[str, Any] = {"public": PUBLIC} | given
     with pytest.raises(pg.PrivacyError, match=message):
-        TfIdf(**{"public": PUBLIC, **given})
+        TfIdf(**keywords)
 
 
 # Frozen transformers
