@@ -8,21 +8,27 @@ from privgrad.features.caching import cache
 from privgrad.features.columns import Bins, OneHot
 from privgrad.features.extractor import Extractor, Public
 from privgrad.features.frozen import Frozen, RandomFourier
+from privgrad.features.frozen_text import FrozenText
 from privgrad.features.images import Hog, Patches, Scattering
 from privgrad.features.public_images import pink_noise, silhouettes
 from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.features.scaled import Scaled
+from privgrad.features.text import TfIdf, text_rows
 from privgrad.features.whitened import Whitened, join, unit_rows
 
 __all__ = [
     "Bins",
     "Extractor",
     "Frozen",
+    "FrozenText",
     "Hog",
     "OneHot",
     "Patches",
     "Public",
     "RandomFourier",
+    "Scaled",
     "Scattering",
+    "TfIdf",
     "Whitened",
     "cache",
     "join",
@@ -30,5 +36,6 @@ __all__ = [
     "pink_noise",
     "save_extractor",
     "silhouettes",
+    "text_rows",
     "unit_rows",
 ]
