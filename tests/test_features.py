@@ -225,9 +225,19 @@ def test_whitening_by_its_formula():
 
 
 def test_fewer_public_rows_than_features():
-    made = ft.Whitened(patches(), ft.Public(PUBLIC.rows[:20], "20 silhouettes"))
+    """The directions are those of the larger matrix."""
+    rows, extractor = images(30), patches()
+    made = ft.Whitened(extractor, ft.Public(PUBLIC.rows[:20], "20 silhouettes"))
     assert made.keep == 19
-    assert made(images(3)).shape == (3, 19)
+    x = ft.unit_rows(extractor(PUBLIC.rows[:20])).double()
+    centered = x - x.mean(0)
+    values, vectors = torch.linalg.eigh(centered.T @ centered / 20)
+    values, vectors = values.flip(0)[:19], vectors.flip(1)[:, :19]
+    scaled = vectors * (values + 0.3 * values.sum() / 19) ** -0.375
+    expected = ft.unit_rows((ft.unit_rows(extractor(rows)).double() - x.mean(0)) @ scaled)
+    found = made(rows).double()
+    signs = (found * expected).sum(0).sign()
+    torch.testing.assert_close(found * signs, expected, rtol=0, atol=1e-4)
 
 
 def test_a_private_second_moment_takes_the_place_of_public_rows(tmp_path: Path):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.errors import expected
+from privgrad.features.extractor import Extractor
 from privgrad.types import Provenance
 
 NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignores this label
@@ -45,6 +46,7 @@ class DataSet:
             labels (n, rows) with NO_LABEL for rows that the person does not have.
         public_inputs: inputs without labels, outside of all examples, (m, *input_shape): for the statistics of feature
             extractors. None if there are none.
+        extractor: made the inputs from those of the loader; None if they are as loaded.
     """
 
     name: str
@@ -63,6 +65,7 @@ class DataSet:
     split: Literal["size", "unit"] = "size"
     by_person: bool = False
     public_inputs: Tensor | None = None
+    extractor: Extractor | None = None
 
     @property
     def measured_on(self) -> Literal["test", "training"]:

@@ -198,7 +198,7 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
         return _Content(file.name, inputs, labels, units)
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(texts[schema.identifier]):
-        key = _WHOLE.sub(r"\1", text.strip())
+        key = person_of(text)
         place = f"row {row + 1}, column {schema.identifier!r} of {file.name}"
         if is_missing(key):
             remedy = "fill it in, or leave the row out"
@@ -208,6 +208,11 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
             raise expected("table", place, f"to differ from row {rows[key][0] + 1}", repr(key), remedy)
         rows.setdefault(key, []).append(row)
     return _Content(file.name, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
+
+
+def person_of(text: str) -> str:
+    """Return the name of a unit from the text of its column: "7" for "7.0". `own_images` also calls it."""
+    return _WHOLE.sub(r"\1", text.strip())
 
 
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:

@@ -159,7 +159,7 @@ def schema_of(
     names = _texts(where, "classes", classes)
     if len(names) < 2:
         raise where.wrong("classes", "to be at least two values", list(names), "list the label's allowed values")
-    _require_unit(where, unit, max_rows, row_id)
+    require_unit(where, unit, max_rows, row_id)
     used = {"label": label, "unit": unit if unit != ROW else None, "row_id": row_id}
     for role, name in used.items():
         if name in read:
@@ -170,8 +170,8 @@ def schema_of(
     return Schema(read, label, names, cast(str, unit), max_rows, row_id)
 
 
-def _require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None) -> None:
-    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
+def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
+    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons. `own_images` also calls it."""
     if not isinstance(unit, str) or not unit:
         remedy = (
             'with "row" each row is protected by itself, and a person with several rows less; with a column, all rows '

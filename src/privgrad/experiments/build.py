@@ -147,7 +147,9 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
         part = "validation" if len(loaded.test) else "test"
         remedy = f"give {part}_share, or return more {part} examples"
         raise expected("make_data", f"the {part} part of {name}", "to hold at least 1 example", 0, remedy)
-    if loaded.by_person and spec.model.name not in ("linear", "mlp") and ":" not in spec.model.name:
+    takes_rows = spec.model.name in ("linear", "mlp") or ":" in spec.model.name
+    is_image = _architecture(spec).inputs == "images" and len(loaded.input_shape) == 3
+    if loaded.by_person and not (takes_rows or is_image):
         remedy = 'choose "linear" or "mlp", or a function of yours'
         condition = f"to take the rows of a person, as {name!r} has"
         raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
@@ -203,7 +205,11 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
     `runner`, `audit_spec` and `papers.stops` call it.
     """
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    return _architecture(spec).make(spec.model, data).to("cuda" if gpu else "cpu")
+    architecture = _architecture(spec)
+    model = architecture.make(spec.model, data)
+    if data.by_person and architecture.inputs == "images":
+        model = models.EachRow(model)
+    return model.to("cuda" if gpu else "cpu")
 
 
 def _architecture(spec: Spec) -> Architecture:

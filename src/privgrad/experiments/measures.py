@@ -42,7 +42,8 @@ def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
         return losses.sum(1) / (labels != NO_LABEL).sum(1).clamp(min=1) if losses.ndim > 1 else losses
 
     def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return shift_and_flip(batch[0]), batch[1]
+        images = batch[0].flatten(0, 1) if data.by_person else batch[0]
+        return shift_and_flip(images).view(batch[0].shape), batch[1]
 
     return multiplicity(losses_of, moved, views=views)
 

@@ -157,7 +157,7 @@ def require_declared(given: DataTable, loader: Callable[..., DataSet], place: st
         every = options.get("test_every")
         require_every(where, every, schema.identifier, options.get("test"), shares["test_share"])
     else:
-        require_images(where, *(options.get(name) for name in ("classes", "size", "channels", "unit")))
+        require_images(where, *(options.get(name) for name in ("classes", "size", "channels", "unit", "max_rows")))
 
 
 def is_own(given: DataTable) -> bool:

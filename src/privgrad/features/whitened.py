@@ -66,11 +66,9 @@ class Whitened(Extractor):
         """
         given = public_rows("Whitened", public, source)
         rows = unit_rows(extractor(given.rows))
-        mean = rows.mean(0)
-        centered = rows - mean
-        moment = centered.T @ centered / len(rows)
-        most = min(len(rows) - 1, rows.shape[1])
-        self._finish(extractor, combined(extractor.source, given.source), mean, moment, most, power, ridge, keep)
+        mean, most = rows.mean(0), min(len(rows) - 1, rows.shape[1])
+        source = combined(extractor.source, given.source)
+        self._finish(extractor, source, mean, _directions(rows - mean), most, power, ridge, keep)
         self.register_buffer("marks", marks_of(given.rows))
 
     @classmethod
@@ -104,7 +102,7 @@ class Whitened(Extractor):
         made = cls.__new__(cls)
         source = combined(extractor.source, PRIVATE_MOMENT)
         mean = torch.zeros(len(moment))
-        made._finish(extractor, source, mean, moment.float(), len(moment), power, ridge, keep)
+        made._finish(extractor, source, mean, eigen(moment.float()), len(moment), power, ridge, keep)
         return made
 
     def _finish(
@@ -112,7 +110,7 @@ class Whitened(Extractor):
         extractor: Extractor,
         source: str,
         mean: Tensor,
-        moment: Tensor,
+        directions: tuple[Tensor, Tensor],
         most: int,
         power: float,
         ridge: float,
@@ -126,7 +124,7 @@ class Whitened(Extractor):
         if chosen > most:
             remedy = "lower keep, or give more public rows"
             raise expected("Whitened", "keep", f"to be at most {most}", chosen, remedy)
-        values, vectors = eigen(moment)
+        values, vectors = directions
         scales = (values + ridge * values.sum() / most) ** -power
         super().__init__(source, mean=mean, directions=(vectors * scales)[:, :chosen].contiguous())
         self.extractor, self.power, self.ridge, self.keep = extractor, float(power), float(ridge), chosen
@@ -206,6 +204,15 @@ def combined(*sources: str) -> str:
     """Return several sources as one text for the ledger; "no data" only if there is nothing else."""
     parts = dict.fromkeys(part for source in sources for part in source.split("; ") if part != "no data")
     return "; ".join(parts) or "no data"
+
+
+def _directions(centered: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of the second moment of rows, falling, and its eigenvectors as columns."""
+    if len(centered) >= centered.shape[1]:
+        return eigen(centered.T @ centered / len(centered))
+    values, vectors = eigen(centered @ centered.T / len(centered))  # of the smaller of the two matrices
+    values = values.clamp(min=1e-7 * float(values[0]))
+    return values, centered.T @ (vectors / (values * len(centered)).sqrt())
 
 
 def _joined(parts: Sequence[Tensor], weights: Sequence[float | None]) -> Tensor:

@@ -25,14 +25,13 @@ from privgrad.defaults import head_noise_step
 from privgrad.errors import described, expected, require_integer
 from privgrad.features.extractor import Extractor
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.heads.head import Head, Target
+from privgrad.heads.head import Head, Target, declared, privacy_of
 from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.schedule import Decay, Schedule
 from privgrad.training import fit
-from privgrad.training_run import FitResult
 from privgrad.types import PrivacyUnit
 
 # Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
@@ -115,7 +114,7 @@ def fit_head(
         plan = _plan(numbers, own, unit, budget, place)
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
         raise expected("fit_head", "plan", "to replace the numbers", f"both plan and {', '.join(both)}", "give one")
-    declared = _declared(extractor, source)
+    origin = _origin(extractor, source)
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
@@ -129,14 +128,14 @@ def fit_head(
         ledger = budget.open_ledger(place, plan)
     try:
         private_grad = PrivateGradient(
-            model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=declared
+            model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
         )
         data = TensorDataset(rows, target.prepared(given))
         result = fit(private_grad, optimizer, data, scheduler=curve, output_dir=output_dir, progress=progress)
     finally:
         if ledger is not None:
             ledger.close()
-    return Head(model, target, extractor, privacy=_facts(plan, result), result=result)
+    return Head(model, target, extractor, privacy=privacy_of(plan, result.ledger), result=result)
 
 
 def _tensor(name: str, values: object) -> Tensor:
@@ -228,7 +227,7 @@ def _plan(
     return PrivacyPlan(**chosen, **given, sample_rate=rate, noise_multiplier=noise, privacy_unit=unit)
 
 
-def _declared(extractor: Extractor | None, source: str | None) -> str:
+def _origin(extractor: Extractor | None, source: str | None) -> str:
     """Return the source of the features, for the ledger."""
     if (extractor is None) == (source is None):
         got = "both" if source is not None else None
@@ -236,11 +235,4 @@ def _declared(extractor: Extractor | None, source: str | None) -> str:
         raise expected("fit_head", "extractor or source", "to be given, not both", got, remedy)
     if extractor is None:
         return f"features: {source}"
-    return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
-
-
-def _facts(plan: PrivacyPlan, result: FitResult) -> dict[str, Any]:
-    """Return the public facts of a training, for JSON; epsilon is None without a guarantee."""
-    ledger = result.ledger
-    epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
-    return {**ledger.plan_facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+    return declared(extractor)

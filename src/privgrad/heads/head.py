@@ -22,7 +22,9 @@ from privgrad.data.dataset import NO_LABEL
 from privgrad.errors import PrivacyError, expected, require_path
 from privgrad.features.extractor import Extractor
 from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
+from privgrad.plan import PrivacyPlan
 from privgrad.training_run import FitResult
 
 _BLOCK = 4096  # rows that are predicted at once
@@ -180,6 +182,7 @@ class Head(nn.Module):
             "format": _FORMAT,
             "target": asdict(self.target),
             "width": weight.shape[1],
+            "input_dims": self.model.input_dims,
             "extractor": None if self.extractor is None else self.extractor.digest(),
             "privacy": self.privacy,
         }
@@ -201,8 +204,8 @@ class Head(nn.Module):
             if facts["format"] != _FORMAT:
                 condition, remedy = f"to have format {_FORMAT}", "load it with the version of privgrad that saved it"
                 raise expected("Head.load", f"{place}", condition, facts["format"], remedy)
-            target, width = Target(**facts["target"]), int(facts["width"])
-            model = UnitLinear(width, target.outputs)
+            target = Target(**facts["target"])
+            model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
             model.load_state_dict(_safetensors().load_file(place / "weights.safetensors"))
         except PrivacyError:
             raise
@@ -216,6 +219,23 @@ class Head(nn.Module):
                 condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
                 raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
         return cls(model, target, extractor, privacy=facts["privacy"])
+
+
+def declared(extractor: Extractor) -> str:
+    """Return the source of an extractor's constants, with its digest, for the ledger.
+
+    `fitting` and `experiments` call it.
+    """
+    return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
+
+
+def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
+    """Return the public facts of a training, for JSON; epsilon is None without a guarantee.
+
+    `fitting` and `experiments` call it.
+    """
+    epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
+    return {**ledger.plan_facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
 
 
 def _safetensors() -> Any:

@@ -38,16 +38,19 @@ class UnitLinear(nn.Module):
     Args:
         in_features: number of features of a row.
         out_features: number of classes or tags, or 1 for a number.
+        input_dims: how many last dimensions of the input hold the features of a row.
     """
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, input_dims: int = 1) -> None:
         super().__init__()
+        self.input_dims = input_dims
         self.linear = nn.Linear(in_features, out_features, bias=False)
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the outputs, (..., in_features) -> (..., out_features)."""
-        return self.linear(F.normalize(features.to(self.linear.weight.dtype), dim=-1))
+        rows = features.flatten(-self.input_dims).to(self.linear.weight.dtype)
+        return self.linear(F.normalize(rows, dim=-1))
 
 
 def _flatten(input_dims: int | None) -> nn.Flatten:
