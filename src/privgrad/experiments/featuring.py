@@ -26,10 +26,8 @@ from privgrad.experiments.tables import FeaturesTable
 from privgrad.features import Extractor, Public
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
-from privgrad.heads.head import Target, privacy_of
+from privgrad.heads.head import Target
 from privgrad.models import UnitLinear
-from privgrad.plan import PrivacyPlan
-from privgrad.training_run import FitResult
 
 _SYNTHETIC = 6000  # images
 _SYNTHETIC_IMAGES = {"silhouettes": features.silhouettes, "pink-noise": features.pink_noise}
@@ -75,6 +73,10 @@ def require_features(spec: Spec) -> None:
     for place, table in places:
         if table is None:
             continue
+        if spec.run.augmentation_multiplicity > 1:
+            remedy = "leave one of the two out: features are computed once"
+            condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
+            raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
         for name in table.blocks:
             if ":" in name:
                 imported(f"{place}.blocks", name)
@@ -95,20 +97,22 @@ def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
         The features of a row depend on this row and on public rows only. A folder of features is private.
     """
     spec = spec.of(method)
-    table = spec.features
-    if table is None:
+    if spec.features is None or data.extractor is not None:
         return spec, data
     held = _MADE.setdefault(data.train, {})
-    key = table.model_dump_json()
+    dtype = torch.float16 if spec.model.name == "head" else torch.float32
+    key = f"{dtype} {spec.features.model_dump_json()}"
     if key not in held:
-        held[key] = _featured(table, data, spec.data.home)
+        held[key] = _featured(spec.features, data, spec.data.home, dtype)
     return spec, held[key]
 
 
-def _featured(table: FeaturesTable, data: DataSet, home: Path) -> DataSet:
+def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtype) -> DataSet:
     """Return the data with features in place of all inputs."""
-    extractor = _extractor(table, data)
-    folder = None if table.folder is None else home / Path(table.folder).expanduser() / extractor.digest()[:12]
+    extractor, folder = _extractor(table, data), None
+    if table.folder is not None:
+        name = extractor.digest()[:12] + ("" if dtype == torch.float16 else "-float32")
+        folder = home / Path(table.folder).expanduser() / name
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     made: dict[str, Any] = {}
     for name, part in parts.items():
@@ -116,18 +120,18 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path) -> DataSet:
             made[name] = made["train"]
         elif part is not None:
             place = None if folder is None else folder / name
-            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place)
+            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place, dtype)
             made[name] = TensorDataset(inputs, *part.tensors[1:])
     shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
     return replace(data, **made, input_shape=shape, vocabulary=None, public_inputs=None, extractor=extractor)
 
 
-def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None) -> Tensor:
-    """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons; float16."""
+def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None, dtype: torch.dtype) -> Tensor:
+    """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons."""
     rows = inputs.flatten(0, -dims - 1)
     if len(rows) == 0:
         width = extractor(torch.zeros(1, *rows.shape[1:], dtype=rows.dtype)).shape[1]
-        return torch.zeros(*inputs.shape[:-dims], width, dtype=torch.float16)
+        return torch.zeros(*inputs.shape[:-dims], width, dtype=dtype)
     made = features.cache(extractor, rows, folder, dtype=torch.float16)
     return made.view(*inputs.shape[:-dims], -1)
 
@@ -186,15 +190,20 @@ def _public(name: str | None, data: DataSet, block: str) -> Public:
     raise expected("make_data", "features.public", "to have public rows in the data", data.name, remedy)
 
 
-def save_head(model: nn.Module, plan: PrivacyPlan, result: FitResult, data: DataSet, folder: Path) -> Path | None:
-    """Save a trained head with its extractor in a new folder, unless the model is another one; return the folder.
+def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[str, Any]) -> str | None:
+    """Save a trained head with its extractor in a new folder, and return it; None if the model is another one.
 
-    `runner` and `paid_runner` call it for final models. A folder that exists belongs to the same training.
+    `runner` and `paid_runner` call it for final models. A folder that holds a head is that of the same training.
+
+    Args:
+        model: of a training.
+        data: with its features.
+        folder: of the head.
+        privacy: the facts that the head holds, with epsilon.
     """
     if not isinstance(model, UnitLinear):
         return None
-    kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
-    head = Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy_of(plan, result.ledger))
     if not (folder / "head.json").exists():
-        head.save(folder)
-    return folder
+        kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
+        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy).save(folder)
+    return str(folder)
