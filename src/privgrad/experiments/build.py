@@ -20,6 +20,7 @@ from privgrad.data import DataSet
 from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import expected
 from privgrad.experiments.measures import losses_for
+from privgrad.experiments.metrics import require_suited
 from privgrad.experiments.sources import encoder_folder, load, own_model, require_count
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import ModelTable, PreconditionTable, WarmStartTable
@@ -106,7 +107,7 @@ def make_data(spec: Spec) -> DataSet:
     the same sample rate.
 
     Raises:
-        PrivacyError: the data are not available, or do not suit the model, the privacy unit or num_examples.
+        PrivacyError: the data are not available, or do not suit the model, the unit, num_examples or the metrics.
     """
     loaded = with_public(load(spec.data, spec.model.encoder), spec.data.public)
     if spec.data.elsewhere is not None:
@@ -117,6 +118,7 @@ def make_data(spec: Spec) -> DataSet:
         if method.needs_public:
             public_examples(method, loaded)
     require_count(spec.data, loaded, spec.privacy.num_examples)
+    require_suited(spec, loaded)
     return loaded
 
 

@@ -17,6 +17,7 @@ from privgrad.data import LOADERS
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.experiments.build import MODELS
 from privgrad.experiments.check_methods import require_equal_grids, require_method, require_option
+from privgrad.experiments.metrics import require_names
 from privgrad.experiments.prices import require_payable
 from privgrad.experiments.sources import (
     find_loader,
@@ -111,6 +112,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         raise expected("load_spec", "data.elsewhere", condition, repr(other.source), remedy)
     for method in spec.methods:
         require_method(method, spec)
+    require_names(spec)
     require_payable(spec)
     require_equal_grids(spec, path)
     names = [method.name for method in spec.methods]

@@ -7,7 +7,7 @@ The privacy guarantee rests on `losses_for`: each loss depends on one example or
 measurements are NOT private for the examples that they are made on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,59 +66,127 @@ def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
     """Return loss and score of each example, or of each token with a label.
 
-    The score is 1 for a correct class or token and 0 otherwise. For tags it is recall@5: the share of the example's
-    tags among the five most likely ones. Without a score, the second tensor is empty.
+    The score is that of `label_values` for the data's own score. Without a score, the second tensor is empty.
 
     `runner` also calls it, for the training loss.
 
     Privacy:
         NOT private for `examples`: no noise is added.
     """
-    losses: list[Tensor] = []
-    scores: list[Tensor] = []
-    tokens = _tokens(examples.tensors[1])
-    rows = 256 if tokens is None else max(1, min(256, _MOST_LOGITS // (tokens * data.num_classes)))
+    losses, scores = [torch.zeros(0)], [torch.zeros(0)]
     with evaluating(model), torch.no_grad():
-        for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
-            inputs, labels = _beside(model, batch)
-            logits = model(inputs)
-            labeled = ... if tokens is None else labels.flatten() != NO_LABEL
+        for logits, labels in outputs(model, examples, data):
+            labeled = ... if tokens(labels) is None else labels.flatten() != NO_LABEL
             losses.append(_losses(logits, labels, data).flatten()[labeled].cpu())
-            if data.score == "recall@5":
-                found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
-                scores.append((found / labels.sum(1)).cpu())
-            elif data.score == "accuracy":
-                scores.append((logits.argmax(-1) == labels).flatten()[labeled].cpu())
-    return torch.cat(losses), torch.cat(scores or [torch.zeros(0)])
+            if data.score is not None:
+                scores.append(label_values(data.score, logits, labels, data).flatten()[labeled].cpu())
+    return torch.cat(losses), torch.cat(scores)
 
 
-def _tokens(labels: Tensor) -> int | None:
-    """Return the number of labels per example if each belongs to a token, and None otherwise."""
+def outputs(model: nn.Module, examples: TensorDataset, data: DataSet) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's outputs and the labels of batches of examples, on the model's device.
+
+    The caller sets evaluation mode, and switches gradients off.
+    """
+    length = tokens(examples.tensors[1])
+    rows = 256 if length is None else max(1, min(256, _MOST_LOGITS // (length * data.num_classes)))
+    for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
+        inputs, labels = _beside(model, batch)
+        yield model(inputs), labels
+
+
+def tokens(labels: Tensor) -> int | None:
+    """Return the number of labels per example if each belongs to a token or to a person's row, and None otherwise."""
     return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
 
 
-def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet) -> Tensor:
-    """Return the score of each row of `examples`, shape (n,), float64 in [0, 1].
+def label_values(name: str, logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
+    """Return a measure of each label: of each example, of each token, or of each row of a person.
 
-    It is the mean of `outcomes` over the labels of the row, a person's rows for example; 0 for a row without labels.
+    Args:
+        name: "loss". "accuracy": 1 for the right class, and 0 otherwise. "recall@k": whether the class is among the k
+            most likely ones; for tags, the share of the example's tags among these. "squared_error": half the squared
+            distance between the probabilities and the right class, in [0, 1]; (p - y)^2 for two classes. Without
+            classes, the mean squared error of the outputs, which has no bound.
+        logits: outputs of the model.
+        labels: as in DataSet. Values of tokens without a label have no meaning.
+        data: their data set.
+    """
+    if name == "loss":
+        return _losses(logits, labels, data)
+    if name == "accuracy":
+        return logits.argmax(-1) == labels
+    if name == "squared_error":
+        if data.score is None:
+            return _losses(logits, labels, data)
+        chances = logits.double().softmax(-1)
+        right = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return ((chances.square().sum(-1) - 2 * right + 1) / 2).clamp(0, 1)
+    likely = logits.topk(min(int(name.removeprefix("recall@")), logits.shape[-1]), dim=-1).indices
+    if labels.is_floating_point():
+        return labels.gather(1, likely).sum(1) / labels.sum(1).clamp(min=1)
+    return (likely == labels.unsqueeze(-1)).any(-1)
 
+
+def unit_values(model: nn.Module, examples: TensorDataset, data: DataSet, names: Sequence[str]) -> list[Tensor]:
+    """Return measures of each row of `examples`, each of shape (n,), float64: means of `label_values` over its labels.
+
+    `metrics` and `paid_runner` call it.
+
+    Args:
+        model: in any mode.
+        examples: rows of examples, of texts or of persons.
+        data: their data set.
+        names: as in `label_values`.
+    Returns:
+        By name the means; 0 for a row without labels.
+    Privacy:
+        NOT private for `examples`: no noise is added. A row of the result depends on one row of `examples` only.
+    """
+    found: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.float64)] for _ in names]
+    with evaluating(model), torch.no_grad():
+        for logits, labels in outputs(model, examples, data):
+            for name, values in zip(names, found, strict=True):
+                values.append(_row_means(label_values(name, logits, labels, data), labels).cpu())
+    return [torch.cat(values) for values in found]
+
+
+def _row_means(values: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of each row over its labels, shape (n,), float64; 0 for a row without labels."""
+    if tokens(labels) is None:
+        return values.double()
+    labeled = labels.flatten(1) != NO_LABEL
+    return values.double().flatten(1).where(labeled, 0.0).sum(1) / labeled.sum(1).clamp(min=1)
+
+
+def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: str = "accuracy") -> Tensor:
+    """Return the score of each row of `examples`, shape (n,), float64 in [0, 1]; larger is better.
+
+    Args:
+        model: in any mode.
+        examples: rows of examples, of texts or of persons.
+        data: their data set.
+        by: "accuracy" takes the data's own score. Otherwise a name of `label_values`; the score of "squared_error" is
+            1 minus the error, and 0 for errors above 1.
+    Returns:
+        The scores; 0 for a row without labels, and for a model without finite outputs.
     Raises:
         PrivacyError: the data have no score.
     Privacy:
         NOT private for `examples`: no noise is added. A row of the result depends on one row of `examples` only.
     """
-    if data.score is None:
+    name = data.score if by == "accuracy" else by
+    if name is None:
         raise expected("unit_scores", "data", "to have a score", data.name, "measure the loss")
-    scores, labels = outcomes(model, examples, data)[1].double().nan_to_num(0.0), examples.tensors[1]
-    if _tokens(labels) is None:
-        return scores.clamp(0, 1)
-    labeled = labels.flatten(1) != NO_LABEL
-    spread = torch.zeros(labeled.shape, dtype=scores.dtype).masked_scatter_(labeled, scores)
-    return (spread.sum(1) / labeled.sum(1).clamp(min=1)).clamp(0, 1)
+    (values,) = unit_values(model, examples, data, [name])
+    scores = 1 - values if name == "squared_error" else values
+    return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
 
 
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
     """Measure mean loss and score on held-out examples, and by class frequency if the data define groups.
+
+    Means are over all labels. Where a row of the data is a person, they are over persons: each counts once.
 
     `runner` calls it at each evaluation.
 
@@ -126,7 +194,10 @@ def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[st
         NOT private for the held-out examples. "raw_groups" is measured on the training examples without noise: NOT
         private for these.
     """
-    losses, scores = outcomes(model, held_out, data)
+    if data.by_person and data.score is not None:
+        losses, scores = unit_values(model, held_out, data, ["loss", data.score])
+    else:
+        losses, scores = outcomes(model, held_out, data)
     measured: dict[str, Any] = {"loss": losses.double().mean().item()}
     if data.score is not None:
         measured["accuracy"] = scores.double().mean().item()

@@ -23,11 +23,12 @@ from privgrad.errors import expected
 from privgrad.experiments.build import make_data, require_images
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
 from privgrad.experiments.measures import measure, outcomes
+from privgrad.experiments.metrics import metrics_of
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tuner import COSTS, at_rate, best_candidate, beyond_edge, candidate_of, wider
+from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, measurement_of, wider
 from privgrad.private_gradient import RawStep
 from privgrad.progress import bars
 from privgrad.training import fit
@@ -109,7 +110,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 bar.update(task, note=f"{phase}  {method.name}  {rate_text(candidate)}  seed {run.seed}")
                 if find_record(read_records(out), run) is None:
                     record = _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)
-                    append(out, [record | {"tuned_by": COSTS[by] if tuning else None}])
+                    append(out, [record | {"tuned_by": measurement_of(by) if tuning else None}])
                 bar.advance(task)
 
         def seen() -> list[Record]:
@@ -180,6 +181,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
     record = _record(run, made, data, result, clipped.fraction, validated=validated)
+    record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
         record["raw_train_loss"] = float(outcomes(result.averaged or made.model, data.train, data)[0].mean())
     return record
@@ -266,6 +268,16 @@ def _record(
         "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
         "data": sizes_text(data, made.plan),
     }
+
+
+def _metrics(spec: Spec, model: nn.Module, data: DataSet, record: Record, *, validated: bool) -> Record:
+    """Return the metrics of run.metrics on the test part, or the criterion of [tuning] on the validation part."""
+    if not validated:
+        known = {} if data.score is None else {data.score: record["test_accuracy"]}
+        return {"metrics": metrics_of(model, data.test, data, spec.run.metrics, known)} if spec.run.metrics else {}
+    assert spec.tuning is not None
+    by, key = spec.tuning.by, measurement_of(spec.tuning.by)
+    return {} if key in record else {key: metrics_of(model, data.validation, data, [by], {})[by]}
 
 
 def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:

@@ -188,7 +188,8 @@ class ScheduleTable(Table):
 class TuningTable(Table):
     """The table [tuning]: how methods without a single rate are tuned.
 
-    `by` is the accuracy or loss on the validation examples, or the loss on the training examples (NOT private).
+    `by` is the score, the loss or a named metric on the validation examples, or the loss on the training examples (NOT
+    private); see `metrics`.
     `noise_steps` is the grid of all private methods: every method gets the same number of trainings, see
     `tuner.wider`. A method whose optimizer has no noise step then gives a grid `lr` of the same length. `lr` is the
     grid of all methods without their own, where `noise_steps` is not given. With `extend`, a grid grows as long as the
@@ -206,7 +207,7 @@ class TuningTable(Table):
     score_on: Literal["training", "held-out", "public"] = "training"
     mean_runs: float = Field(default=8.0, ge=1)
     shape: float = Field(default=1.0, ge=0)
-    by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
+    by: str = "accuracy"  # or loss, train_loss, or a named metric
     extend: bool = False
 
 
@@ -217,12 +218,14 @@ class RunTable(Table):
     is constant. `augmentation_multiplicity` is the number of randomly moved views of
     each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
     `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
-    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
+    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard. `metrics` are
+    measured on the test part besides loss and score; see `metrics.metrics_of`.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
     schedule: ScheduleTable | None = None
     num_evaluations: int = Field(default=10, ge=1)
+    metrics: list[str] = []
     augmentation_multiplicity: int = Field(default=1, ge=1)
     ema_decay: float | None = Field(default=None, ge=0, lt=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
