@@ -101,6 +101,18 @@ def _methods() -> dict[str, Any]:
     return _guide() | {"plan": make_plan()}
 
 
+def _features() -> dict[str, Any]:
+    """The page's folder of photographs: light ones outdoors, dark ones indoors."""
+    pillow = pytest.importorskip("PIL.Image")
+    for label, name in enumerate(("indoors", "outdoors")):
+        folder = Path("photographs") / name
+        folder.mkdir(parents=True)
+        pixels = torch.rand(60, 40, 40, 3, generator=torch.Generator().manual_seed(label)) * 155 + 100 * label
+        for index, photograph in enumerate(pixels.byte().numpy()):
+            pillow.fromarray(photograph).save(folder / f"{index}.png")
+    return {}
+
+
 def _federated() -> dict[str, Any]:
     inputs, labels = make_data(3000).tensors
     writers = [f"writer {index % 1000}" for index in range(3000)]
@@ -231,6 +243,10 @@ GIVEN = {
     "docs/budget.md": Given(smaller={"steps = 1000 / 50_000, 100": "steps = 1000 / 50_000, 10"}, files=_budget),
     "docs/private-tuning.md": Given(names={"": _recipe_here}, files=_recipe),
     "docs/extending.md": Given(files=_experiment_of_the_page),
+    "docs/features.md": Given(
+        names={"From a folder of photographs to a private model": _features},
+        smaller={"2000": "200", "keep=1024": "keep=100", "1500": "80"},
+    ),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
     "docs/guide.md": Given(

@@ -7,7 +7,7 @@ import torch
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data.sources import cache
+from privgrad.user_cache import cache
 
 HEAD = (
     ",age,workclass,education,education-num,marital-status,occupation,relationship,ethnicity,gender,"

@@ -17,11 +17,11 @@ import privgrad as pg
 from privgrad import data
 from privgrad.data import debian_index
 from privgrad.data.dataset import NO_LABEL, with_public
-from privgrad.data.sources import cache
 from privgrad.data.text import _basic_english
 from privgrad.experiments.build import make_data, preconditioner
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.tables import DataTable, PreconditionTable
+from privgrad.user_cache import cache
 
 LISTS_PRESENT = any(debian_index._LISTS.glob("*_dists_*_main_*Translation-en*"))
 needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `apt-get update -o Acquire::Languages=en`")

@@ -12,7 +12,7 @@ import torch
 
 import privgrad as pg
 from privgrad.data.debian_index import _LISTS
-from privgrad.data.sources import cache
+from privgrad.user_cache import cache
 from scripts import example
 from test_data_text import save_letter_tokenizer
 

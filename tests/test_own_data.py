@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 import privgrad as pg
-from privgrad import data
+from privgrad import data, models
 from privgrad.data.dataset import NO_LABEL, with_public
-from privgrad.data.sources import cache
 from privgrad.data.tabular import _CATEGORIES
-from privgrad.experiments.build import losses_for, make_data, make_model, outcomes, unit_scores
+from privgrad.experiments.build import make_data, make_model
 from privgrad.experiments.load_spec import check_spec, load_spec
+from privgrad.experiments.measures import losses_for, outcomes, unit_scores
 from privgrad.experiments.runner import compare, train
 from privgrad.features import Bins, OneHot, join, unit_rows
+from privgrad.user_cache import cache
 
 COLUMNS: dict[str, Any] = {
     "age": {"kind": "number", "range": [0, 100], "bins": 4},
@@ -125,6 +126,22 @@ def write_digits(folder: Path, count: int = 60) -> Path:
     return folder
 
 
+def write_people(folder: Path, persons: int = 40, size: int = 8, left_out: str = "") -> list[dict[str, Any]]:
+    """A folder of PNGs of the real digits 0 and 1, of persons with one to four images, and its metadata.csv."""
+    image = pytest.importorskip("PIL.Image")
+    digits = pytest.importorskip("sklearn.datasets").load_digits(n_class=2)
+    for name in ("zero", "one"):
+        (folder / name).mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for index, (person, visit) in enumerate((p, v) for v in range(4) for p in range(persons) if v <= p % 4):
+        name = f"{('zero', 'one')[digits.target[index]]}/{index}.png"
+        if f"p{person}" != left_out:
+            image.fromarray((digits.images[index] * 15).astype("uint8")).resize((size, size)).save(folder / name)
+            rows.append({"file_name": name, "patient": f"p{person}", "age": visit})
+    write_csv(folder / "metadata.csv", rows)
+    return rows
+
+
 def spec(table: dict[str, Any], model: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
     raw = {"title": "own", "data": table, "model": model or {"name": "linear"}, "privacy": PRIVACY, "methods": [METHOD]}
     return raw | changed
@@ -145,7 +162,7 @@ def category(**changed: Any) -> dict[str, Any]:
 WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"columns": {}}, r"columns to be a table of columns, got \{\}"),
     ({"columns": {"age": {"kind": "ignore"}}}, "columns to hold an input column, got 1 ignored columns"),
-    ({"columns": {"age": {}}}, "columns.age.kind to be one of number, category, ignore, got None"),
+    ({"columns": {"age": {}}}, "columns.age.kind to be one of number, category, text, ignore, got None"),
     ({"columns": {"age": {"kind": "numbr"}}}, "columns.age.kind .* got 'numbr'; did you mean 'number'"),
     ({"columns": {"age": {"kind": ["number"]}}}, r"columns.age.kind .* got \['number'\]"),
     ({"columns": number(binz=3)}, "keys of columns.age to be known for kind number, got 'binz'; did you mean 'bins'"),
@@ -310,8 +327,8 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
     image = pytest.importorskip("PIL.Image")
     image.new("I;16", (8, 8)).save(deep / "one" / "x.png")
     wrong: list[tuple[Path, dict[str, Any], str]] = [
-        (folder, {"unit": None}, 'unit to be "row" for images, got None'),
-        (folder, {"unit": "patient"}, 'unit to be "row" for images'),
+        (folder, {"unit": None}, 'unit to be "row" or the name of the column that identifies a person, got None'),
+        (folder, {"max_rows": 2}, 'max_rows to be absent for unit "row", got 2'),
         (folder, {"size": 0}, "size to be a whole number >= 1"),
         (folder, {"channels": 2}, "channels to be 1 or 3, got 2"),
         (folder, {"classes": ["zero"]}, "classes to be at least two different names"),
@@ -328,6 +345,56 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
     for path, keys, message in wrong:
         with pytest.raises(pg.PrivacyError, match=f"image_folder: expected .*{message}"):
             load_images(path, IMAGES, keys)
+
+
+PEOPLE: dict[str, Any] = IMAGES | {"unit": "patient", "max_rows": 3}
+
+
+def test_wrong_folders_of_images_by_person_are_one_clear_error(tmp_path: Path):
+    rows = write_people(tmp_path / "people", 8)
+    (tmp_path / "people" / "metadata.csv").unlink()
+    first = rows[0]["file_name"]
+
+    def changed(**values: Any) -> list[dict[str, Any]]:
+        return [rows[0], rows[1] | values, *rows[2:]]
+
+    wrong: list[tuple[list[dict[str, Any]] | str | None, dict[str, Any], str]] = [
+        (None, {}, "metadata.csv of people to name the person .* a missing file; write it with the columns file_name"),
+        ("", {}, "file to be a readable table, got .*metadata.csv, which is empty"),
+        (rows, {"unit": "person"}, "columns of metadata.csv to include every declared one, got 'person'"),
+        ([{"file": 1, "patient": 2}], {}, "columns of metadata.csv to include every declared one, got 'file_name'"),
+        (rows, {"unit": "file_name"}, "unit to be a column apart from file_name, got 'file_name'; name the column"),
+        (rows, {"unit": ""}, 'unit to be "row" or the name of the column that identifies a person'),
+        (rows, {"max_rows": None}, "max_rows to be a whole number >= 1 for a unit with several rows, got None"),
+        (rows, {"max_rows": 0}, "max_rows to be a whole number >= 1 for a unit with several rows, got 0"),
+        (changed(file_name="one/none.png"), {}, "row 2, column 'file_name' of metadata.csv of people to be an image"),
+        (
+            changed(file_name="../x.png"),
+            {},
+            "row 2, column 'file_name' .* to be an image in a class's folder, got '../",
+        ),
+        (changed(file_name=first), {}, "row 2, column 'file_name' of metadata.csv of people to differ from row 1"),
+        (changed(patient=" "), {}, "row 2, column 'patient' of metadata.csv of people to identify the person, got ''"),
+        (changed(patient="NaN"), {}, "row 2, column 'patient' .* to identify the person, got 'NaN'"),
+        (
+            rows[:-1],
+            {},
+            f"metadata.csv of people to have a row for each image, got no row for '{rows[-1]['file_name']}'",
+        ),
+        (
+            rows,
+            {"test": tmp_path / "people"},
+            "persons of people to differ from those of people, got 8 of them in both",
+        ),
+        (rows, {"test_share": 0.999_999}, "training part of .*people to hold at least 1 person, got 0"),
+    ]
+    for content, keys, message in wrong:
+        if content is not None:
+            path = tmp_path / "people" / "metadata.csv"
+            path.write_text(content) if isinstance(content, str) else write_csv(path, content)
+        with pytest.raises(pg.PrivacyError, match=f"image_folder: expected .*{message}") as caught:
+            load_images(tmp_path / "people", PEOPLE, keys)
+        assert "\n" not in str(caught.value)
 
 
 MODULE = """
@@ -514,6 +581,13 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
         {"file": "visits.csv", **BY_PERSON, "test_share": 0.25}, {"name": "mlp", "hidden": 3}, privacy=USERS
     ),
     "images": lambda: spec({"folder": "digits", **IMAGES, "test_share": 0.25}),
+    "images of persons": lambda: spec({"folder": "people", **PEOPLE, "test_share": 0.25}, privacy=USERS),
+    "images of persons, cnn": lambda: spec(
+        {"folder": "people", **PEOPLE, "size": 28, "test_share": 0.25},
+        {"name": "cnn-small"},
+        privacy=USERS,
+        run={"augmentation_multiplicity": 2},
+    ),
     "datasets": lambda: spec({"folder": "hf", **BY_ROW, "test_share": 0.25}),
     "functions": lambda: spec({**CLINIC, "scale": 2.0}, {"name": "clinic_module:net", "hidden": 5}),
 }
@@ -525,6 +599,8 @@ def test_a_training_works_from_the_file_to_the_record(name: str, folder: Path, m
     place.mkdir()
     if name == "images":
         write_digits(place / "digits")
+    if "images of persons" in name:
+        write_people(place / "people")
     if name == "datasets":
         write_datasets(place / "hf", visits())
     (folder / "visits.csv").rename(place / "visits.csv")  # relative to the TOML file
@@ -661,6 +737,87 @@ def test_images_are_gray_squares(tmp_path: Path):
     assert (len(color.train), len(color.test)) == (60, 60)
 
 
+def test_the_images_of_a_person_are_one_row_of_the_batch(tmp_path: Path):
+    rows = write_people(tmp_path / "people")
+    found = load_images(tmp_path / "people", PEOPLE)
+    inputs, labels = found.train.tensors
+    assert (found.by_person, found.split, found.input_shape) == (True, "unit", (1, 8, 8))
+    assert inputs.shape == (40, 3, 1, 8, 8)
+    alone = load_images(tmp_path / "people", IMAGES)  # by file, in the order of the names
+    by_name = dict(zip((r["file_name"] for r in _by_class(rows)), zip(*alone.train.tensors, strict=True), strict=True))
+    for person in range(40):
+        own = [by_name[row["file_name"]] for row in rows if row["patient"] == f"p{person}"][:3]
+        assert torch.equal(inputs[person, : len(own)], torch.stack([pixels for pixels, _ in own]))
+        assert labels[person].tolist() == [label.item() for _, label in own] + [NO_LABEL] * (3 - len(own))
+        assert inputs[person, len(own) :].abs().sum() == 0
+
+
+def _by_class(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of metadata.csv in the order in which a folder is read."""
+    return sorted(rows, key=lambda row: (row["file_name"].startswith("one"), row["file_name"]))
+
+
+def test_one_person_more_or_less_changes_no_other_persons_images(tmp_path: Path):
+    def parts(folder: Path) -> dict[str, list[str]]:
+        found = load_images(folder, PEOPLE, {"test_share": 0.3, "validation_share": 0.2})
+        pairs = {name: getattr(found, name) for name in ("train", "validation", "test")}
+        return {name: [f"{x.tolist()} {y.tolist()}" for x, y in part] for name, part in pairs.items()}
+
+    write_people(tmp_path / "all")
+    everybody = parts(tmp_path / "all")
+    assert all(len(part) > 2 for part in everybody.values())
+    for person in ("p0", "p7", "p39"):
+        write_people(tmp_path / person, left_out=person)
+        others = parts(tmp_path / person)
+        gone = [row for name in others for row in everybody[name] if row not in others[name]]
+        assert len(gone) == 1
+        assert {n: [row for row in part if row not in gone] for n, part in everybody.items()} == others
+
+
+def test_a_second_folder_of_other_persons_is_the_test_part(tmp_path: Path):
+    rows = write_people(tmp_path / "people", 12)
+    write_people(tmp_path / "others", 12)
+    path = tmp_path / "others" / "metadata.csv"
+    write_csv(path, [row | {"patient": f"other {row['patient']}"} for row in rows])
+    found = load_images(tmp_path / "people", PEOPLE, {"test": tmp_path / "others"})
+    assert (len(found.train), len(found.test)) == (12, 12)
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_a_cnn_on_the_images_of_a_person_has_the_gradient_of_their_mean_loss(engine: Any):
+    torch.manual_seed(0)
+    model = models.EachRow(models.cnn_small(in_channels=1, num_classes=2))
+    images, labels = (
+        torch.randn(4, 3, 1, 28, 28),
+        torch.tensor([[0, 1, 1], [1, NO_LABEL, NO_LABEL], [0, 0, 1], [1, 0, 1]]),
+    )
+    examples = torch.utils.data.TensorDataset(images, labels)
+    loss_fn = losses_for(data.DataSet("p", examples, examples, examples, 2, (1, 28, 28), by_person=True))
+    plan = pg.PrivacyPlan(
+        sample_rate=1.0,
+        steps=1,
+        expected_batch_size=4,
+        noise_multiplier=1e-6,
+        max_grad_norm=0.5,
+        num_examples=4,
+        delta=1e-2,
+        privacy_unit="user",
+        seed=0,
+    )
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.SampleGradient("user"), engine=engine)
+    wanted = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for person in range(4):
+        kept = labels[person] != NO_LABEL
+        loss = nn.functional.cross_entropy(model.model(images[person][kept]), labels[person][kept])
+        grads = dict(zip(wanted, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+        norm = torch.stack([g.norm() for g in grads.values()]).norm()
+        for name, grad in grads.items():
+            wanted[name] += grad * min(1.0, 0.5 / norm.item()) / 4
+    released = private_grad(next(iter(plan.batches(examples))))
+    for name, grad in wanted.items():
+        torch.testing.assert_close(released[name], grad, atol=2e-6, rtol=1e-4)
+
+
 @pytest.mark.skipif(not cache("adult").is_dir(), reason="needs PyPI's wheel xai in the cache, see .ci/run")
 def test_the_census_by_its_codebook():
     columns: dict[str, Any] = {n: {"kind": "category", "values": line.split()} for n, line in _CATEGORIES.items()}
@@ -687,7 +844,7 @@ def test_features():
     assert bins([-3, 8.9, 9, 99, 1e9, float("nan")]).argmax(1).tolist() == [0, 0, 1, 1, 1, 2]
     codes = OneHot(("a", "b"), other=True)(["b", "z", "a"])
     assert codes.tolist() == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
-    torch.testing.assert_close(join([codes, codes]).norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(join(codes, codes).norm(dim=1), torch.ones(3))
     assert unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist() == [
         [pytest.approx(0.6), pytest.approx(0.8)],
         [0, 0],
@@ -702,7 +859,7 @@ def test_features():
         (lambda: OneHot(()), "OneHot: expected values"),
         (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
-        (lambda: join([]), "join: expected blocks"),
+        (lambda: join(), "join: expected blocks"),
         (lambda: unit_rows(torch.zeros(3)), "unit_rows: expected rows"),
     ]
     for call, message in wrong:

@@ -18,7 +18,6 @@ from conftest import make_plan
 from privgrad import models
 from privgrad.cli import app
 from privgrad.data import MINILM, SMOLLM2, pretrained
-from privgrad.data.sources import cache
 from privgrad.experiments.build import make_data
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.runner import train
@@ -26,6 +25,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 from privgrad.papers.reproduce import prepared
+from privgrad.user_cache import cache
 from test_data_text import save_byte_tokenizer, write_lists
 
 pytest.importorskip("accelerate")
@@ -57,7 +57,7 @@ TEXTS = [
 
 
 def needs(name: str, module: str) -> Any:
-    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {name}, see data.pretrained")
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"needs {name}, see privgrad.pretrained")
 
 
 def minilm() -> nn.Module:

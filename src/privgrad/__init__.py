@@ -6,6 +6,7 @@ from privgrad.comparison import compare
 from privgrad.defaults import Suggestion, suggest
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.heads import Head, fit_head
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -20,6 +21,7 @@ __all__ = [
     "Budget",
     "BudgetExceededError",
     "FitResult",
+    "Head",
     "Ledger",
     "NoisyGradient",
     "PrivacyError",
@@ -36,6 +38,7 @@ __all__ = [
     "compare",
     "federated",
     "fit",
+    "fit_head",
     "optim",
     "perturb",
     "precondition",

@@ -15,12 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+from privgrad.user_cache import cache
+
 _METHOD = 1  # of calibration; another number lets older entries lie
 
 
 def folder() -> Path:
     """Return the cache's folder: ${XDG_CACHE_HOME:-~/.cache}/privgrad/noise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privgrad" / "noise"
+    return cache("noise")
 
 
 def key_of(numbers: Mapping[str, Any]) -> dict[str, Any]:

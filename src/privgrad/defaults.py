@@ -23,11 +23,13 @@ from privgrad.gradient.validation import require_supported
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import require_model
-from privgrad.schedule import Schedule
+from privgrad.schedule import Decay, Schedule
 from privgrad.types import Batch, LossFunction, count_examples, map_examples
 
 # Noise step times input norm. docs/choosing.md reports how these were chosen.
 _LINEAR = 0.06
+_NUMBER = 0.016  # of a linear head for a number between -1 and 1
+_PEAK = 2.5  # peak of a rate that decays to zero, over a constant rate
 _NETWORK = 0.16
 _PLACES = 0.25  # exponent of the number of places that share a weight
 _CLIPPED = 0.3  # clipping norm over the median norm of public gradients at the start
@@ -146,6 +148,19 @@ def suggest(
     reasons = [f"Noise step {step:g}. {why}", _of_schedule(decay)]
     clip, chosen, reason = _clipping(model, plan, public_batch, loss_fn, examples)
     return Suggestion(step, _MOMENTUM, chosen, clip, decay, inputs, (*reasons, reason))
+
+
+def head_noise_step(decay: Decay, *, of_numbers: bool) -> float:
+    """Return the noise step of a linear layer on rows of norm 1, at the peak of a rate with this decay.
+
+    `heads` calls it.
+
+    Args:
+        decay: of the schedule.
+        of_numbers: whether the layer predicts a number between -1 and 1, rather than classes or tags.
+    """
+    step = _NUMBER if of_numbers else _LINEAR
+    return step if decay == "constant" else float(f"{_PEAK * step:.2g}")
 
 
 def _count(public_batch: Any) -> int:

@@ -104,6 +104,8 @@ class PrivateGradient:
         ledger: a Ledger, or the path of one; None records in memory. With several processes, the first process has the
             record, and the others count their steps in memory.
         processes: the processes that train together; see integrations.distributed. None: only this one.
+        side_information: other data that the model or its inputs depend on, such as the source of features, in a few
+            words; recorded in the ledger. None: there is none.
     Raises:
         UnsupportedModuleError: a module mixes examples. The message gives its path and the remedy.
         PrivacyError: an argument is invalid, or the ledger was written under a different plan.
@@ -130,6 +132,7 @@ class PrivateGradient:
         memory_mb: float | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
         processes: Processes | None = None,
+        side_information: str | None = None,
     ) -> None:
         if microbatch_size is not None:
             require_integer("PrivateGradient", "microbatch_size", microbatch_size, 1)
@@ -175,7 +178,8 @@ class PrivateGradient:
         # A transform that depends on the private batch reveals it, whatever noise is added later.
         self._release, facts = plan.release, plan.public_facts
         facts["research_seed"] = plan.seed is not None
-        facts["side_information"] = None if precondition is None else precondition.source
+        sources = (None if precondition is None else precondition.source, side_information)
+        facts["side_information"] = "; ".join(filter(None, sources)) or None
         facts["perturbation"] = None if perturb is None else self._contribution.described(plan.steps)
         sums = [
             torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)

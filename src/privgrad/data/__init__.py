@@ -21,10 +21,10 @@ from privgrad.data.debian import (
     debian_tags,
     sentence_pairs,
 )
+from privgrad.data.debian_texts import debian_texts
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
 from privgrad.data.own_images import image_folder
 from privgrad.data.own_table import table
-from privgrad.data.pretrained import MINILM, SMOLLM2, pretrained
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
 from privgrad.data.stackoverflow import stackoverflow
@@ -32,6 +32,7 @@ from privgrad.data.synthetic import heavy_tail
 from privgrad.data.tabular import adult
 from privgrad.data.text import brown, ptb, snli
 from privgrad.data.users import by_user
+from privgrad.pretrained import MINILM, SMOLLM2, pretrained
 
 __all__ = [
     "LOADERS",
@@ -47,6 +48,7 @@ __all__ = [
     "debian_sections",
     "debian_synopses",
     "debian_tags",
+    "debian_texts",
     "digits",
     "fashion_mnist",
     "heavy_tail",
@@ -72,6 +74,7 @@ LOADERS: dict[str, Callable[..., DataSet]] = {
     "debian-sections": debian_sections,
     "debian-synopses": debian_synopses,
     "debian-tags": debian_tags,
+    "debian-texts": debian_texts,
     "digits": digits,
     "fashion-mnist": fashion_mnist,
     "heavy-tail": heavy_tail,

@@ -2,8 +2,8 @@
 
 The loaders call `split` and `whole`. `experiments.build` calls the other functions, to change a loader's result. The
 privacy guarantee rests on `with_public`: the public examples leave the training set. It also rests on the check in
-`with_other_public`, and on the loaders: `other_public` and `public_counts` must not come from private examples. It does
-not rest on the rest of this file.
+`with_other_public`, and on the loaders: `other_public`, `public_inputs` and `public_counts` must not come from private
+examples. It does not rest on the rest of this file.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.errors import expected
+from privgrad.features.extractor import Extractor
 from privgrad.types import Provenance
 
 NO_LABEL = -100  # of a token that is not a target; torch's cross-entropy ignores this label
@@ -43,6 +44,9 @@ class DataSet:
             part, and all rows of a unit are in one part; the sizes of the parts are then private. "size": otherwise.
         by_person: whether each row of the tensors holds all rows of one person: inputs (n, rows, *input_shape), and
             labels (n, rows) with NO_LABEL for rows that the person does not have.
+        public_inputs: inputs without labels, outside of all examples, (m, *input_shape): for the statistics of feature
+            extractors. None if there are none.
+        extractor: made the inputs from those of the loader; None if they are as loaded.
     """
 
     name: str
@@ -60,6 +64,8 @@ class DataSet:
     counts_provenance: Provenance = "public data"
     split: Literal["size", "unit"] = "size"
     by_person: bool = False
+    public_inputs: Tensor | None = None
+    extractor: Extractor | None = None
 
     @property
     def measured_on(self) -> Literal["test", "training"]:

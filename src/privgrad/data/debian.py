@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.debian_index import Package, read_index
+from privgrad.data.debian_index import Package, read_index, tag_labels, tag_numbers
 from privgrad.data.sources import Natural, PathLike, Positive
 from privgrad.data.text import ContinuationEncoder, PairEncoder
 from privgrad.data.users import by_user
@@ -124,7 +124,7 @@ def debian_tags(
     known = {package.maintainer for package in other}
     train = [package for package in train if package.maintainer not in known][:limit]
     ids, counts = _vocabulary([package for part in parts for package in part if not package.tags], words)
-    tags = _tags(train)
+    tags = tag_numbers(train)
     loaded = split(
         f"Debian package index ({suites}), tags",
         _tagged(train, ids, tags, length),
@@ -184,7 +184,7 @@ def debian_maintainers(
     held_out = set(people[len(people) - validation :])
     users = set(people[: len(people) - validation][:limit])
     own, others = ([p for p in train if p.maintainer in group] for group in (users, held_out))
-    tags = _tags(train)
+    tags = tag_numbers(train)
     inputs, labels = _tagged(own, ids, tags, length)
     return DataSet(
         name=f"Debian package index ({suites}), tags by maintainer",
@@ -312,20 +312,12 @@ def _bags(packages: Sequence[Package], ids: Mapping[str, int], length: int) -> t
     return inputs
 
 
-def _tags(packages: Sequence[Package]) -> dict[str, int]:
-    """Return the tags of the packages, numbered in the order of their names."""
-    return {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in packages))))}
-
-
 def _tagged(
     packages: Sequence[Package], ids: Mapping[str, int], tags: Mapping[str, int], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return words and tags of the packages with at least one of these tags."""
     packages = [package for package in packages if package.tags & tags.keys()]
-    labels = torch.zeros(len(packages), len(tags))
-    for row, package in enumerate(packages):
-        labels[row, [tags[tag] for tag in package.tags if tag in tags]] = 1
-    return _bags(packages, ids, length), labels
+    return _bags(packages, ids, length), tag_labels(packages, tags)
 
 
 def _words(package: Package) -> list[str]:

@@ -1,15 +1,20 @@
 """Read the Debian package index from apt's lists.
 
-Only `debian` calls it. The privacy guarantee for users of `debian_maintainers` rests on `_parsed`, which gives each
-package the hash of its maintainer. It does not rest on the rest of this file.
+`debian` and `debian_texts` call it. The privacy guarantee for users of `debian_maintainers` rests on `_parsed`, which
+gives each package the hash of its maintainer. It does not rest on the rest of this file.
 """
 
 import hashlib
 import re
 import subprocess
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from privgrad.data.sources import PathLike, find_folder, unpacked
 from privgrad.errors import expected
@@ -60,6 +65,19 @@ def read_index(function: str, path: PathLike | None) -> _Index:
         _KEPT.clear()
         _KEPT[version] = parsed
     return _KEPT[version]
+
+
+def tag_numbers(packages: Sequence[Package]) -> dict[str, int]:
+    """Return the tags of the packages, numbered in the order of their names."""
+    return {tag: index for index, tag in enumerate(sorted(set(chain.from_iterable(p.tags for p in packages))))}
+
+
+def tag_labels(packages: Sequence[Package], tags: Mapping[str, int]) -> Tensor:
+    """Return the tags of packages as labels, float32 (n, tags): 1 for each tag of a package that is in `tags`."""
+    labels = torch.zeros(len(packages), len(tags))
+    for row, package in enumerate(packages):
+        labels[row, [tags[tag] for tag in package.tags if tag in tags]] = 1
+    return labels
 
 
 def _parsed(function: str, folder: Path) -> _Index:

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split, whole
-from privgrad.data.sources import PathLike, Positive, cache, download, find_folder
+from privgrad.data.sources import PathLike, Positive, download, find_folder
 from privgrad.errors import PrivacyError, expected, require_integer
+from privgrad.user_cache import cache
 
 _DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 _FASHION_SOURCE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"

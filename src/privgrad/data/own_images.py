@@ -1,26 +1,35 @@
-"""A data set from a folder of your own images: one sub-folder per class, each image a privacy unit.
+"""A data set from a folder of your own images: one sub-folder per class.
 
 Users call `image_folder`; `experiments.sources` calls it for `[data] folder`. The privacy guarantee rests on this file:
-neither the pixels of an image nor its part depend on other images.
+all images of a unit are in one row of the data set, and neither the pixels nor the part of a unit depend on other
+units.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from privgrad.data.dataset import DataSet
-from privgrad.data.own_table import Share, part_of, require_split
-from privgrad.data.read_rows import is_datasets_folder
-from privgrad.data.schema import ROW, Where
+from privgrad.data.dataset import NO_LABEL, DataSet
+from privgrad.data.own_table import Share, part_of, person_of, require_split
+from privgrad.data.read_rows import is_datasets_folder, read_columns
+from privgrad.data.schema import ROW, Where, is_missing, require_unit
 from privgrad.data.sources import PathLike, Positive
 from privgrad.errors import described, did_you_mean, expected
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+METADATA, FILE_NAME = "metadata.csv", "file_name"  # as in the image folders of Hugging Face
+
+
+class _Image(NamedTuple):
+    """The file of an image, and its class number."""
+
+    file: Path
+    label: int
 
 
 def image_folder(
@@ -29,7 +38,9 @@ def image_folder(
     classes: Sequence[str],
     size: Positive,
     channels: Literal[1, 3],
+    standardize: bool = True,
     unit: str | None = None,
+    max_rows: Positive | None = None,
     test: PathLike | None = None,
     test_share: Share = 0.0,
     validation_share: Share = 0.0,
@@ -37,7 +48,9 @@ def image_folder(
 ) -> DataSet:
     """Load images of your own from a folder with one sub-folder per class; docs/own-data.md lists its rules.
 
-    Inputs, float (n, channels, size, size): each image is resized to a square, and pixels are in [-1, 1].
+    Inputs, float (n, channels, size, size): each image is resized to a square. With a person as unit, each input
+    holds all images of one person: (n, max_rows, channels, size, size), with zeros and labels
+    NO_LABEL for images that the person does not have. A training needs privacy unit "user" for them.
 
     Args:
         path: the folder. The name of a sub-folder is the class of its images, which may be in deeper folders. Files
@@ -45,31 +58,43 @@ def image_folder(
         classes: the allowed names of sub-folders, in the order of the class numbers.
         size: height and width of all inputs in pixels.
         channels: 1 for gray, 3 for color. Images are converted.
-        unit: required: "row". Each image is protected by itself; a person with several images is protected less.
+        standardize: whether pixels are in [-1, 1]; otherwise they are in [0, 1], as `privgrad.features` needs them.
+        unit: required. "row" protects each image by itself; a person with several images is then protected less. The
+            name of a column of metadata.csv that identifies a person protects all images of a person together. This
+            file lies in the folder, and its column file_name has each image's path from the folder.
+        max_rows: for persons: the most images per person, a public number. The first ones in metadata.csv are kept.
         test: a second folder of the same form, whose images are the test part.
-        test_share: the share of images in the test part, in [0, 1); 0 with `test`.
-        validation_share: the share of images in the validation part, in [0, 1).
-        split_key: a text that changes which images are in which part; at most 64 bytes.
+        test_share: the share of units in the test part, in [0, 1); 0 with `test`.
+        validation_share: the share of units in the validation part, in [0, 1).
+        split_key: a text that changes which units are in which part; at most 64 bytes.
     Returns:
-        A data set with split "unit": an image's part depends on a hash of its file, and of `split_key`, only.
+        A data set with split "unit": a unit's part depends on a hash of its file or of the person, and of `split_key`,
+        only.
     Raises:
         PrivacyError: the folder has another form, an image is damaged, or an argument is wrong.
     Privacy:
-        Classes and size must be public. An input depends on one image only.
+        Classes, size and max_rows must be public. An input depends on one unit only.
     """
-    require_images(Where("image_folder"), classes, size, channels, unit)
+    require_images(Where("image_folder"), classes, size, channels, unit, max_rows)
     require_split(Where("image_folder"), test, test_share, validation_share, split_key)
     folder = Path(path)
-    found = _files(folder, classes)
-    parts: dict[str, list[tuple[Path, int]]] = {"train": [], "validation": [], "test": []}
-    for file, label in found:
-        parts[part_of(file.read_bytes(), split_key, test_share, validation_share)].append((file, label))
+    own = _units(folder, classes, unit, max_rows)
+    parts: dict[str, list[list[_Image]]] = {"train": [], "validation": [], "test": []}
+    for key, images in own:
+        parts[part_of(key, split_key, test_share, validation_share)].append(images)
     if test is not None:
-        parts["test"] = _files(Path(test), classes)
+        other = _units(Path(test), classes, unit, max_rows)
+        if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):
+            remedy = f"leave them out of one folder, or give test_share in place of {Path(test).name}"
+            condition = f"to differ from those of {folder.name}"
+            got = f"{len(shared)} of them in both"
+            raise expected("image_folder", f"persons of {Path(test).name}", condition, got, remedy)
+        parts["test"] = [images for _, images in other]
     if not parts["train"]:
         remedy = "lower test_share and validation_share, or give a larger folder"
-        raise expected("image_folder", f"the training part of {folder}", "to hold at least 1 image", 0, remedy)
-    made = {name: _tensors(files, size, channels) for name, files in parts.items()}
+        name = "image" if unit == ROW else "person"
+        raise expected("image_folder", f"the training part of {folder}", f"to hold at least 1 {name}", 0, remedy)
+    made = {name: _tensors(units, size, channels, max_rows, standardize) for name, units in parts.items()}
     return DataSet(
         name=folder.name,
         train=made["train"],
@@ -78,10 +103,11 @@ def image_folder(
         num_classes=len(classes),
         input_shape=(channels, size, size),
         split="unit",
+        by_person=unit != ROW,
     )
 
 
-def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any) -> None:
+def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any) -> None:
     """Raise PrivacyError unless the declaration of a folder is complete. `experiments.load_spec` also calls it."""
     shown: object = classes
     given: Sequence[Any] = cast("Sequence[Any]", classes) if isinstance(classes, list | tuple) else ()
@@ -92,16 +118,54 @@ def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: A
         raise where.wrong("size", "to be a whole number >= 1", described(size), "give the height in pixels, such as 28")
     if isinstance(channels, bool) or channels not in (1, 3):
         raise where.wrong("channels", "to be 1 or 3", described(channels), "give 1 for gray, 3 for color")
-    if unit != ROW:
-        remedy = (
-            'with "row" each image is protected by itself, and a person with several images less; to protect persons, '
-            "return a DataSet by person from a function"
-        )
-        raise where.wrong("unit", 'to be "row" for images', described(unit), remedy)
+    require_unit(where, unit, max_rows)
+    if unit == FILE_NAME:
+        remedy = 'name the column of persons, or set unit = "row"'
+        raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), remedy)
 
 
-def _files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
-    """Return the image files of a folder in the order of their names, each with its class number."""
+def _units(
+    folder: Path, classes: Sequence[str], unit: str | None, max_rows: int | None
+) -> list[tuple[str | bytes, list[_Image]]]:
+    """Return the images of each unit, with the text that decides its part: the content of a file, or a person."""
+    found = _files(folder, classes)
+    if unit == ROW or unit is None:
+        return [(image.file.read_bytes(), [image]) for image in found]
+    by_name = {image.file.relative_to(folder).as_posix(): image for image in found}
+    return [(key, [by_name[name] for name in names[:max_rows]]) for key, names in _persons(folder, by_name, unit)]
+
+
+def _persons(folder: Path, names: Collection[str], unit: str) -> list[tuple[str, list[str]]]:
+    """Return each person of metadata.csv, with the names of all of their images in the order of the rows."""
+    source = f"{METADATA} of {folder.name}"
+    if not (folder / METADATA).exists():
+        remedy = f"write it with the columns {FILE_NAME} and {unit}, one row per image"
+        raise expected("image_folder", source, "to name the person of each image", "a missing file", remedy)
+    columns = read_columns("image_folder", folder / METADATA, [FILE_NAME, unit], None)
+    seen: dict[str, int] = {}
+    persons: dict[str, list[str]] = {}
+    for row, (listed, text) in enumerate(zip(*columns.values(), strict=True), start=1):
+        name, key = listed.strip(), person_of(text)
+        place = f"row {row}, column {FILE_NAME!r} of {source}"
+        if name not in names:
+            remedy = f"give the path from {folder.name}, such as '{next(iter(names))}', or leave the row out"
+            raise expected("image_folder", place, "to be an image in a class's folder", repr(name), remedy)
+        if name in seen:
+            raise expected("image_folder", place, f"to differ from row {seen[name]}", repr(name), "leave one out")
+        if is_missing(key):
+            place, remedy = f"row {row}, column {unit!r} of {source}", "fill it in, or leave row and image out"
+            raise expected("image_folder", place, "to identify the person", repr(text), remedy)
+        seen[name] = row
+        persons.setdefault(key, []).append(name)
+    for name in names:
+        if name not in seen:
+            remedy = "add its row, or move the image out of the folder"
+            raise expected("image_folder", source, "to have a row for each image", f"no row for {name!r}", remedy)
+    return list(persons.items())
+
+
+def _files(folder: Path, classes: Sequence[str]) -> list[_Image]:
+    """Return the images of a folder in the order of their names."""
     if not folder.is_dir():
         got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
         raise expected("image_folder", "path", "to be a folder with one sub-folder per class", got, "correct the path")
@@ -121,7 +185,7 @@ def _files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
                 "image_folder", f"sub-folders of {folder.name}", "to exist for each class", repr(name), remedy
             )
     files = [
-        (file, label)
+        _Image(file, label)
         for label, name in enumerate(classes)
         for file in sorted((folder / name).rglob("*"))
         if file.suffix.lower() in SUFFIXES and file.is_file()
@@ -132,16 +196,22 @@ def _files(folder: Path, classes: Sequence[str]) -> list[tuple[Path, int]]:
     return files
 
 
-def _tensors(files: Sequence[tuple[Path, int]], size: int, channels: int) -> TensorDataset:
-    """Return inputs and labels of image files."""
-    pixels = torch.zeros(len(files), channels, size, size)
-    for index, (file, _) in enumerate(files):
-        pixels[index] = _pixels(file, size, channels)
-    return TensorDataset(pixels, torch.tensor([label for _, label in files], dtype=torch.int64))
+def _tensors(
+    units: Sequence[Sequence[_Image]], size: int, channels: int, max_rows: int | None, standardize: bool
+) -> TensorDataset:
+    """Return inputs and labels, one row per unit: (n, C, S, S) and (n,), or for persons (n, max_rows, ...)."""
+    pixels = torch.zeros(len(units), max_rows or 1, channels, size, size)
+    labels = torch.full(pixels.shape[:2], NO_LABEL)
+    for unit, images in enumerate(units):
+        for row, image in enumerate(images):
+            read = _pixels(image.file, size, channels)
+            pixels[unit, row] = read / 127.5 - 1 if standardize else read / 255
+            labels[unit, row] = image.label
+    return TensorDataset(pixels, labels) if max_rows is not None else TensorDataset(pixels[:, 0], labels[:, 0])
 
 
 def _pixels(file: Path, size: int, channels: int) -> Tensor:
-    """Return one image, float (channels, size, size), in [-1, 1]."""
+    """Return one image, uint8 (channels, size, size)."""
     try:
         pillow: Any = importlib.import_module("PIL.Image")
     except ImportError as error:
@@ -160,4 +230,4 @@ def _pixels(file: Path, size: int, channels: int) -> Tensor:
         place, remedy = f"{file.parent.name}/{file.name}", "convert it by a public rule, such as value / 256"
         raise expected("image_folder", place, "to have 8 bits per channel", f"mode {mode}", remedy)
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
-    return values.permute(2, 0, 1).float() / 127.5 - 1
+    return values.permute(2, 0, 1)

@@ -18,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import Schema, Where, is_missing, number_of, schema_of, text_of
+from privgrad.data.schema import Schema, Text, Where, is_missing, number_of, schema_of, text_of
 from privgrad.data.sources import PathLike, Positive
 from privgrad.errors import described, did_you_mean, expected
-from privgrad.features import Bins, OneHot, join
+from privgrad.features import Bins, OneHot, join, text_rows
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
@@ -51,10 +51,12 @@ def table(
     has norm 1. With a person as unit, each input holds all rows of one person: (max_rows, width), with rows of zeros
     and labels NO_LABEL for rows that the person does not have. A training needs privacy unit "user" for them.
 
+    A column of text is the only input: bytes, int8 (n, length), for the extractors of `privgrad.features`.
+
     Args:
         path: a file .csv, .parquet, .arrow, .feather, .sqlite or .db, or a folder that `datasets` saved to disk.
         columns: each input column by name, a table with a `kind`: "number" with `range` and `bins`, or `edges`;
-            "category" with `values`; or "ignore". Columns that are not declared are not read.
+            "category" with `values`; "text" with `length`; or "ignore". Columns that are not declared are not read.
         label: the column of the classes.
         classes: the label's allowed values, in the order of the class numbers.
         unit: required. "row" protects each row by itself; a person with several rows is then protected less. The name
@@ -188,14 +190,15 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
     """Return the content of one file; units are in the order of their first rows, with at most max_rows rows each."""
     content = read_columns("table", file, list(dict.fromkeys(schema.names)), table)
     texts = {name: _texts(file, name, content[name]) for name in content}
-    inputs = join([_codes(file, name, kind, content[name], texts[name]) for name, kind in schema.columns.items()])
+    codes = [_codes(file, name, kind, content[name], texts[name]) for name, kind in schema.columns.items()]
+    inputs = join(*codes) if codes[0].is_floating_point() else codes[0]
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(json.dumps(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
         return _Content(file.name, inputs, labels, units)
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(texts[schema.identifier]):
-        key = _WHOLE.sub(r"\1", text.strip())
+        key = person_of(text)
         place = f"row {row + 1}, column {schema.identifier!r} of {file.name}"
         if is_missing(key):
             remedy = "fill it in, or leave the row out"
@@ -205,6 +208,11 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
             raise expected("table", place, f"to differ from row {rows[key][0] + 1}", repr(key), remedy)
         rows.setdefault(key, []).append(row)
     return _Content(file.name, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
+
+
+def person_of(text: str) -> str:
+    """Return the name of a unit from the text of its column: "7" for "7.0". `own_images` also calls it."""
+    return _WHOLE.sub(r"\1", text.strip())
 
 
 def _require_apart(schema: Schema, own: _Content, other: _Content) -> None:
@@ -221,7 +229,7 @@ def _tensors(schema: Schema, content: _Content, units: Sequence[Sequence[int]]) 
     if not schema.by_person:
         chosen = torch.tensor([row for rows in units for row in rows], dtype=torch.int64)
         return TensorDataset(content.inputs[chosen], content.labels[chosen])
-    inputs = torch.zeros(len(units), schema.max_rows or 1, content.inputs.shape[1])
+    inputs = content.inputs.new_zeros(len(units), schema.max_rows or 1, content.inputs.shape[1])
     labels = torch.full(inputs.shape[:2], NO_LABEL)
     for unit, rows in enumerate(units):
         inputs[unit, : len(rows)], labels[unit, : len(rows)] = content.inputs[rows], content.labels[rows]
@@ -240,8 +248,10 @@ def _texts(file: Path, name: str, values: Sequence[Any]) -> list[str]:
     return texts
 
 
-def _codes(file: Path, name: str, kind: Bins | OneHot, values: Sequence[Any], texts: Sequence[str]) -> Tensor:
+def _codes(file: Path, name: str, kind: Bins | OneHot | Text, values: Sequence[Any], texts: Sequence[str]) -> Tensor:
     """Return the codes of a column, (n, width); raise PrivacyError for the first value that has none."""
+    if isinstance(kind, Text):
+        return text_rows(texts, kind.width)
     numbers: list[float] = []
     categories: list[str | None] = []
     for row, (value, text) in enumerate(zip(values, texts, strict=True), start=1):

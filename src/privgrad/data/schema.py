@@ -18,10 +18,22 @@ ROW = "row"  # the unit of a table whose every row is protected by itself
 _KEYS = {
     "number": ("kind", "range", "bins", "edges", "log", "missing"),
     "category": ("kind", "values", "other", "missing"),
+    "text": ("kind", "length"),
     "ignore": ("kind",),
 }
 _MISSING = ("", "nan", "null")
 _MOST_BINS = 10_000
+
+
+@dataclass(frozen=True)
+class Text:
+    """A column of free text, as rows of bytes; see `features.text_rows`.
+
+    Attributes:
+        width: the bytes of a row.
+    """
+
+    width: int
 
 
 class Where(NamedTuple):
@@ -42,7 +54,7 @@ class Schema:
     `own_table` reads it.
     """
 
-    columns: Mapping[str, Bins | OneHot]
+    columns: Mapping[str, Bins | OneHot | Text]
     label: str
     classes: tuple[str, ...]
     unit: str
@@ -137,13 +149,17 @@ def schema_of(
     if not read:
         remedy = "declare a column as number or category"
         raise where.wrong("columns", "to hold an input column", f"{len(kinds)} ignored columns", remedy)
+    texts = [name for name, kind in read.items() if isinstance(kind, Text)]
+    if texts and len(read) > 1:
+        remedy = 'set kind = "ignore" in the other columns, or join the texts to one column'
+        raise where.wrong("columns", "to hold a column of text alone", ", ".join(read), remedy)
     if not isinstance(label, str) or not label:
         remedy = "name the column that holds the classes"
         raise where.wrong("label", "to be the name of a column", described(label), remedy)
     names = _texts(where, "classes", classes)
     if len(names) < 2:
         raise where.wrong("classes", "to be at least two values", list(names), "list the label's allowed values")
-    _require_unit(where, unit, max_rows, row_id)
+    require_unit(where, unit, max_rows, row_id)
     used = {"label": label, "unit": unit if unit != ROW else None, "row_id": row_id}
     for role, name in used.items():
         if name in read:
@@ -154,8 +170,8 @@ def schema_of(
     return Schema(read, label, names, cast(str, unit), max_rows, row_id)
 
 
-def _require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None) -> None:
-    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons."""
+def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | None = None) -> None:
+    """Raise PrivacyError unless the unit is declared, and max_rows exactly for persons. `own_images` also calls it."""
     if not isinstance(unit, str) or not unit:
         remedy = (
             'with "row" each row is protected by itself, and a person with several rows less; with a column, all rows '
@@ -173,7 +189,7 @@ def _require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | N
         raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id), "leave it out")
 
 
-def _column(where: Where, name: str, table: Any) -> Bins | OneHot | None:
+def _column(where: Where, name: str, table: Any) -> Bins | OneHot | Text | None:
     """Return the codes of one declared column; None for a column that is ignored."""
     place = f"columns.{name}"
     if not isinstance(table, Mapping):
@@ -202,6 +218,12 @@ def _column(where: Where, name: str, table: Any) -> Bins | OneHot | None:
                 remedy = "with true, all unknown categories share a code"
                 raise where.wrong(f"{place}.other", "to be true or false", described(other), remedy)
             return OneHot(values, other, missing == "category")
+        case "text":
+            length = keys.get("length", 2048)
+            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+                remedy = "give the bytes to keep of a text, such as 2048"
+                raise where.wrong(f"{place}.length", "to be a whole number >= 1", described(length), remedy)
+            return Text(length)
         case _:
             return None
 

@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, Positive, cache, download, find_folder
+from privgrad.data.sources import PathLike, Positive, download, find_folder
 from privgrad.errors import expected, require_integer
+from privgrad.user_cache import cache
 
 Features = Literal["counts", "tf-idf", "words"]
 _FEATURES = ("counts", "tf-idf", "words")

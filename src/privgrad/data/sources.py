@@ -1,7 +1,7 @@
 """Sources of data files: a folder of the user, a folder that a package or the user filled, or a public address.
 
-The loaders that read files call `cache`, `find_folder` or `download`. `pretrained` calls `cache`, and `debian_index`
-calls `unpacked`. The privacy guarantee does not rest on this file.
+The loaders that read files call `find_folder` or `download`, and `debian_index` calls `unpacked`. The privacy guarantee
+does not rest on this file.
 """
 
 import gzip
@@ -21,11 +21,6 @@ PathLike = str | os.PathLike[str]
 # A TOML file that names a loader is checked against the types of the loader's arguments.
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
-
-
-def cache(name: str) -> Path:
-    """Return a data set's folder in the user's cache: ${XDG_CACHE_HOME:-~/.cache}/privgrad/<name>."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privgrad" / name
 
 
 def find_folder(function: str, path: PathLike | None, usual: Path, pattern: str, remedy: str) -> Path:

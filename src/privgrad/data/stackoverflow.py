@@ -16,9 +16,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet
-from privgrad.data.sources import PathLike, Positive, cache, find_folder
+from privgrad.data.sources import PathLike, Positive, find_folder
 from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
+from privgrad.user_cache import cache
 
 _REMEDY = (
     "give the folder with stackoverflow_train.h5, stackoverflow_test.h5, stackoverflow.word_count and "

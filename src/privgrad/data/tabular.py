@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, Positive, cache, find_folder
+from privgrad.data.sources import PathLike, Positive, find_folder
 from privgrad.errors import expected, require_integer
+from privgrad.user_cache import cache
 
 # The values that the codebook of the census allows in a column. Values taken from the data would not be public.
 _CATEGORIES = {

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from privgrad.data.dataset import NO_LABEL, DataSet, split
-from privgrad.data.sources import PathLike, Positive, cache, find_folder
+from privgrad.data.sources import PathLike, Positive, find_folder
 from privgrad.errors import expected, require_integer
+from privgrad.user_cache import cache
 
 _UNKNOWN = "<unk>"
 _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)

@@ -1,41 +1,37 @@
-"""The parts of one training of a spec: data, model, loss, measurements and side information.
+"""The parts of one training of a spec: data, model and side information.
 
-`runner` and `audit_spec` call it; the items of papers call `make_model` and `losses_for`. `load_spec` checks the names
-of models against MODELS.
+`runner` and `audit_spec` call it; the items of papers call `make_model`. `load_spec` checks the names of models against
+MODELS.
 
-The privacy guarantee rests on `make_data`, `public_examples`, `public_gradient`, `preconditioner`, `warm_start` and
-`losses_for`. Private examples may enter a training only through the losses, and each loss depends on one example or
-user. The guarantee does not rest on the models or on the measurements (`measure`, `outcomes`), which are NOT private.
+The privacy guarantee rests on `make_data`, `public_examples`, `public_gradient`, `preconditioner` and `warm_start`.
+Private examples may enter a training only through the losses of `measures.losses_for`. The guarantee does not rest on
+the models.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from privgrad import models, precondition, side_information
-from privgrad.augmentation import multiplicity, shift_and_flip
 from privgrad.data import DataSet
-from privgrad.data.dataset import NO_LABEL, to_reconstruct, with_other_public, with_public
-from privgrad.diagnostics import by_frequency
+from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import expected
+from privgrad.experiments.measures import losses_for
+from privgrad.experiments.metrics import require_suited
 from privgrad.experiments.sources import encoder_folder, load, own_model, require_count
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import ModelTable, PreconditionTable, WarmStartTable
-from privgrad.gradient.module_state import evaluating
 from privgrad.gradient.precondition import Preconditioner
-from privgrad.gradient.public_gradient import LossFunction, PublicGradient
-
-_MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
+from privgrad.gradient.public_gradient import PublicGradient
 
 
 class Architecture(NamedTuple):
     """A model that a spec can name: the function that makes it, and the kind of its inputs.
 
-    `make_model` and `require_images` call `make`.
+    `make_model` and `require_model` call `make`.
     """
 
     make: Callable[[ModelTable, DataSet], nn.Module]
@@ -52,6 +48,9 @@ MODELS: dict[str, Architecture] = {
     ),
     "cnn2": Architecture(lambda _, data: models.cnn2(**_images(data)), "images"),
     "cnn5": Architecture(lambda table, data: models.cnn5(**_images(data), activation=table.activation), "images"),
+    "head": Architecture(
+        lambda _, data: models.UnitLinear(_size(data), data.num_classes, input_dims=len(data.input_shape)), "vectors"
+    ),
     "language-model": Architecture(
         lambda table, data: models.LanguageModel(
             num_tokens=_vocabulary(data), length=data.input_shape[0], width=table.hidden
@@ -111,7 +110,7 @@ def make_data(spec: Spec) -> DataSet:
     the same sample rate.
 
     Raises:
-        PrivacyError: the data are not available, or do not suit the model, the privacy unit or num_examples.
+        PrivacyError: the data are not available, or do not suit the model, the unit, num_examples or the metrics.
     """
     loaded = with_public(load(spec.data, spec.model.encoder), spec.data.public)
     if spec.data.elsewhere is not None:
@@ -122,11 +121,12 @@ def make_data(spec: Spec) -> DataSet:
         if method.needs_public:
             public_examples(method, loaded)
     require_count(spec.data, loaded, spec.privacy.num_examples)
+    require_suited(spec, loaded)
     return loaded
 
 
 def _require_suited(spec: Spec, loaded: DataSet) -> None:
-    """Raise PrivacyError unless each row of the data is one privacy unit, and the model takes inputs of their kind.
+    """Raise PrivacyError unless each row of the data is one privacy unit.
 
     The guarantee for users rests on the first check.
     """
@@ -150,13 +150,6 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
         part = "validation" if len(loaded.test) else "test"
         remedy = f"give {part}_share, or return more {part} examples"
         raise expected("make_data", f"the {part} part of {name}", "to hold at least 1 example", 0, remedy)
-    if loaded.by_person and spec.model.name not in ("linear", "mlp") and ":" not in spec.model.name:
-        remedy = 'choose "linear" or "mlp", or a function of yours'
-        condition = f"to take the rows of a person, as {name!r} has"
-        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
-    if _architecture(spec).inputs in ("images", "vectors") and not loaded.train.tensors[0].is_floating_point():
-        remedy = 'choose "bag-of-words", or another model for text'
-        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
 
 
 def _is_validated(spec: Spec) -> bool:
@@ -184,11 +177,20 @@ def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
     return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
 
 
-def require_images(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only.
+def require_model(spec: Spec, data: DataSet) -> None:
+    """Raise PrivacyError unless the model takes inputs of the data's kind, and images of their size.
 
-    `runner.open_folder` and `audit_spec` call it.
+    `runner.open_folder` and `audit_spec` call it, with each method's own model and features.
     """
+    name, takes_rows = spec.data.source, spec.model.name in ("head", "linear", "mlp") or ":" in spec.model.name
+    is_image = _architecture(spec).inputs == "images" and len(data.input_shape) == 3
+    if data.by_person and not (takes_rows or is_image):
+        remedy = 'choose "head", "linear" or "mlp", or a function of yours'
+        condition = f"to take the rows of a person, as {name!r} has"
+        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
+    if _architecture(spec).inputs in ("images", "vectors") and not data.train.tensors[0].is_floating_point():
+        remedy = 'choose "bag-of-words" or another model for text, or add [features]'
+        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
     if _architecture(spec).inputs != "images":
         return
     try:
@@ -206,7 +208,11 @@ def make_model(spec: Spec, data: DataSet) -> nn.Module:
     `runner`, `audit_spec` and `papers.stops` call it.
     """
     gpu = spec.run.device == "cuda" or (spec.run.device == "auto" and torch.cuda.is_available())
-    return _architecture(spec).make(spec.model, data).to("cuda" if gpu else "cpu")
+    architecture = _architecture(spec)
+    model = architecture.make(spec.model, data)
+    if data.by_person and architecture.inputs == "images":
+        model = models.EachRow(model)
+    return model.to("cuda" if gpu else "cpu")
 
 
 def _architecture(spec: Spec) -> Architecture:
@@ -285,115 +291,3 @@ def warm_start(table: WarmStartTable, model: nn.Module, examples: TensorDataset,
             loss_fn(model, tuple(tensor[chosen] for tensor in examples.tensors)).mean().backward()
             optimizer.step()
     optimizer.zero_grad()
-
-
-def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
-    """Return the loss function for a data set: (model, examples) -> losses, shape (B,).
-
-    The loss is the cross-entropy of the class, or its mean over an example's tokens with a label. For tags, the target
-    gives equal shares to all tags of the example. For reconstruction, the loss is the mean squared error. With `views`
-    above 1, each loss is the mean over that many randomly moved views of the image.
-
-    `runner`, `audit_spec` and the items of papers call it.
-    """
-
-    def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, labels = _beside(model, batch[:2])
-        losses = _losses(model(inputs), labels, data)
-        return losses.sum(1) / (labels != NO_LABEL).sum(1).clamp(min=1) if losses.ndim > 1 else losses
-
-    def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return shift_and_flip(batch[0]), batch[1]
-
-    return multiplicity(losses_of, moved, views=views)
-
-
-def _losses(logits: Tensor, labels: Tensor, data: DataSet) -> Tensor:
-    """Return the loss of each example, shape (B,), or of each token, shape (B, T); 0 for a token without a label."""
-    if data.score is None:
-        return (logits.flatten(1) - labels.flatten(1)).square().mean(1)
-    if labels.is_floating_point():
-        return F.cross_entropy(logits, labels / labels.sum(1, keepdim=True), reduction="none")
-    return F.cross_entropy(logits.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
-
-
-def _beside(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors on the model's device."""
-    device = next(model.parameters()).device
-    return tuple(tensor.to(device) for tensor in tensors)
-
-
-def outcomes(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Return loss and score of each example, or of each token with a label.
-
-    The score is 1 for a correct class or token and 0 otherwise. For tags it is recall@5: the share of the example's
-    tags among the five most likely ones. Without a score, the second tensor is empty.
-
-    `runner` also calls it, for the training loss.
-
-    Privacy:
-        NOT private for `examples`: no noise is added.
-    """
-    losses: list[Tensor] = []
-    scores: list[Tensor] = []
-    tokens = _tokens(examples.tensors[1])
-    rows = 256 if tokens is None else max(1, min(256, _MOST_LOGITS // (tokens * data.num_classes)))
-    with evaluating(model), torch.no_grad():
-        for batch in zip(*(tensor.split(rows) for tensor in examples.tensors), strict=True):
-            inputs, labels = _beside(model, batch)
-            logits = model(inputs)
-            labeled = ... if tokens is None else labels.flatten() != NO_LABEL
-            losses.append(_losses(logits, labels, data).flatten()[labeled].cpu())
-            if data.score == "recall@5":
-                found = labels.gather(1, logits.topk(min(5, logits.shape[1]), dim=1).indices).sum(1)
-                scores.append((found / labels.sum(1)).cpu())
-            elif data.score == "accuracy":
-                scores.append((logits.argmax(-1) == labels).flatten()[labeled].cpu())
-    return torch.cat(losses), torch.cat(scores or [torch.zeros(0)])
-
-
-def _tokens(labels: Tensor) -> int | None:
-    """Return the number of labels per example if each belongs to a token, and None otherwise."""
-    return None if labels.is_floating_point() or labels.ndim == 1 else labels[0].numel()
-
-
-def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet) -> Tensor:
-    """Return the score of each row of `examples`, shape (n,), float64 in [0, 1].
-
-    It is the mean of `outcomes` over the labels of the row, a person's rows for example; 0 for a row without labels.
-
-    Raises:
-        PrivacyError: the data have no score.
-    Privacy:
-        NOT private for `examples`: no noise is added. A row of the result depends on one row of `examples` only.
-    """
-    if data.score is None:
-        raise expected("unit_scores", "data", "to have a score", data.name, "measure the loss")
-    scores, labels = outcomes(model, examples, data)[1].double().nan_to_num(0.0), examples.tensors[1]
-    if _tokens(labels) is None:
-        return scores.clamp(0, 1)
-    labeled = labels.flatten(1) != NO_LABEL
-    spread = torch.zeros(labeled.shape, dtype=scores.dtype).masked_scatter_(labeled, scores)
-    return (spread.sum(1) / labeled.sum(1).clamp(min=1)).clamp(0, 1)
-
-
-def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
-    """Measure mean loss and score on held-out examples, and by class frequency if the data define groups.
-
-    `runner` calls it at each evaluation.
-
-    Privacy:
-        NOT private for the held-out examples. "raw_groups" is measured on the training examples without noise: NOT
-        private for these.
-    """
-    losses, scores = outcomes(model, held_out, data)
-    measured: dict[str, Any] = {"loss": losses.double().mean().item()}
-    if data.score is not None:
-        measured["accuracy"] = scores.double().mean().item()
-    if data.frequency_edges is not None:
-        labels = data.train.tensors[1].flatten()
-        labels = labels[labels != NO_LABEL]
-        counts = torch.bincount(labels, minlength=data.num_classes)
-        edges = data.frequency_edges or None
-        measured["raw_groups"] = by_frequency(*outcomes(model, data.train, data), labels, counts, edges=edges)
-    return measured

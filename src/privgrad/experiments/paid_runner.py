@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
-from scipy.stats import binomtest
-from torch import Tensor, nn
+from torch import nn
 
 from privgrad.budget import Budget
 from privgrad.data import DataSet
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
-from privgrad.experiments.build import outcomes, unit_scores
+from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, describe, read_records
+from privgrad.experiments.measures import unit_scores, unit_values
+from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text
@@ -36,7 +37,6 @@ from privgrad.releases import release_mean
 from privgrad.repetitions import draw_repetitions
 from privgrad.training import fit
 
-_CONFIDENCE = 0.95
 _NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
 
 
@@ -145,14 +145,18 @@ def _name_of(out: Path) -> str:
 
 
 def _require_scores(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless the data hold people for the scores of candidates.
+    """Raise PrivacyError unless the data hold people for the scores of candidates, and other ones for the test.
 
     Privacy:
+        A test result has no noise, so no training people may be among the test people.
         People who are held out pay for scores alone. So a rule about each person must decide who is held out.
         A part of fixed size would change with every person who comes or goes.
     """
+    if data.measured_on == "training":
+        remedy = "give data a test part of its own, or compare with target_epsilon for research"
+        raise expected("compare", "the test part", "to be apart from the training part", data.name, remedy)
     score_on, held_out = "" if spec.tuning is None else spec.tuning.score_on, len(data.validation)
-    if score_on and data.score is None:
+    if score_on and data.score is None and spec.tuning is not None and spec.tuning.by == "accuracy":
         remedy = 'leave [tuning] out, and give one noise_step; or give target_epsilon and by = "loss" for research'
         raise expected("compare", "data.score", "to be accuracy or recall for paid tuning", None, remedy)
     if score_on == "public" and data.public is None:
@@ -209,7 +213,8 @@ def _select(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Progress) ->
     folder = out / "runs" / record["folder"]
     # Without the times of the files, which show the place of the winner.
     shutil.copytree(raw / "runs" / str(-place), folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    _publish(out, record | _tested(model, data) | {"epsilon": cost.epsilon}, model)
+    method = next(one for one in spec.methods if one.name == record["method"])
+    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, out)
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -239,9 +244,10 @@ def _train_scored(
     """
     assert spec.tuning is not None
     record, model = _train(spec, run, data, out, folder, bar)
+    _, data = own(spec, run.method, data)
     people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
     assert people is not None
-    values = unit_scores(model, people, data)
+    values = unit_scores(model, people, data, spec.tuning.by)
     if cost.score_noise is None:
         return record | {"validation_accuracy": values.mean().item(), "score_noise_std": 0.0}, model
     count, ledger = public_count(spec), folder / "score" / "ledger.jsonl"
@@ -262,6 +268,7 @@ def _train_scored(
 
 def _train(spec: Spec, run: Run, data: DataSet, out: Path, folder: Path, bar: Progress) -> tuple[Record, nn.Module]:
     """Train once without any evaluation, and return the record and the model that is to be measured."""
+    spec, data = own(spec, run.method, data)
     made = prepare(spec, run, data)
     if not math.isfinite(made.private_grad.epsilon(steps=1)):
         remedy = "leave the method out, or give it side information that is public"
@@ -302,36 +309,30 @@ def _train_last(spec: Spec, run: Run, cost: Price, data: DataSet, out: Path, bar
     """Train the chosen candidate, measure it on the test set, and write its record and its weights."""
     if find_record(read_records(out), run) is None:
         record, model = _train(spec, run, data, out, out / "runs" / run.name, bar)
-        _publish(out, record | _tested(model, data) | {"epsilon": cost.epsilon}, model)
+        _publish(spec, run.method, record | {"epsilon": cost.epsilon}, model, data, out)
 
 
-def _publish(out: Path, record: Record, model: nn.Module) -> None:
-    """Write the weights of the final model, and then its record."""
+def _publish(spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, out: Path) -> None:
+    """Measure the final model on the test set, write its weights, and then its record."""
+    spec, data = own(spec, method, data)
+    facts = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+    made = {"head": save_head(model, data, out / "head", facts)}
     torch.save(model.state_dict(), out / "model.pt")
-    append(out, [record])
+    append(out, [record | _tested(spec, model, data) | made])
 
 
-def _tested(model: nn.Module, data: DataSet) -> Record:
-    """Measure the final model on the test set. NOT private for the people in it."""
-    losses, _ = outcomes(model, data.test, data)
-    found: Record = {"test_loss": losses.double().mean().item(), "test_accuracy": None}
+def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
+    """Measure the final model on the test set, each person once. NOT private for the people in it."""
+    (losses,), names = unit_values(model, data.test, data, ["loss"]), spec.run.metrics
+    found: Record = {"test_loss": losses.mean().item(), "test_accuracy": None, "test_units": len(losses)}
     if data.score is not None:
-        values = unit_scores(model, data.test, data).double()
-        found |= {"test_accuracy": values.mean().item(), "interval": interval(values), "test_units": len(values)}
+        values = unit_scores(model, data.test, data)
+        found |= {"test_accuracy": values.mean().item(), "interval": interval(values)}
+    if names:
+        known = {} if data.score is None else {data.score: found["test_accuracy"]}
+        found["metrics"] = metrics_of(model, data.test, data, names, known)
+        found["intervals"] = intervals_of(model, data.test, data, names)
     return found
-
-
-def interval(values: Tensor) -> list[float]:
-    """Return a 95 % confidence interval of the mean of per-person values in [0, 1], by the test set's size.
-
-    It is Wilson's for values of 0 and 1, and otherwise the normal approximation.
-    """
-    count, center = len(values), values.mean().item()
-    if bool(((values == 0) | (values == 1)).all()):
-        found = binomtest(int(values.sum()), count).proportion_ci(_CONFIDENCE, method="wilson")
-        return [float(found.low), float(found.high)]
-    half = 1.96 * values.std().item() / math.sqrt(count)
-    return [max(0.0, center - half), min(1.0, center + half)]
 
 
 def outcome_of(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, Any]:
@@ -350,6 +351,8 @@ def outcome_of(spec: Spec, records: Sequence[Record], out: Path) -> dict[str, An
         "accuracy": last["test_accuracy"],
         "interval": last.get("interval"),
         "loss": last["test_loss"],
+        "metrics": last.get("metrics") or {},
+        "intervals": last.get("intervals") or {},
         "epsilon": cost.epsilon,
         "delta": spec.privacy.delta,
         "privacy_unit": spec.privacy.privacy_unit,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from privgrad import accounting
 from privgrad.errors import expected
+from privgrad.experiments.metrics import is_paid
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.mechanisms import Release, Selection, Split
 
@@ -215,9 +216,12 @@ def _require_private_tables(spec: Spec) -> None:
     if tuning.extend:
         remedy = "leave it out: the number of trainings must be known before the first one"
         raise expected("load_spec", "tuning.extend", "to be false with total_epsilon", True, remedy)
-    if tuning.by != "accuracy":
-        got, remedy = tuning.by, "leave it out: a loss has no bound, so a noisy one cannot be paid for"
-        raise expected("load_spec", "tuning.by", 'to be "accuracy" with total_epsilon', got, remedy)
+    if not is_paid(tuning.by):
+        remedy = "choose one of these means of a value in [0, 1] per person: a noisy one can be paid for"
+        if tuning.by in ("auc", "f1"):
+            remedy += f', and list "{tuning.by}" in run.metrics'
+        condition = 'to be "accuracy", "recall@k" or "squared_error" with total_epsilon'
+        raise expected("load_spec", "tuning.by", condition, tuning.by, remedy)
 
 
 def _require_private_method(method: MethodTable) -> None:

@@ -35,8 +35,9 @@ def summarize(records: Iterable[Record]) -> list[dict[str, Any]]:
         lr_at_edge, norm_at_edge, radius_at_edge and local_lr_at_edge (None unless several values were tried);
         trainings and tuning_trainings (numbers of trainings: all, and for tuning);
         seeds (number of final runs); test_accuracy_mean, test_accuracy_std, test_loss_mean, test_loss_std (std is None
-        with one seed); epsilon (max); simulates_epsilon (max; None unless the runs simulate a plan in smaller batches);
-        sampling ("fixed" if any run was); fraction_floored, seconds and updates (means, or None).
+        with one seed); metrics (mean and std of each of run.metrics, by name); epsilon (max); simulates_epsilon (max;
+        None unless the runs simulate a plan in smaller batches); sampling ("fixed" if any run was); fraction_floored,
+        seconds and updates (means, or None).
     Privacy:
         NOT private for the examples on which accuracy and loss were measured.
     """
@@ -76,6 +77,7 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "test_accuracy_std": std(accuracy),
         "test_loss_mean": mean(loss),
         "test_loss_std": std(loss),
+        "metrics": _metrics(finals),
         # NaN counts as the largest epsilon.
         "epsilon": max(numbers(finals, "epsilon"), key=lambda value: (math.isnan(value), value), default=None),
         "simulates_epsilon": max(numbers(finals, "simulates_epsilon"), default=None),
@@ -86,6 +88,13 @@ def summary_row(method: str, runs: Sequence[Record]) -> dict[str, Any]:
         "seconds": mean(numbers(finals, "seconds")),
         "updates": mean(numbers(finals, "updates")),
     }
+
+
+def _metrics(finals: Sequence[Record]) -> dict[str, dict[str, float | None]]:
+    """Return mean and standard deviation of each metric of run.metrics, by name."""
+    found: list[Record] = [run.get("metrics") or {} for run in finals]
+    values = {name: numbers(found, name) for name in dict.fromkeys(name for held in found for name in held)}
+    return {name: {"mean": mean(own), "std": std(own)} for name, own in values.items()}
 
 
 def is_by_noise(run: Record) -> bool:
@@ -208,11 +217,16 @@ def tuned_by(records: Sequence[Record]) -> str:
     return next(chosen_by, next(iter(known), "validation_accuracy"))
 
 
+def is_cost(key: str) -> bool:
+    """Return whether a smaller value of a measurement is better: of a loss or an error. `tuner` also calls it."""
+    return key.endswith(("loss", "squared_error"))
+
+
 def _is_best(records: Sequence[Record], key: str) -> bool:
     """Return whether the final runs of every method have the values at which tuning measured the best result."""
     for runs in by_method(records).values():
         costs = {
-            values: -statistics.fmean(measured) if key == "validation_accuracy" else statistics.fmean(measured)
+            values: statistics.fmean(measured) if is_cost(key) else -statistics.fmean(measured)
             for values, measured in _tried(runs, key).items()
         }
         chosen = {_values(run) for run in in_phase(runs, "final")}
@@ -278,7 +292,7 @@ def tuned_seeds(records: Sequence[Record], name: str) -> dict[str, list[tuple[fl
     diverged are left out. `report.figures` calls it.
     """
     result, key = {}, tuned_by(records)
-    best = max if key == "validation_accuracy" else min
+    best = min if is_cost(key) else max
     for method, runs in by_method(in_phase(records, "tuning")).items():
         found: dict[float, list[float]] = {}
         for values, measured in _tried(runs, key).items():

@@ -20,18 +20,17 @@ from torch import nn
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
-from privgrad.experiments.build import (
-    make_data,
-    measure,
-    outcomes,
-    require_images,
-)
+from privgrad.experiments.build import make_data, require_model
+from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
+from privgrad.experiments.measures import measure, outcomes
+from privgrad.experiments.metrics import metrics_of
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tuner import COSTS, at_rate, best_candidate, beyond_edge, candidate_of, wider
+from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, measurement_of, wider
+from privgrad.heads.head import privacy_of
 from privgrad.private_gradient import RawStep
 from privgrad.progress import bars
 from privgrad.training import fit
@@ -113,7 +112,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
                 bar.update(task, note=f"{phase}  {method.name}  {rate_text(candidate)}  seed {run.seed}")
                 if find_record(read_records(out), run) is None:
                     record = _tuned_already(spec, run, out) or _train_one(spec, run, data, out, progress=bar)
-                    append(out, [record | {"tuned_by": COSTS[by] if tuning else None}])
+                    append(out, [record | {"tuned_by": measurement_of(by) if tuning else None}])
                 bar.advance(task)
 
         def seen() -> list[Record]:
@@ -146,6 +145,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
     """Do one run with `fit`, in its own folder, and return its record."""
     folder = out / "runs" / run.name
+    spec, data = own(spec, run.method, data)
     made = prepare(spec, run, data)
     plan, private_grad, optimizer = made.plan, made.private_grad, made.optimizer
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
@@ -184,6 +184,11 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
     record = _record(run, made, data, result, clipped.fraction, validated=validated)
+    record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
+    if run.phase == "final":
+        record["head"] = save_head(
+            result.averaged or made.model, data, folder / "head", privacy_of(plan, result.ledger)
+        )
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
         record["raw_train_loss"] = float(outcomes(result.averaged or made.model, data.train, data)[0].mean())
     return record
@@ -272,6 +277,16 @@ def _record(
     }
 
 
+def _metrics(spec: Spec, model: nn.Module, data: DataSet, record: Record, *, validated: bool) -> Record:
+    """Return the metrics of run.metrics on the test part, or the criterion of [tuning] on the validation part."""
+    if not validated:
+        known = {} if data.score is None else {data.score: record["test_accuracy"]}
+        return {"metrics": metrics_of(model, data.test, data, spec.run.metrics, known)} if spec.run.metrics else {}
+    assert spec.tuning is not None
+    by, key = spec.tuning.by, measurement_of(spec.tuning.by)
+    return {} if key in record else {key: metrics_of(model, data.validation, data, [by], {})[by]}
+
+
 def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSet:
     """Load and check the data, then claim the folder for the spec.
 
@@ -283,7 +298,8 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
         description: text of the folder's spec.json; None takes `describe`.
     """
     data = make_data(spec)
-    require_images(spec, data)
+    for method in spec.methods:
+        require_model(*own(spec, method, data))
     spec.plan(None)
     claim(out, description or describe(spec))
     return data

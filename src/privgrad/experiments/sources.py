@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from privgrad.data import LOADERS, DataSet, image_folder, table
 from privgrad.data.own_images import require_images
 from privgrad.data.own_table import require_every, require_split
-from privgrad.data.pretrained import pretrained
 from privgrad.data.schema import ROW, Where, schema_of
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.tables import DataTable, ModelTable
 from privgrad.gradient.module_state import evaluating
 from privgrad.plan import PrivacyPlan
+from privgrad.pretrained import pretrained
 from privgrad.types import PrivacyUnit
 
 _FILES = (table, image_folder)  # loaders of files, whose `path` is given by file or folder
@@ -157,7 +157,7 @@ def require_declared(given: DataTable, loader: Callable[..., DataSet], place: st
         every = options.get("test_every")
         require_every(where, every, schema.identifier, options.get("test"), shares["test_share"])
     else:
-        require_images(where, *(options.get(name) for name in ("classes", "size", "channels", "unit")))
+        require_images(where, *(options.get(name) for name in ("classes", "size", "channels", "unit", "max_rows")))
 
 
 def is_own(given: DataTable) -> bool:
@@ -198,7 +198,7 @@ def load(given: DataTable, encoder: str | None) -> DataSet:
         options["validation"] = given.validation
     if ":" not in given.name:
         return loader(**options)
-    made = _called("data.name", given.name, loader, **options)
+    made = called("data.name", given.name, loader, **options)
     if not isinstance(made, DataSet):
         remedy = "return privgrad.data.DataSet(...), or the result of privgrad.data.table"
         raise expected("make_data", "data.name", "to return a DataSet", f"a {type(made).__name__}", remedy)
@@ -213,7 +213,7 @@ def own_model(given: ModelTable, data: DataSet) -> nn.Module:
     """
     names = model_options(given.given) or []
     options = {name: value for name, value in given.given.items() if name in names}
-    made = _called("model.name", given.name, imported("model.name", given.name), data, **options)
+    made = called("model.name", given.name, imported("model.name", given.name), data, **options)
     if not isinstance(made, nn.Module):
         remedy = "return the model"
         raise expected("make_model", "model.name", "to return a torch.nn.Module", f"a {type(made).__name__}", remedy)
@@ -228,15 +228,15 @@ def _require_logits(name: str, model: nn.Module, data: DataSet) -> None:
     inputs, labels = (tensor[:1] for tensor in data.train.tensors[:2])
     shape = (*(labels.shape[:1] if labels.is_floating_point() else labels.shape), data.num_classes)
     with evaluating(model), torch.no_grad():
-        logits = _called("model.name", name, model, torch.zeros_like(inputs))
+        logits = called("model.name", name, model, torch.zeros_like(inputs))
     got = tuple(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     if got != shape:
         condition = f"to return logits of shape {shape} for inputs of shape {tuple(inputs.shape)}"
         raise expected("make_model", "model.name", condition, got, f"correct {name}")
 
 
-def _called(place: str, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function of the user; errors of the library pass."""
+def called(place: str, name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function of the user; errors of the library pass. `metrics` calls it too."""
     try:
         return function(*args, **options)
     except ValueError as error:
@@ -253,7 +253,7 @@ def _failed(place: str, name: str, error: Exception) -> Exception:
 
 
 def encoder_folder(name: str | None) -> str:
-    """Return the folder of the pretrained model whose tokenizer reads the data; see data.pretrained.
+    """Return the folder of the pretrained model whose tokenizer reads the data; see privgrad.pretrained.
 
     `build` also calls it.
 

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from privgrad import optim
 from privgrad.errors import expected
 from privgrad.experiments.tables import (
     DataTable,
+    FeaturesTable,
     Grid,
     LocalTable,
     ModelTable,
@@ -61,7 +62,8 @@ class MethodTable(Table):
     `max_grad_norm` is a number or a grid; the default is the value of [privacy]. `group_size` examples are averaged
     before they are clipped; above 1 the sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the
     optimizer is given, for ablations; it may be wrong. `non_private` neither clips nor adds noise. `local` is given if
-    the privacy unit is a user; the optimizer is then the server's. `schedule` replaces that of [run].
+    the privacy unit is a user; the optimizer is then the server's. `schedule` replaces that of [run]. `model` and
+    `features` replace those tables; features = false trains on the inputs as loaded.
     """
 
     name: str = Field(min_length=1)
@@ -79,6 +81,8 @@ class MethodTable(Table):
     public: PublicTable = PublicTable()
     warm_start: WarmStartTable | None = None
     schedule: ScheduleTable | None = None
+    model: ModelTable | None = None
+    features: FeaturesTable | Literal[False] | None = None
     non_private: bool = False
 
     @property
@@ -169,6 +173,7 @@ class Spec(Table):
     title: str
     data: DataTable
     model: ModelTable
+    features: FeaturesTable | None = None
     privacy: PrivacyTable
     methods: list[MethodTable] = Field(min_length=1)
     tuning: TuningTable | None = None
@@ -195,6 +200,11 @@ class Spec(Table):
 
         grids = (*map(each, (norms, rates, radii, local, steps)), list(itertools.product(*own)))
         return [Candidate(*values) for values in itertools.product(*grids)]
+
+    def of(self, method: MethodTable) -> "Spec":
+        """Return the spec with a method's own model and features. `featuring` calls it."""
+        features = self.features if method.features is None else method.features or None
+        return self.model_copy(update={"model": method.model or self.model, "features": features})
 
     def shares_grid(self, method: MethodTable) -> bool:
         """Return whether a method is tuned together with the other ones, with the same number of trainings.

@@ -95,6 +95,27 @@ class ModelTable(Table):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
+class FeaturesTable(Table):
+    """The table [features]: features that replace the inputs, computed once before the training.
+
+    `blocks` are side by side, with the norms `weights`: names of `featuring.BLOCKS`, or "package.module:function" for a
+    function of the user that returns an Extractor. `public` names the rows for the constants of blocks: synthetic
+    images, or the public examples and inputs of the data set. With `whiten`, each block is whitened by such rows, and
+    keeps at most `keep` directions; `public` is then the same by default. `encoder` is the pretrained transformer of
+    "frozen-text". `folder` stores the features, which are as private as the data.
+    """
+
+    blocks: list[str] = Field(min_length=1)
+    weights: Grid | None = None
+    public: Literal["silhouettes", "pink-noise", "data"] | None = None
+    whiten: Literal["silhouettes", "pink-noise", "data"] | None = None
+    keep: int = Field(default=2048, ge=1)
+    power: float | None = Field(default=None, ge=0, le=0.5)
+    ridge: float | None = Field(default=None, gt=0)
+    encoder: str | None = None
+    folder: str | None = None
+
+
 class PrivacyTable(Table):
     """The table [privacy]: the numbers that decide the guarantee.
 
@@ -188,7 +209,8 @@ class ScheduleTable(Table):
 class TuningTable(Table):
     """The table [tuning]: how methods without a single rate are tuned.
 
-    `by` is the accuracy or loss on the validation examples, or the loss on the training examples (NOT private).
+    `by` is the score, the loss or a named metric on the validation examples, or the loss on the training examples (NOT
+    private); see `metrics`.
     `noise_steps` is the grid of all private methods: every method gets the same number of trainings, see
     `tuner.wider`. A method whose optimizer has no noise step then gives a grid `lr` of the same length. `lr` is the
     grid of all methods without their own, where `noise_steps` is not given. With `extend`, a grid grows as long as the
@@ -206,7 +228,7 @@ class TuningTable(Table):
     score_on: Literal["training", "held-out", "public"] = "training"
     mean_runs: float = Field(default=8.0, ge=1)
     shape: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # an infinite one allows no run at all
-    by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
+    by: str = "accuracy"  # or loss, train_loss, or a named metric
     extend: bool = False
 
 
@@ -217,12 +239,14 @@ class RunTable(Table):
     is constant. `augmentation_multiplicity` is the number of randomly moved views of
     each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
     `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
-    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
+    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard. `metrics` are
+    measured on the test part besides loss and score; see `metrics.metrics_of`.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
     schedule: ScheduleTable | None = None
     num_evaluations: int = Field(default=10, ge=1)
+    metrics: list[str] = []
     augmentation_multiplicity: int = Field(default=1, ge=1)
     ema_decay: float | None = Field(default=None, ge=0, lt=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from privgrad.experiments.records import Record
+from privgrad.experiments.records import Record, is_cost
 from privgrad.experiments.spec import Candidate, plain
 
-# The measurement of each criterion of [tuning]. The report also reads it.
-COSTS = {"accuracy": "validation_accuracy", "loss": "validation_loss", "train_loss": "raw_train_loss"}
 _MOST_RATES = 16  # rates of one method, at which a growing grid stops
 
 
@@ -68,10 +66,15 @@ class Verdict:
         return place + (f"; plateau {self.low:g} to {self.high:g}" if self.low != self.high else "")
 
 
+def measurement_of(by: str) -> str:
+    """Return the key of records that holds the criterion of [tuning]. `runner` also calls it."""
+    return "raw_train_loss" if by == "train_loss" else f"validation_{by}"
+
+
 def best_candidate(records: Sequence[Record], method: str, by: str) -> Candidate:
     """Return the candidate with the best mean over tuning seeds; of equal ones, the smallest.
 
-    `by` is "accuracy", "loss" (both on validation examples) or "train_loss". `runner.compare` calls it.
+    `by` is "accuracy", "loss" or a named metric (on validation examples), or "train_loss". `runner.compare` calls it.
     """
     return _best(_means(_costs(records, method, by)))
 
@@ -212,10 +215,11 @@ def _best(means: dict[Candidate, float]) -> Candidate:
 
 
 def _costs(records: Sequence[Record], method: str, by: str) -> dict[Candidate, list[float]]:
-    """Return the costs that tuning minimizes, by candidate and seed: the loss, or minus the score."""
+    """Return the costs that tuning minimizes, by candidate and seed: the loss or error, or minus the score."""
     found: dict[Candidate, list[float]] = {}
+    key = measurement_of(by)
     for record in records:
         if record["method"] == method and record["phase"] == "tuning":
-            cost = -record[COSTS[by]] if by == "accuracy" else record[COSTS[by]]
+            cost = record[key] if is_cost(key) else -record[key]
             found.setdefault(candidate_of(record), []).append(cost if math.isfinite(cost) else math.inf)
     return found

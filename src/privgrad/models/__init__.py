@@ -15,17 +15,20 @@ from privgrad.models.convolutional import (
     wide_resnet,
     ws_conv2d,
 )
-from privgrad.models.fully_connected import SparseLinear, autoencoder, bag_of_words, linear, mlp
+from privgrad.models.each_row import EachRow
+from privgrad.models.fully_connected import SparseLinear, UnitLinear, autoencoder, bag_of_words, linear, mlp
 from privgrad.models.language import LanguageModel, LoraLanguageModel, PairClassifier, WordLSTM
 
 __all__ = [
     "Activation",
+    "EachRow",
     "GlobalAverage",
     "LanguageModel",
     "LoraLanguageModel",
     "PairClassifier",
     "Residual",
     "SparseLinear",
+    "UnitLinear",
     "WordLSTM",
     "autoencoder",
     "bag_of_words",

@@ -1,8 +1,8 @@
 """Models of fully connected layers, also on bags of words and sparse rows.
 
 Users make the models; `experiments.build` makes them by name, through its table MODELS. A model runs (`forward`) when a
-loss function calls it in training, or `experiments.build` in evaluations. The privacy guarantee does not rest on this
-file: no model here mixes examples, and `gradient.validation` tests that before training.
+loss function calls it in training, or `experiments.measures` in evaluations. The privacy guarantee does not rest on
+this file: no model here mixes examples, and `gradient.validation` tests that before training.
 """
 
 from itertools import pairwise
@@ -28,6 +28,29 @@ def linear(*, in_features: int, num_classes: int, input_dims: int | None = None)
     layer = nn.Linear(in_features, num_classes, bias=False)
     nn.init.zeros_(layer.weight)
     return nn.Sequential(_flatten(input_dims), layer)
+
+
+class UnitLinear(nn.Module):
+    """A linear head: each row of features divided by its norm, through a layer without bias that starts at zero.
+
+    A row of zeros stays zero. Features may have any floating dtype.
+
+    Args:
+        in_features: number of features of a row.
+        out_features: number of classes or tags, or 1 for a number.
+        input_dims: how many last dimensions of the input hold the features of a row.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, input_dims: int = 1) -> None:
+        super().__init__()
+        self.input_dims = input_dims
+        self.linear = nn.Linear(in_features, out_features, bias=False)
+        nn.init.zeros_(self.linear.weight)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the outputs, (..., in_features) -> (..., out_features)."""
+        rows = features.flatten(-self.input_dims).to(self.linear.weight.dtype)
+        return self.linear(F.normalize(rows, dim=-1))
 
 
 def _flatten(input_dims: int | None) -> nn.Flatten:

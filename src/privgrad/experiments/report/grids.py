@@ -7,9 +7,8 @@ the records of finished trainings. Its words are NOT private for the examples on
 from collections.abc import Sequence
 
 from privgrad.experiments.records import Record, by_method, in_phase, is_by_noise, numbers, tuned_by
-from privgrad.experiments.tuner import COSTS, Verdict, judge
+from privgrad.experiments.tuner import Verdict, judge
 
-_BY = {measurement: by for by, measurement in COSTS.items()}
 EDGE, OPEN, PLATEAU = "⚠ edge", "⚠ open end", "plateau"
 MEANINGS = {
     EDGE: "the chosen value is the smallest or the largest one tried; a better one may lie outside.",
@@ -26,7 +25,8 @@ def verdicts(records: Sequence[Record]) -> dict[str, Verdict]:
     tuning, key = in_phase(records, "tuning"), tuned_by(records)
     if not any(map(is_by_noise, tuning)):
         return {}
-    return {name: judge(runs, name, _BY[key]) for name, runs in by_method(tuning).items() if numbers(runs, key)}
+    by = "train_loss" if key == "raw_train_loss" else key.removeprefix("validation_")
+    return {name: judge(runs, name, by) for name, runs in by_method(tuning).items() if numbers(runs, key)}
 
 
 def judged(records: Sequence[Record], rate: str) -> dict[str, Verdict]:

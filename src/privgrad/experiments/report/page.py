@@ -17,6 +17,7 @@ import jinja2
 from privgrad import optim
 from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
 from privgrad.errors import expected
+from privgrad.experiments.metrics import title
 from privgrad.experiments.records import (
     FEW_CLIPPED,
     Record,
@@ -107,7 +108,8 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         privacy=privacy,
         simulated=SIMULATED,
         total=None if total is None else total_text({"runs": privacy["runs"]} | _given(total), tuned=bool(names)),
-        tuned_by=_TUNED_BY[tuned_by(records)].format(score=score),
+        metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
+        tuned_by=_tuned_by(records, score),
         tuned=[TUNED_TITLES[name] for name in names],
         diagnoses=_diagnoses(records, of_users=plan.get("privacy_unit") == "user"),
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
@@ -116,6 +118,12 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
     )
     (folder / "index.html").write_text(page, encoding="utf-8")
     return folder / "index.html"
+
+
+def _tuned_by(records: Sequence[Record], score: str) -> str:
+    """Return the measurement that tuning compared, in words; that of a named metric has its name."""
+    key = tuned_by(records)
+    return _TUNED_BY.get(key, f"Validation {key.removeprefix('validation_').replace('_', ' ')}").format(score=score)
 
 
 def _given(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from privgrad.experiments.folder import Record
+from privgrad.experiments.metrics import is_paid, title
 from privgrad.experiments.prices import Price, Way, public_count
 from privgrad.experiments.records import own_text, score_of
 from privgrad.experiments.report.page import template
@@ -62,8 +63,19 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
             f" reaches a test {score_of(records)} of {100 * outcome['accuracy']:.1f} % "
             f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test {unit})"
         )
+    text += "".join(f"; {words}" for words in _metric_texts(outcome, score_of(records)))
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
     return f"{text}. Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
+
+
+def _metric_texts(outcome: Mapping[str, Any], score: str) -> list[str]:
+    """Return the metrics of run.metrics besides the score, each with its interval, as text."""
+    texts: list[str] = []
+    for name, value in outcome["metrics"].items():
+        ends = outcome["intervals"][name]
+        bounds = "no interval" if ends is None else f"95 % interval {ends[0]:.3f} to {ends[1]:.3f}"
+        texts += [] if name == score else [f"{title(name)} {value:.3f} ({bounds})"]
+    return texts
 
 
 def write_page(
@@ -98,6 +110,8 @@ def write_page(
         delta=spec.privacy.delta,
         trials=trials,
         score=score_of(records),
+        by=None if spec.tuning is None else score_of(records) if spec.tuning.by == "accuracy" else spec.tuning.by,
+        resampled=[title(name) for name in spec.run.metrics if not is_paid(name)],
         scored_on=None if spec.tuning is None else spec.tuning.score_on,
         winner_score=last.get("validation_accuracy"),
         winner_noise=last.get("score_noise_std"),

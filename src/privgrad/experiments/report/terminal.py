@@ -29,11 +29,12 @@ def summary_table(records: Iterable[Record]) -> Table:
     """
     records = list(records)
     rows, texts = summarize(records), method_texts(records)
-    title = rate_title(rows)
+    title, score = rate_title(rows), score_of(records)
     columns = {
         "method": [row["method"] for row in texts],
-        score_of(records): [row["accuracy"] for row in texts],
+        score: [row["accuracy"] for row in texts],
         "loss": [row["loss"] for row in texts],
+        "metrics": ["\n".join(f"{k} {v}" for k, v in row["metrics"].items() if k != score) for row in texts],
         "ε": [row["epsilon"] + ("\n⚠ not covered" if row["uncovered"] else "") for row in texts],
         title: ["\n".join([row["rate"], *row["others"], *row["own"], *row["marks"]]) for row in texts],
         "seeds": [row["seeds"] for row in texts],
@@ -42,8 +43,8 @@ def summary_table(records: Iterable[Record]) -> Table:
     }
     if len({row["seeds"] for row in rows}) == 1:
         del columns["seeds"]
-    for name in ("clipped", "floored"):
-        if {row[name] for row in texts} == {"–"}:
+    for name in ("clipped", "floored", "metrics"):
+        if set(columns[name]) <= {"–", ""}:
             del columns[name]
     columns = _narrowed(columns, title)
     widths, for_names = _widths(columns)
@@ -73,19 +74,20 @@ def _narrowed(columns: dict[str, list[str]], title: str) -> dict[str, list[str]]
         ]
     if not fits():
         for name in list(columns)[1:]:
-            if name != title:
+            if name not in (title, "metrics"):
                 columns[name] = [
                     re.sub(r" (?=±|\()|(?<=not|ver) |(?<=simulates) ", "\n", cell) for cell in columns[name]
                 ]
-    while not fits():  # a tuned value below its name, the longest first
-        lines = [line for cell in columns[title] for line in cell.split("\n") if re.match(r"\w+ ", line)]
-        if not lines:
-            break
-        widest = max(lines, key=len)
-        columns[title] = [
-            "\n".join(line.replace(" ", "\n", 1) if line == widest else line for line in cell.split("\n"))
-            for cell in columns[title]
-        ]
+    for name in filter(columns.__contains__, ("metrics", title)):
+        while not fits():  # a metric or a tuned value below its name, the longest first
+            lines = [line for cell in columns[name] for line in cell.split("\n") if re.match(r"[\w@]+ ", line)]
+            if not lines:
+                break
+            widest = max(lines, key=len)
+            columns[name] = [
+                "\n".join(line.replace(" ", "\n", 1) if line == widest else line for line in cell.split("\n"))
+                for cell in columns[name]
+            ]
     return columns
 
 

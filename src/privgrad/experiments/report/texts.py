@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
+from privgrad.experiments.metrics import title
 from privgrad.experiments.records import FEW_CLIPPED, Record, is_finite, summarize
 from privgrad.experiments.report.grids import EDGE, OPEN, mark, verdicts, words
 
@@ -58,6 +59,10 @@ def row_texts(row: Mapping[str, Any], *, names_rate: bool = False) -> dict[str, 
         "method": row["method"],
         "accuracy": _spread_text(row["test_accuracy_mean"], row["test_accuracy_std"], 100, ".1f", " %"),
         "loss": _spread_text(row["test_loss_mean"], row["test_loss_std"], 1, ".3f", ""),
+        "metrics": {
+            title(name): _spread_text(found["mean"], found["std"], 1, ".3f", "")
+            for name, found in row["metrics"].items()
+        },
         "epsilon": _cost_text(row) if row["seeds"] else _DASH,
         "uncovered": row["sampling"] == "fixed",
         "rate": f"{name}{rate:g}" if rate is not None else ("several" if row["seeds"] else _DASH),

@@ -1,6 +1,7 @@
 """Pretrained models of transformers as folders: the user's own, an installed package's, or the Hugging Face hub's.
 
-`experiments.build` calls `pretrained`; users can call it. The privacy guarantee does not rest on this file.
+`experiments.sources` and `features.frozen_text` call `pretrained`; users can call it. The privacy guarantee does not
+rest on this file.
 """
 
 import importlib.util
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from privgrad.data.sources import cache
 from privgrad.errors import PrivacyError, expected
+from privgrad.user_cache import cache
 
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -1,0 +1,239 @@
+"""Private linear models with the interface of scikit-learn.
+
+Users call them; they need `pip install 'privgrad[sklearn]'`. The privacy guarantee is that of `fit_head`. In this file
+it rests on one rule: classes, bounds and counts are arguments, and nothing is learned from X or y besides the head.
+
+Four habits of scikit-learn are not private, and void the guarantee: a scaler or vectorizer that is fitted on the same
+rows; GridSearchCV and other choices by a score on them; cross-validation, which trains several times; and refitting.
+Give each training its own part of one Budget.
+"""
+
+# scikit-learn has no types.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import os
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from privgrad.budget import Budget
+from privgrad.errors import described, expected
+from privgrad.features import Extractor, Scaled
+from privgrad.heads import Head, fit_head
+from privgrad.schedule import Decay
+
+Array = np.ndarray[Any, Any]
+Bounds = tuple[Any, Any]
+
+
+_checked: Any = validate_data
+
+
+class _Private(BaseEstimator):
+    """The training and the outputs that both estimators share."""
+
+    target_epsilon: float | None
+    delta: float | None
+    num_examples: int | None
+    feature_bounds: Bounds | None
+    steps: int | None
+    expected_batch_size: int | None
+    max_grad_norm: float | None
+    noise_step: float | None
+    schedule: Decay
+    budget: Budget | None
+    output_dir: str | os.PathLike[str] | None
+    seed: int | None
+    head_: Head
+
+    def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
+        """Train the head on the rows of X."""
+        rows = _tensor(X)
+        extractor: Extractor | None = None if self.feature_bounds is None else Scaled(*self.feature_bounds)
+        self.head_ = fit_head(
+            rows if extractor is None else extractor(rows),
+            torch.from_numpy(labels),
+            **target,
+            extractor=extractor,
+            source="the columns of X as given" if extractor is None else None,
+            target_epsilon=self.target_epsilon,
+            delta=self.delta,
+            num_examples=self.num_examples,
+            budget=self.budget,
+            steps=self.steps,
+            expected_batch_size=self.expected_batch_size,
+            max_grad_norm=self.max_grad_norm,
+            noise_step=self.noise_step,
+            schedule=self.schedule,
+            output_dir=self.output_dir,
+            seed=self.seed,
+            progress=False,
+        )
+
+    def _rows(self, X: Any) -> torch.Tensor:  # noqa: N803
+        """Return checked rows of as many columns as in training."""
+        return _tensor(_checked(self, X, reset=False))
+
+    def _head(self) -> Head:
+        """Return the fitted head."""
+        check_is_fitted(self)
+        return self.head_
+
+
+class PrivateLogisticRegression(ClassifierMixin, _Private):
+    """Logistic regression with differential privacy, for rows that are one person each.
+
+    Args:
+        classes: the public classes, in any order. They are not taken from y: a class that one person has alone would
+            identify this person.
+        target_epsilon: as in fit_head; None with a budget uses all that is left.
+        delta: as in fit_head; None with a budget.
+        num_examples: as in fit_head, at most the number of rows; None with a budget.
+        feature_bounds: public (low, high) of the columns, as numbers or one per column. Columns are moved to [-1, 1],
+            and a constant is added. None: the rows of X are features, whose norm does not count, without a constant.
+        steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
+        budget: as in fit_head; it needs output_dir.
+        output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again.
+        seed: a research seed, which voids the privacy guarantee. None for the operating system's entropy.
+    Attributes:
+        classes_: the classes, sorted.
+        head_: the Head; `head_.save(folder)` writes it, and `head_.epsilon` is the cost.
+    Privacy:
+        As fit_head. See the module for habits of scikit-learn that void it.
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: Sequence[Any],
+        target_epsilon: float | None,
+        delta: float | None,
+        num_examples: int | None,
+        feature_bounds: Bounds | None = None,
+        steps: int | None = None,
+        expected_batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        noise_step: float | None = None,
+        schedule: Decay = "cosine",
+        budget: Budget | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.classes = classes
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+        self.num_examples = num_examples
+        self.feature_bounds = feature_bounds
+        self.steps = steps
+        self.expected_batch_size = expected_batch_size
+        self.max_grad_norm = max_grad_norm
+        self.noise_step = noise_step
+        self.schedule = schedule
+        self.budget = budget
+        self.output_dir = output_dir
+        self.seed = seed
+
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
+        """Train on rows X, (n, width), and their classes y, (n,).
+
+        Raises:
+            PrivacyError: a class of y is not among `classes`, or fit_head refuses; nothing was spent.
+        """
+        rows, named = _checked(self, X, y, ensure_min_samples=2)
+        check_classification_targets(named)
+        self.classes_ = np.unique(np.asarray(self.classes))
+        if len(self.classes_) < 2 or len(self.classes_) < len(self.classes):
+            remedy = "list every class that may occur, once"
+            raise expected(type(self).__name__, "classes", "to be 2 or more, all different", self.classes, remedy)
+        known = np.isin(named, self.classes_)
+        if not known.all():
+            remedy = "add it to classes if it is public, or leave its rows out"
+            condition, got = f"to be among classes {self.classes_.tolist()}", described(named[~known][0].item())
+            raise expected("fit", "y", condition, got, remedy)
+        labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
+        self._fit_head(rows, labels, num_classes=len(self.classes_))
+        return self
+
+    def decision_function(self, X: Any) -> Array:  # noqa: N803
+        """Return the scores of the classes, (n, classes); for two classes their difference, (n,)."""
+        scores = cast(Array, self._head()(self._rows(X)).numpy())
+        return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the likeliest class of each row, (n,)."""
+        likeliest = self._head().predict(self._rows(X)).numpy()
+        return self.classes_[likeliest]
+
+    def predict_proba(self, X: Any) -> Array:  # noqa: N803
+        """Return the probability of each class, (n, classes), in the order of classes_."""
+        return self._head()(self._rows(X)).double().softmax(1).numpy()
+
+
+class PrivateLinearRegression(RegressorMixin, _Private):
+    """Linear regression of a bounded number with differential privacy, for rows that are one person each.
+
+    Clipping bounds the pull of each row: the loss is then about that of Huber, between mean and median regression.
+
+    Args:
+        label_bounds: the public smallest and largest label. Labels outside of them count as the nearest one.
+        target_epsilon, delta, num_examples, feature_bounds, steps, expected_batch_size, max_grad_norm, noise_step,
+            schedule, budget, output_dir, seed: as in PrivateLogisticRegression.
+    Attributes:
+        head_: the Head.
+    Privacy:
+        As PrivateLogisticRegression.
+    """
+
+    def __init__(
+        self,
+        *,
+        label_bounds: tuple[float, float],
+        target_epsilon: float | None,
+        delta: float | None,
+        num_examples: int | None,
+        feature_bounds: Bounds | None = None,
+        steps: int | None = None,
+        expected_batch_size: int | None = None,
+        max_grad_norm: float | None = None,
+        noise_step: float | None = None,
+        schedule: Decay = "cosine",
+        budget: Budget | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.label_bounds = label_bounds
+        self.target_epsilon = target_epsilon
+        self.delta = delta
+        self.num_examples = num_examples
+        self.feature_bounds = feature_bounds
+        self.steps = steps
+        self.expected_batch_size = expected_batch_size
+        self.max_grad_norm = max_grad_norm
+        self.noise_step = noise_step
+        self.schedule = schedule
+        self.budget = budget
+        self.output_dir = output_dir
+        self.seed = seed
+
+    def fit(self, X: Any, y: Any) -> Self:  # noqa: N803
+        """Train on rows X, (n, width), and their numbers y, (n,).
+
+        Raises:
+            PrivacyError: fit_head refuses; nothing was spent.
+        """
+        rows, numbers = _checked(self, X, y, y_numeric=True, ensure_min_samples=2)
+        self._fit_head(rows, np.asarray(numbers, dtype=np.float64), bounds=self.label_bounds)
+        return self
+
+    def predict(self, X: Any) -> Array:  # noqa: N803
+        """Return the number of each row, (n,), within label_bounds."""
+        return self._head().predict(self._rows(X)).double().numpy()
+
+
+def _tensor(rows: Array) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.float32))

@@ -1,0 +1,209 @@
+"""Features in experiments: the table [features], the model "head" and its defaults, and the saved head.
+
+`runner`, `paid_runner` and `audit_spec` call `own`; `load_spec` calls `with_head_defaults`. The privacy guarantee rests
+on `_public`: the constants of features come from synthetic or public rows, never from the private examples. It also
+rests on `features.Extractor`, which treats each row alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from privgrad import features
+from privgrad.data import DataSet
+from privgrad.defaults import head_noise_step
+from privgrad.errors import did_you_mean, expected
+from privgrad.experiments.sources import called, encoder_folder, imported
+from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tables import FeaturesTable
+from privgrad.features import Extractor, Public
+from privgrad.heads import Head
+from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
+from privgrad.heads.head import Target
+from privgrad.models import UnitLinear
+
+_SYNTHETIC = 6000  # images
+_SYNTHETIC_IMAGES = {"silhouettes": features.silhouettes, "pink-noise": features.pink_noise}
+
+Make = Callable[[FeaturesTable, Callable[[], Public]], Extractor]
+BLOCKS: dict[str, Make] = {
+    "frozen-text": lambda table, _: features.FrozenText(encoder_folder(table.encoder)),
+    "hog": lambda *_: features.Hog(),
+    "patches": lambda _, public: features.Patches(public()),
+    "scattering": lambda *_: features.Scattering(),
+    "tf-idf": lambda _, public: features.TfIdf(public()),
+}
+
+# The data with features, by the training part as loaded and by table: computed once for all trainings.
+_MADE: WeakKeyDictionary[TensorDataset, dict[str, DataSet]] = WeakKeyDictionary()
+
+
+def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tables of a file whose model is "head" with the defaults of `fit_head` where a key is absent.
+
+    These are steps, expected_batch_size and max_grad_norm, and the method if there is none. Numbers that decide privacy
+    have no defaults. `load_spec` calls this before it checks the tables.
+    """
+    model, privacy = raw.get("model"), raw.get("privacy")
+    if not isinstance(model, dict) or model.get("name") != "head" or not isinstance(privacy, dict):
+        return raw
+    defaults: dict[str, Any] = {"steps": STEPS, "max_grad_norm": MAX_GRAD_NORM}
+    if isinstance(privacy.get("num_examples"), int):
+        defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
+    made = {**raw, "privacy": defaults | privacy}
+    run = raw.get("run")
+    if "methods" not in raw and "tuning" not in raw and not (isinstance(run, dict) and "schedule" in run):
+        step = head_noise_step("cosine", of_numbers=False)
+        method = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}, "noise_step": step}
+        made["methods"] = [method | {"schedule": "cosine"}]
+    return made
+
+
+def require_features(spec: Spec) -> None:
+    """Raise PrivacyError unless the tables of features name blocks, and fit together. `load_spec` calls it."""
+    places = [("features", spec.features)]
+    places += [(f"methods.{method.name}.features", method.features or None) for method in spec.methods]
+    for place, table in places:
+        if table is None:
+            continue
+        if spec.run.augmentation_multiplicity > 1:
+            remedy = "leave one of the two out: features are computed once"
+            condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
+            raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
+        for name in table.blocks:
+            if ":" in name:
+                imported(f"{place}.blocks", name)
+            elif name not in BLOCKS:
+                remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
+                raise expected("load_spec", f"{place}.blocks", f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
+        if table.weights is not None and len(table.weights) != len(table.blocks):
+            condition = f"to be {len(table.blocks)} numbers, one for each block"
+            raise expected("load_spec", f"{place}.weights", condition, len(table.weights), "correct it")
+
+
+def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
+    """Return the spec with a method's own model, and the data with its features.
+
+    Raises:
+        PrivacyError: the features do not suit the data, or have no public rows for their constants.
+    Privacy:
+        The features of a row depend on this row and on public rows only. A folder of features is private.
+    """
+    spec = spec.of(method)
+    if spec.features is None or data.extractor is not None:
+        return spec, data
+    held = _MADE.setdefault(data.train, {})
+    dtype = torch.float16 if spec.model.name == "head" else torch.float32
+    key = f"{dtype} {spec.features.model_dump_json()}"
+    if key not in held:
+        held[key] = _featured(spec.features, data, spec.data.home, dtype)
+    return spec, held[key]
+
+
+def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtype) -> DataSet:
+    """Return the data with features in place of all inputs."""
+    extractor, folder = _extractor(table, data), None
+    if table.folder is not None:
+        name = extractor.digest()[:12] + ("" if dtype == torch.float16 else "-float32")
+        folder = home / Path(table.folder).expanduser() / name
+    parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
+    made: dict[str, Any] = {}
+    for name, part in parts.items():
+        if part is not None and part is parts["train"] and name != "train":
+            made[name] = made["train"]
+        elif part is not None:
+            place = None if folder is None else folder / name
+            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place, dtype)
+            made[name] = TensorDataset(inputs, *part.tensors[1:])
+    shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
+    return replace(data, **made, input_shape=shape, vocabulary=None, public_inputs=None, extractor=extractor)
+
+
+def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None, dtype: torch.dtype) -> Tensor:
+    """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons."""
+    rows = inputs.flatten(0, -dims - 1)
+    if len(rows) == 0:
+        width = extractor(torch.zeros(1, *rows.shape[1:], dtype=rows.dtype)).shape[1]
+        return torch.zeros(*inputs.shape[:-dims], width, dtype=dtype)
+    made = features.cache(extractor, rows, folder, dtype=torch.float16)
+    return made.view(*inputs.shape[:-dims], -1)
+
+
+def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
+    """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
+    made: list[tuple[Extractor, float]] = []
+    for name, weight in zip(table.blocks, table.weights or [1.0] * len(table.blocks), strict=True):
+
+        def public(name: str = name) -> Public:
+            return _public(table.public or table.whiten, data, name)
+
+        block = _own_block(name, public) if ":" in name else BLOCKS[name](table, public)
+        if table.whiten is not None:
+            rows = _public(table.whiten, data, name)
+            width = block(rows.rows[:1]).shape[1]
+            options = {"power": table.power, "ridge": table.ridge}
+            given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+            block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **given)
+        made.append((block, weight))
+    return features.join(*made)
+
+
+def _own_block(name: str, public: Callable[[], Public]) -> Extractor:
+    """Call the user's function for an extractor; it gets public rows if it has an argument `public`."""
+    function = imported("features.blocks", name)
+    given = {"public": public()} if "public" in signature(function).parameters else {}
+    made = called("features.blocks", name, function, **given)
+    if not isinstance(made, Extractor):
+        remedy = "return an Extractor, such as privgrad.features.Frozen(network, name=..., source=...)"
+        raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(made).__name__}", remedy)
+    return made
+
+
+def _public(name: str | None, data: DataSet, block: str) -> Public:
+    """Return public rows, with their source.
+
+    Raises:
+        PrivacyError: none are named, or the data set has none.
+    """
+    if name is None:
+        remedy = 'set it to "silhouettes", "pink-noise" or "data"'
+        raise expected("make_data", "features.public", f"to be given for the block {block!r}", None, remedy)
+    if name in _SYNTHETIC_IMAGES:
+        shape = data.input_shape
+        if len(shape) != 3 or shape[0] not in (1, 3) or shape[1] != shape[2]:
+            condition, remedy = "to be square images with 1 or 3 channels", 'set public or whiten to "data"'
+            raise expected("make_data", f"the inputs of {data.name}", condition, f"shape {shape}", remedy)
+        return _SYNTHETIC_IMAGES[name](_SYNTHETIC, shape[1], channels=3 if shape[0] == 3 else 1)
+    if data.public_inputs is not None:
+        return Public(data.public_inputs, f"{len(data.public_inputs):,} public inputs of {data.name}")
+    for part, origin in ((data.public, "taken out of the training set"), (data.other_public, "from elsewhere")):
+        if part is not None:
+            return Public(part.tensors[0], f"{len(part):,} public examples {origin}, {data.name}")
+    remedy = "set public in [data], give elsewhere, or choose synthetic rows"
+    raise expected("make_data", "features.public", "to have public rows in the data", data.name, remedy)
+
+
+def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[str, Any]) -> str | None:
+    """Save a trained head with its extractor in a new folder, and return it; None if the model is another one.
+
+    `runner` and `paid_runner` call it for final models. A folder that holds a head is that of the same training.
+
+    Args:
+        model: of a training.
+        data: with its features.
+        folder: of the head.
+        privacy: the facts that the head holds, with epsilon.
+    """
+    if not isinstance(model, UnitLinear):
+        return None
+    if not (folder / "head.json").exists():
+        kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
+        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy).save(folder)
+    return str(folder)

@@ -1,0 +1,301 @@
+"""The base class of feature extractors, and public rows with their source.
+
+Users, `features.cache`, `heads` and `experiments` call extractors. The privacy guarantee rests on one rule: a row of
+the result depends on the same row of the input and on public constants only. So features need no epsilon.
+`Extractor.forward` tries the rule on the first rows that it gets, and refuses an extractor that breaks it.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import described, expected
+
+FORMAT = 1  # of config.json and of digests
+EXTRACTORS: dict[str, type["Extractor"]] = {}  # by class name, for load_extractor
+
+Rows = Tensor | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Public:
+    """Public rows and where they come from. Statistics of features are computed on such rows only.
+
+    Attributes:
+        rows: shape (n, ...), or texts. No row may come from the private data.
+        source: a few words for the ledger, such as "6,000 synthetic silhouettes (seed 0)".
+    Raises:
+        PrivacyError: there are no rows, or the source is empty.
+    Privacy:
+        The library cannot check that rows are public. The source states it, and the ledger shows the source. `cache`
+        refuses private rows of which most are among the public ones.
+    """
+
+    rows: Rows
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.source.strip():
+            raise expected("Public", "source", "to be a text", described(self.source), "say where the rows come from")
+        if len(self.rows) == 0:
+            raise expected("Public", "rows", "to be at least one", 0, "give public rows")
+
+
+def marks_of(rows: Rows) -> Tensor:
+    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes."""
+    if isinstance(rows, Tensor):
+        flat = rows.detach().cpu().contiguous().flatten(1)
+        contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
+    else:
+        contents = [text.encode() for text in rows]
+    digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
+    return torch.frombuffer(bytearray(digests), dtype=torch.int64)
+
+
+class Extractor(nn.Module, ABC):
+    """A map from rows to features: each row of the result depends on that row and on public constants only.
+
+    To write one, set the attributes named in `options`, pass public constants to `__init__`, and define `features`.
+    `config`, `digest`, saving and loading follow from these. Constants are buffers; nested extractors are submodules.
+
+    Attributes:
+        source: where its constants come from, for the ledger, such as "no data".
+        options: names of the attributes that hold its settings, as values that JSON can hold.
+        block: the number of rows in one call of `features`, unless a nested extractor takes fewer. Fewer rows of a
+            tensor are filled up to it.
+        tolerance: the largest norm of the change that companions may cause by rounding, over the norm of the features.
+            The largest one of all nested extractors counts.
+    Privacy:
+        `features` must treat each row alone. An extractor is always in evaluation mode and has no gradients. Before the
+        first rows of each shape it is tried on a few of them, alone and with companions.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    block: int = 64
+    tolerance: float = 1e-6
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        known = EXTRACTORS.get(cls.__name__)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            got = f"{cls.__module__}.{cls.__qualname__}, but {known.__module__}.{known.__qualname__} exists"
+            raise expected("Extractor", "the class name", "to be new", got, "rename the class: it names saved files")
+        EXTRACTORS[cls.__name__] = cls
+
+    def __init__(self, source: str, **constants: Tensor) -> None:
+        """Keep the source and the public constants, as buffers.
+
+        Args:
+            source: see the class.
+            **constants: tensors from public numbers, by name.
+        """
+        super().__init__()
+        self.source = source
+        self._tried: set[tuple[int, ...]] = set()
+        for name, constant in constants.items():
+            self.register_buffer(name, constant.detach())
+        self.eval()
+
+    @abstractmethod
+    def features(self, rows: Any) -> Tensor:
+        """Return the features of a few rows, floating point, shape (n, width).
+
+        Args:
+            rows: at most `block` rows, shape (n, ...) on the extractor's device, or texts.
+        """
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Return the features of rows, float32 (n, width), computed in blocks.
+
+        Args:
+            rows: shape (n, ...), or texts. Bytes (uint8) are divided by 255.
+        Raises:
+            PrivacyError: a row's features change with its companions or from call to call, have another shape, or are
+                not finite.
+        Privacy:
+            See the class. Each call of `features` has the same number of rows, so that companions do not change how a
+            row is rounded, either, where a matrix product treats its rows alike; `tolerance` bounds what remains.
+        """
+        if len(rows) == 0:
+            raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
+        shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
+        if shape not in self._tried:
+            self._try(rows)
+            self._tried.add(shape)
+        size = self._size
+        return torch.cat([self._block(rows[start : start + size]) for start in range(0, len(rows), size)])
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode: statistics of a batch would mix its rows."""
+        return super().train(False)
+
+    def config(self) -> dict[str, Any]:
+        """Return what rebuilds the extractor besides its constants, for JSON: class, source, options, parts."""
+        parts = {name: part.config() for name, part in self.named_children() if isinstance(part, Extractor)}
+        options = {name: getattr(self, name) for name in self.options}
+        return {"class": type(self).__name__, "source": self.source, "options": options, "parts": parts}
+
+    @classmethod
+    def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, "Extractor"]) -> Self:
+        """Return an extractor of this class from its `config`, without constants; `load_extractor` adds them.
+
+        Args:
+            config: as `config` returns it.
+            parts: the nested extractors, by name.
+        """
+        made = cls.__new__(cls)
+        Extractor.__init__(made, config["source"])
+        for name in cls.options:
+            setattr(made, name, config["options"][name])
+        for name, part in parts.items():
+            made.add_module(name, part)
+        return made
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the tensors that `save_extractor` writes: the buffers of the extractor and of its parts, by path.
+
+        Override it if weights are found elsewhere, as those of Frozen are; `digest` names them all the same.
+        """
+        found = dict(self.named_buffers(recurse=False))
+        for name, part in self.named_children():
+            if isinstance(part, Extractor):
+                found |= {f"{name}.{path}": value for path, value in part.constants().items()}
+        return found
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the extractor and its parts, by path; torch's own are left out."""
+        usual, found = vars(nn.Module()), dict[str, Any]()
+        for path, part in cast("Iterator[tuple[str, nn.Module]]", self.named_modules()):
+            if isinstance(part, Extractor):
+                found |= {f"{path} {key}".strip(): value for key, value in vars(part).items() if key not in usual}
+        return found
+
+    def digest(self) -> str:
+        """Return a SHA-256 of class, config, parameters and buffers, in hex. Equal digests mean equal features."""
+        settings = json.dumps([FORMAT, self.config()], sort_keys=True)
+        digest = hashlib.sha256(settings.encode())
+        for name, value in sorted(self.state_dict().items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def _block(self, rows: Rows) -> Tensor:
+        """Return the features of at most `block` rows, float32, on the device of the rows.
+
+        Privacy:
+            Tensors are filled up to exactly one block with copies of the first. Matrix products of different sizes
+            are rounded differently: without this, the number of rows would show in the last bits of each feature.
+        """
+        self.eval()  # the owner of a nested module may have changed it
+        if isinstance(rows, Tensor):
+            constant = next(chain(self.buffers(), self.parameters()), rows)
+            filled = torch.cat([rows, rows[:1].expand(self._size - len(rows), *rows.shape[1:])]).to(constant.device)
+            made = self._features(filled / 255 if filled.dtype == torch.uint8 else filled)[: len(rows)].to(rows.device)
+        else:
+            made = self._features(rows)
+        if made.ndim != 2 or len(made) != len(rows) or not made.is_floating_point():
+            got = f"{made.dtype} of shape {tuple(made.shape)}"
+            condition = f"to be floating point, of shape ({len(rows)}, width)"
+            raise expected(type(self).__name__, "features", condition, got, "return one row for each row")
+        if not bool(made.isfinite().all()):
+            raise expected(type(self).__name__, "features", "to be finite", "inf or NaN", "check the rows for NaN")
+        return made.float()
+
+    @property
+    def _size(self) -> int:
+        """The number of rows that the extractor and all its parts take in one call."""
+        return min(part.block for part in self._parts())
+
+    def _parts(self) -> list["Extractor"]:
+        return [part for part in self.modules() if isinstance(part, Extractor)]
+
+    @torch.no_grad()
+    def _features(self, rows: Any) -> Tensor:
+        return self.features(rows)
+
+    def _try(self, rows: Rows) -> None:
+        """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""
+        name, size = type(self).__name__, self._size
+        tolerance = max(part.tolerance for part in self._parts())
+        first, last = rows[:1], rows[-1:]
+        tried = (first, _changed(first))
+        others = [last, _changed(last), *tried]
+        if isinstance(rows, Tensor):
+            others *= size // 4 + 1
+        others = others[: max(0, size - 2)]  # a whole block, so that nothing is filled up
+        before, attributes = {key: value.clone() for key, value in self.named_buffers()}, self.attributes()
+        alone = [self._block(row) for row in tried]
+        ahead = self._block(_cat(*tried, *others)[:size])
+        behind = self._block(_cat(*others, *tried)[-size:])
+        pairs = [(ahead[i : i + 1], alone[i], "other companions") for i in range(min(2, size))]
+        pairs += [(behind[-1:], alone[1], "another place"), (self._block(first), alone[0], "the same row again")]
+        for made, usual, reason in pairs:
+            if made.shape != usual.shape:
+                got = f"widths {usual.shape[1]} and {made.shape[1]} for {reason}"
+                raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
+            change = _norm(made - usual) / max(_norm(usual), 1e-30)
+            if not change <= tolerance:
+                got = f"a relative change of {change:.2g} for {reason}"
+                raise expected(name, "each row's features", "to depend on that row only", got, _REMEDY)
+        after = dict(self.named_buffers())
+        changed = [key for key in after if key not in before or not torch.equal(after[key], before[key])]
+        changed += [key for key, value in self.attributes().items() if attributes.get(key, self) is not value]
+        if changed:
+            condition = "to stay as it is while features are computed"
+            raise expected(name, "the state", condition, f"a new value of {changed[0]}", _REMEDY)
+
+
+_REMEDY = "use public statistics, computed in __init__; replace batch statistics by GroupNorm, and remove dropout"
+
+
+def public_rows(where: str, public: Public | Rows, source: str | None) -> Public:
+    """Return public rows with their source.
+
+    Args:
+        where: the class or function that the user called.
+        public: rows with a source, or bare rows.
+        source: of bare rows; None for rows that have one.
+    Raises:
+        PrivacyError: no source is given, or two.
+    """
+    if isinstance(public, Public):
+        if source is not None:
+            raise expected(where, "source", "to be given once", source, "leave source out: the public rows have one")
+        return public
+    if source is None:
+        remedy = "give source= in a few words, or a Public(rows, source)"
+        raise expected(where, "source", "to be given for bare rows", None, remedy)
+    return Public(public, source)
+
+
+def eigen(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues of a second moment, >= 0 and falling, and its eigenvectors as columns."""
+    values, vectors = cast("tuple[Tensor, Tensor]", torch.linalg.eigh(moment))
+    return values.clamp(min=0).flip(0), vectors.flip(1)
+
+
+def _norm(values: Tensor) -> float:
+    return float(values.double().square().sum().sqrt())
+
+
+def _cat(*parts: Rows) -> Rows:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(cast("tuple[Tensor, ...]", parts))
+    return [text for part in cast(Sequence[Sequence[str]], parts) for text in part]
+
+
+def _changed(rows: Rows) -> Rows:
+    """Return other rows of half the range, as companions; zeros for a constant row, and ones for zeros."""
+    if not isinstance(rows, Tensor):
+        return [f"{row} another text, which is longer {row}" for row in rows]
+    flat = rows.flatten(1)
+    high, low = flat.amax(1, keepdim=True), flat.amin(1, keepdim=True)
+    halved = low + ((high - flat.flip(1)) / 2).to(flat.dtype)
+    return torch.where(high > low, halved, (flat == 0).to(flat.dtype)).reshape(rows.shape)

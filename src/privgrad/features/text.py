@@ -1,0 +1,129 @@
+"""Features of texts: TF-IDF with a public vocabulary, and texts as rows of bytes.
+
+Users call these functions; `data` calls `text_rows`, and `frozen_text` calls `texts_of`. The privacy guarantee rests on
+two facts. Vocabulary and document frequencies come from public texts only. A text's features, and its bytes, depend on
+that text only.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from privgrad.errors import described, expected, require_choice, require_integer
+from privgrad.features.extractor import Extractor, Public, Rows, public_rows
+
+Analyzer = Literal["word", "char", "char_wb"]
+
+
+def text_rows(texts: Sequence[str], length: int) -> Tensor:
+    """Return texts as rows of one length, so that a data set can hold them: int8 (n, length).
+
+    A row holds the bytes of a text in UTF-8, and then zeros. Extractors of texts take such rows in place of texts.
+
+    Args:
+        texts: n texts; a longer one is cut.
+        length: the public number of bytes of a row, >= 1.
+    Raises:
+        PrivacyError: a row is no text, or `length` is out of its range.
+    """
+    require_integer("text_rows", "length", length, 1)
+    rows = np.zeros((len(texts), length), np.uint8)
+    for row, text in zip(rows, texts, strict=True):
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise expected("text_rows", "texts", "to be texts", described(text), "convert each row by str(...)")
+        content = text.replace("\0", " ").encode("utf-8", "replace")[:length]
+        row[: len(content)] = np.frombuffer(content, np.uint8)
+    return torch.from_numpy(rows.view(np.int8))
+
+
+def texts_of(rows: Rows) -> Sequence[str]:
+    """Return the texts of rows of bytes; texts are returned as they are.
+
+    Args:
+        rows: int8 (n, length), from `text_rows`, or n texts.
+    Raises:
+        PrivacyError: the rows are a tensor of another kind.
+    """
+    if not isinstance(rows, Tensor):
+        return rows
+    if rows.dtype != torch.int8 or rows.ndim != 2:
+        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+        raise expected("texts_of", "rows", "to be texts, or int8 of shape (n, length)", got, "call text_rows(texts, n)")
+    return [row.tobytes().rstrip(b"\0").decode("utf-8", "ignore") for row in rows.cpu().numpy()]
+
+
+class TfIdf(Extractor):
+    """Term frequencies of public words, weighted by public document frequencies; each row has norm 1 or is zero.
+
+    Computes: scikit-learn's TfidfVectorizer, fitted on public texts.
+
+    Args:
+        public: public texts, as texts, rows of bytes or a Public. Words that they lack are ignored.
+        source: where bare texts come from, for the ledger.
+        vocabulary: the number of words, >= 1: the most frequent ones in the public texts.
+        ngrams: the smallest and the largest number of neighboring words, or of characters, that count as one word.
+        analyzer: "word"; "char" counts characters, and "char_wb" counts characters within words.
+        sublinear: whether 1 + log(count) replaces the count of a word in a text.
+    Raises:
+        PrivacyError: scikit-learn is not installed, the public texts hold no word, or an argument is out of its range.
+    Privacy:
+        The vocabulary is in the saved extractor and in each prediction. A vocabulary of private texts would publish
+        names that occur in a single text.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("words", "ngrams", "analyzer", "sublinear")
+
+    def __init__(
+        self,
+        public: Public | Rows,
+        source: str | None = None,
+        *,
+        vocabulary: int = 10_000,
+        ngrams: tuple[int, int] = (1, 1),
+        analyzer: Analyzer = "word",
+        sublinear: bool = True,
+    ) -> None:
+        require_integer("TfIdf", "vocabulary", vocabulary, 1)
+        require_choice("TfIdf", "analyzer", analyzer, ("word", "char", "char_wb"))
+        if len(ngrams) != 2 or not 1 <= ngrams[0] <= ngrams[1]:
+            raise expected("TfIdf", "ngrams", "to be two rising numbers >= 1", tuple(ngrams), "give (1, 1) for words")
+        known = public_rows("TfIdf", public, source)
+        self.ngrams, self.analyzer, self.sublinear = list(ngrams), analyzer, sublinear
+        fitted = self._vectorizer(max_features=vocabulary)
+        try:
+            fitted.fit(texts_of(known.rows))
+        except ValueError as error:  # an empty vocabulary
+            raise expected("TfIdf", "the public texts", "to hold words", error, "give public texts") from error
+        super().__init__(known.source, idf=torch.from_numpy(fitted.idf_).float())
+        self.words: list[str] = fitted.get_feature_names_out().tolist()
+
+    @cached_property
+    def _fitted(self) -> Any:
+        """The vectorizer of the public words."""
+        known = self._vectorizer(vocabulary=self.words)
+        known.idf_ = self.get_buffer("idf").cpu().numpy()
+        return known
+
+    def features(self, rows: Rows) -> Tensor:
+        """Return the features of n texts, or of rows of bytes."""
+        return (
+            torch.from_numpy(self._fitted.transform(texts_of(rows)).toarray()).float().to(self.get_buffer("idf").device)
+        )
+
+    def _vectorizer(self, **vocabulary: Any) -> Any:
+        """Return scikit-learn's vectorizer with these settings."""
+        try:
+            from sklearn.feature_extraction.text import TfidfVectorizer
+        except ImportError as error:
+            remedy = "pip install scikit-learn"
+            raise expected("TfIdf", "scikit-learn", "to be installed", error, remedy) from error
+        return TfidfVectorizer(
+            ngram_range=tuple(self.ngrams),
+            analyzer=self.analyzer,
+            sublinear_tf=self.sublinear,
+            **vocabulary,
+        )

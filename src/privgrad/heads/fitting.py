@@ -1,0 +1,238 @@
+"""Training of private linear heads.
+
+Users call `fit_head`, and `estimators` does; `experiments` uses the defaults. The privacy guarantee rests on
+PrivateGradient, which `fit` calls. In this file it rests on `_plan`, which spends what the caller allows, and on
+`_unit`, by which the rows of a person are protected together.
+"""
+
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from privgrad.accounting import Release
+from privgrad.budget import Budget
+from privgrad.data.dataset import NO_LABEL
+from privgrad.defaults import head_noise_step
+from privgrad.errors import described, expected, require_integer
+from privgrad.features.extractor import Extractor
+from privgrad.gradient.contribution import SampleGradient
+from privgrad.heads.head import Head, Target, declared, privacy_of
+from privgrad.models import UnitLinear
+from privgrad.optim import SGD
+from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import PrivateGradient
+from privgrad.schedule import Decay, Schedule
+from privgrad.training import fit
+from privgrad.types import PrivacyUnit
+
+# Defaults of what does not decide epsilon. docs/choosing.md reports how they were measured.
+STEPS = 300
+MAX_GRAD_NORM = 0.1
+LARGEST_BATCH = 8192
+MOMENTUM = 0.9
+
+
+def fit_head(
+    features: Tensor | np.ndarray[Any, Any],
+    labels: Tensor | np.ndarray[Any, Any],
+    *,
+    num_classes: int | None = None,
+    bounds: tuple[float, float] | None = None,
+    extractor: Extractor | None = None,
+    source: str | None = None,
+    plan: PrivacyPlan | None = None,
+    target_epsilon: float | None = None,
+    delta: float | None = None,
+    num_examples: int | None = None,
+    privacy_unit: PrivacyUnit | None = None,
+    budget: Budget | None = None,
+    steps: int | None = None,
+    expected_batch_size: int | None = None,
+    max_grad_norm: float | None = None,
+    noise_step: float | None = None,
+    schedule: Schedule | Decay = "cosine",
+    momentum: float = MOMENTUM,
+    output_dir: str | os.PathLike[str] | None = None,
+    seed: int | None = None,
+    progress: bool | Progress = True,
+) -> Head:
+    """Train a private linear head on features, by SGD from zero. It needs no tuning.
+
+    Args:
+        features: shape (n, width), of any floating dtype; a memory-mapped array is not copied. Each row is divided by
+            its norm. For persons, (n, rows, width): each entry holds all rows of one person.
+        labels: for classes, integers from 0 to num_classes - 1, (n,). For tags, (n, num_classes), 1 for each tag that
+            applies. For numbers, (n,); numbers outside of `bounds` count as the nearest bound. For persons, classes or
+            numbers (n, rows); -100 or NaN for rows that a person does not have.
+        num_classes: the public number of classes or tags. Give this or bounds.
+        bounds: the public smallest and largest number, for regression.
+        extractor: made the features, and is saved with the head.
+        source: where the constants of the features come from, without an extractor: "no data", say. Recorded.
+        plan: the privacy plan. Give it, or the next three numbers.
+        target_epsilon: > 0, what the training may cost.
+        delta: in (0, 1), at most 1 / num_examples.
+        num_examples: the public number of examples, or of persons.
+        privacy_unit: "example" or "user". None: "user" for persons with rows, else "example".
+        budget: a Budget to commit the training in; it needs output_dir. delta and num_examples default to those of the
+            budget. Without plan and target_epsilon, the training uses all that is left.
+        steps: None is 300, or the number of the plan.
+        expected_batch_size: None is min(num_examples, 8,192), or the number of the plan.
+        max_grad_norm: None is 0.1, or the number of the plan.
+        noise_step: at the peak of the schedule. None is the default of `privgrad.defaults` for the schedule.
+        schedule: of the rate: a Schedule, or its decay.
+        momentum: in [0, 1).
+        output_dir: the folder of ledger and checkpoint, as in `fit`: the same call resumes an interrupted training.
+        seed: None for the operating system's entropy. A research seed voids the privacy guarantee.
+        progress: as in `fit`.
+    Returns:
+        Head, with the result of `fit`.
+    Raises:
+        PrivacyError: arguments are missing, contradict each other, or do not fit the data; nothing was spent.
+        BudgetExceededError: the budget has not enough left; nothing was committed.
+    Privacy:
+        As PrivateGradient, if the features of a row depend on that row and on public numbers only. Features that were
+        chosen, centered or scaled with private rows are a release that no epsilon covers.
+    Reference:
+        Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
+    """
+    rows, given = _tensor("features", features), _tensor("labels", labels)
+    target = _target(rows, given, num_classes, bounds)
+    unit = _unit(rows, privacy_unit, plan)
+    numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
+    own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
+    place = None if output_dir is None else Path(output_dir).absolute() / "ledger.jsonl"
+    if plan is None:
+        plan = _plan(numbers, own, unit, budget, place)
+    elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
+        raise expected("fit_head", "plan", "to replace the numbers", f"both plan and {', '.join(both)}", "give one")
+    origin = _origin(extractor, source)
+    curve = Schedule(schedule) if isinstance(schedule, str) else schedule
+    step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
+    model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
+    optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
+    ledger = None
+    if budget is not None:
+        if place is None:
+            remedy = "give a folder: a budget needs the ledger of each training"
+            raise expected("fit_head", "output_dir", "to be given with a budget", None, remedy)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        ledger = budget.open_ledger(place, plan)
+    try:
+        private_grad = PrivateGradient(
+            model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
+        )
+        data = TensorDataset(rows, target.prepared(given))
+        result = fit(private_grad, optimizer, data, scheduler=curve, output_dir=output_dir, progress=progress)
+    finally:
+        if ledger is not None:
+            ledger.close()
+    return Head(model, target, extractor, privacy=privacy_of(plan, result.ledger), result=result)
+
+
+def _tensor(name: str, values: object) -> Tensor:
+    """Return an array as a tensor that shares its memory."""
+    if isinstance(values, np.ndarray):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file that is open for reading: nothing here writes to it
+            return torch.from_numpy(values)
+    if not isinstance(values, Tensor):
+        remedy = "convert it by numpy.asarray or torch.as_tensor"
+        raise expected("fit_head", name, "to be a tensor or a numpy array", described(values), remedy)
+    return values
+
+
+def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
+    """Return what the labels are; raise PrivacyError unless they fit the features and the public facts."""
+    if not rows.is_floating_point() or rows.ndim not in (2, 3):
+        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+        condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"
+        raise expected("fit_head", "features", condition, got, "give the features, such as extractor(rows)")
+    if (num_classes is None) == (bounds is None):
+        got = f"num_classes {num_classes} and bounds {bounds}"
+        raise expected("fit_head", "num_classes or bounds", "to be given, not both", got, "give one of the two")
+    is_tags = num_classes is not None and rows.ndim == labels.ndim == 2
+    shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
+    if tuple(labels.shape) != shape:
+        remedy = "give one label per row" + ("" if bounds else ", or a row of num_classes tags")
+        raise expected("fit_head", "labels", f"to have shape {shape}", tuple(labels.shape), remedy)
+    if bounds is not None:
+        low, high = bounds
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise expected("fit_head", "bounds", "to be finite, and low < high", bounds, "give a public range")
+        return Target("number", 1, float(low), float(high))
+    assert num_classes is not None
+    require_integer("fit_head", "num_classes", num_classes, 1 if is_tags else 2)
+    if is_tags:
+        return Target("tags", int(num_classes))
+    known = (labels >= 0) & (labels < num_classes) | ((labels == NO_LABEL) & (rows.ndim == 3))
+    if labels.is_floating_point() or not bool(known.all()):
+        got = f"{labels.dtype}" if labels.is_floating_point() else f"the label {int(labels[~known][0])}"
+        condition, remedy = f"to be integers from 0 to {num_classes - 1}", "give bounds for numbers, or map the classes"
+        raise expected("fit_head", "labels", condition, got, remedy)
+    return Target("class", int(num_classes))
+
+
+def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> PrivacyUnit:
+    """Return the privacy unit; raise PrivacyError for rows of persons that are not protected together."""
+    unit = given or (plan.privacy_unit if plan is not None else "user" if rows.ndim == 3 else "example")
+    if rows.ndim == 3 and unit != "user":
+        remedy = "plan for 'user', or give features of shape (n, width)"
+        raise expected("fit_head", "privacy_unit", "to be 'user' for rows of persons", repr(unit), remedy)
+    return unit
+
+
+def _plan(
+    numbers: Mapping[str, Any], own: Mapping[str, Any], unit: PrivacyUnit, budget: Budget | None, place: Path | None
+) -> PrivacyPlan:
+    """Return the plan of the given numbers, with the defaults of those that do not decide epsilon.
+
+    Args:
+        numbers: steps, expected_batch_size and max_grad_norm; None for the default.
+        own: target_epsilon, delta, num_examples and seed.
+        unit: the privacy unit.
+        budget: whose delta and num_examples are used if `own` has none; without target_epsilon, all that is left.
+        place: of the ledger.
+    Privacy:
+        delta, num_examples and epsilon have no default: they are the caller's, or the budget's.
+    """
+    given = dict(own)
+    if budget is not None:
+        given["delta"] = budget.delta if given["delta"] is None else given["delta"]
+        given["num_examples"] = budget.num_examples if given["num_examples"] is None else given["num_examples"]
+    missing = [name for name in ("target_epsilon", "delta", "num_examples") if given[name] is None]
+    if missing and not (budget is not None and missing == ["target_epsilon"]):
+        remedy = "give all three, a plan, or a budget: they decide the privacy"
+        raise expected("fit_head", ", ".join(missing), "to be given", None, remedy)
+    count = given["num_examples"]
+    require_integer("fit_head", "num_examples", count, 1)
+    defaults = {"steps": STEPS, "expected_batch_size": min(count, LARGEST_BATCH), "max_grad_norm": MAX_GRAD_NORM}
+    chosen: dict[str, Any] = {name: defaults[name] if value is None else value for name, value in numbers.items()}
+    if budget is None or given["target_epsilon"] is not None:
+        return PrivacyPlan.for_budget(**chosen, **given, privacy_unit=unit)
+    rate = chosen["expected_batch_size"] / count
+    # A training that resumes has the noise of its commitment.
+    before = [one.releases[0] for one in budget.commitments if one.name == f"{place}"]
+    held = [release.noise_multiplier for release in before if isinstance(release, Release)]
+    noise = held[0] if held else budget.calibrate(sample_rate=rate, steps=chosen["steps"])
+    del given["target_epsilon"]
+    return PrivacyPlan(**chosen, **given, sample_rate=rate, noise_multiplier=noise, privacy_unit=unit)
+
+
+def _origin(extractor: Extractor | None, source: str | None) -> str:
+    """Return the source of the features, for the ledger."""
+    if (extractor is None) == (source is None):
+        got = "both" if source is not None else None
+        remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
+        raise expected("fit_head", "extractor or source", "to be given, not both", got, remedy)
+    if extractor is None:
+        return f"features: {source}"
+    return declared(extractor)

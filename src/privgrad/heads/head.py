@@ -1,0 +1,242 @@
+"""A private linear head: what it predicts, and how it is saved and loaded.
+
+`fitting` makes a Head; users predict with it, save and load it. The privacy guarantee rests on `Target.losses`: each
+loss depends on one example or person only. All else here is post-processing of a trained head.
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from privgrad.data.dataset import NO_LABEL
+from privgrad.errors import PrivacyError, expected, require_path
+from privgrad.features.extractor import Extractor
+from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.ledger import Ledger
+from privgrad.models import UnitLinear
+from privgrad.plan import PrivacyPlan
+from privgrad.training_run import FitResult
+
+_BLOCK = 4096  # rows that are predicted at once
+_MOST_TAGS = 5  # that `predict` returns
+_FORMAT = 1  # of head.json
+Rows = Tensor | np.ndarray[Any, Any] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a head predicts.
+
+    Attributes:
+        kind: "class", "tags" or "number".
+        outputs: number of classes or tags, or 1.
+        low, high: public bounds of a number.
+    """
+
+    kind: Literal["class", "tags", "number"]
+    outputs: int
+    low: float = 0.0
+    high: float = 1.0
+
+    @property
+    def middle(self) -> float:
+        """The middle of the bounds, where a head begins."""
+        return (self.low + self.high) / 2
+
+    @property
+    def half(self) -> float:
+        """Half of the distance between the bounds."""
+        return (self.high - self.low) / 2
+
+    def prepared(self, labels: Tensor) -> Tensor:
+        """Return labels as `losses` takes them: numbers are cut to their bounds and moved to [-1, 1]."""
+        if self.kind == "number":
+            return ((labels.double().clamp(self.low, self.high) - self.middle) / self.half).float()
+        return labels.float() if self.kind == "tags" else labels.long()
+
+    def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return one loss per row of the batch, (B,): the mean over a person's rows that have a label.
+
+        The loss is the cross-entropy of the class, or that of equal shares of all tags of the row. For a number it is
+        half of the squared error, in units of half the distance between its bounds.
+        """
+        features, labels = batch
+        outputs = model(features)
+        if self.kind == "tags":
+            shares = labels / labels.sum(1, keepdim=True).clamp(min=1)
+            return F.cross_entropy(outputs, shares, reduction="none")
+        if self.kind == "class":
+            has_label = labels != NO_LABEL
+            losses = F.cross_entropy(outputs.movedim(-1, 1), labels, ignore_index=NO_LABEL, reduction="none")
+        else:
+            has_label = ~labels.isnan()
+            losses = (outputs.squeeze(-1) - torch.where(has_label, labels, 0)).square() / 2 * has_label
+        return losses if losses.ndim == 1 else losses.sum(1) / has_label.sum(1).clamp(min=1)
+
+    def decoded(self, outputs: Tensor) -> Tensor:
+        """Return classes (n,), the likeliest tags (n, 5) in their order, or numbers (n,)."""
+        if self.kind == "number":
+            return self.middle + self.half * outputs.squeeze(-1).clamp(-1, 1)
+        return outputs.argmax(-1) if self.kind == "class" else outputs.topk(min(_MOST_TAGS, self.outputs)).indices
+
+
+class Head(nn.Module):
+    """A private linear head with the extractor of its features. `fit_head` makes it; `load` reads a saved one.
+
+    Attributes:
+        model: a UnitLinear, from features to outputs.
+        extractor: from raw rows to features; None if the rows are features.
+        target: see Target.
+        privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features.
+        result: of the training; None for a loaded head.
+    """
+
+    def __init__(
+        self,
+        model: UnitLinear,
+        target: Target,
+        extractor: Extractor | None = None,
+        *,
+        privacy: Mapping[str, Any],
+        result: FitResult | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self.extractor = model, extractor
+        self.target, self.privacy, self.result = target, dict(privacy), result
+        self.eval()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the result out of copies and pickles: its ledger has one holder."""
+        return {**self.__dict__, "result": None}
+
+    @property
+    def epsilon(self) -> float:
+        """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee."""
+        epsilon = self.privacy["epsilon"]
+        return math.inf if epsilon is None else epsilon
+
+    @torch.no_grad()
+    def forward(self, rows: Rows) -> Tensor:
+        """Return the outputs for rows, (n, outputs), float32.
+
+        Args:
+            rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
+                extractor, features of shape (n, width).
+        """
+        made: list[Tensor] = []
+        for start in range(0, len(rows), _BLOCK):
+            block: Any = rows[start : start + _BLOCK]
+            block = torch.as_tensor(block.copy()) if isinstance(block, np.ndarray) else block
+            features = block if self.extractor is None else self.extractor(block)
+            made.append(self.model(features.to(self.model.linear.weight.device)))
+        return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
+
+    def predict(self, rows: Rows) -> Tensor:
+        """Return the class of each row (n,), its 5 likeliest tags (n, 5), the likeliest first, or its number (n,).
+
+        Args:
+            rows: as in `forward`.
+        """
+        return self.target.decoded(self(rows))
+
+    def predict_proba(self, rows: Rows) -> Tensor:
+        """Return the probability of each class, or the share of each tag, (n, outputs); rows sum to 1.
+
+        Args:
+            rows: as in `forward`.
+        Raises:
+            PrivacyError: the head predicts numbers.
+        """
+        if self.target.kind == "number":
+            raise expected("Head.predict_proba", "the head", "to predict classes", "a number", "call predict")
+        return self(rows).softmax(-1)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
+
+        Raises:
+            PrivacyError: the folder holds files already.
+        Privacy:
+            Everything in the folder is post-processing of released gradients, or public.
+        """
+        require_path("Head.save", "folder", folder, "give the path of a new folder")
+        place = Path(folder)
+        if place.exists() and (place.is_file() or any(place.iterdir())):
+            raise expected("Head.save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+        place.mkdir(parents=True, exist_ok=True)
+        if self.extractor is not None:
+            save_extractor(self.extractor, place / "extractor")
+        weight = self.model.linear.weight.detach().cpu().contiguous()
+        _safetensors().save_file({"linear.weight": weight}, place / "weights.safetensors")
+        facts = {
+            "format": _FORMAT,
+            "target": asdict(self.target),
+            "width": weight.shape[1],
+            "input_dims": self.model.input_dims,
+            "extractor": None if self.extractor is None else self.extractor.digest(),
+            "privacy": self.privacy,
+        }
+        (place / "head.json").write_text(json.dumps(facts, indent=1))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], *, modules: Mapping[str, Extractor] | None = None) -> "Head":
+        """Read a head that `save` wrote. Nothing in the folder is executed.
+
+        Args:
+            folder: of `save`.
+            modules: the pretrained modules of the extractor, as in `features.load_extractor`.
+        Raises:
+            PrivacyError: files are missing or damaged, or the extractor is not the one of the training.
+        """
+        place = Path(folder)
+        try:
+            facts = json.loads((place / "head.json").read_text())
+            if facts["format"] != _FORMAT:
+                condition, remedy = f"to have format {_FORMAT}", "load it with the version of privgrad that saved it"
+                raise expected("Head.load", f"{place}", condition, facts["format"], remedy)
+            target = Target(**facts["target"])
+            model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
+            model.load_state_dict(_safetensors().load_file(place / "weights.safetensors"))
+        except PrivacyError:
+            raise
+        except Exception as error:  # safetensors raises errors of its own
+            got, remedy = f"{type(error).__name__}: {error}", "give the folder of Head.save, with all its files"
+            raise expected("Head.load", f"{place}", "to hold a head", got, remedy) from error
+        extractor = None
+        if facts["extractor"] is not None:
+            extractor = load_extractor(place / "extractor", modules=modules)
+            if extractor.digest() != facts["extractor"]:
+                condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
+                raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
+        return cls(model, target, extractor, privacy=facts["privacy"])
+
+
+def declared(extractor: Extractor) -> str:
+    """Return the source of an extractor's constants, with its digest, for the ledger.
+
+    `fitting` and `experiments` call it.
+    """
+    return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
+
+
+def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
+    """Return the public facts of a training, for JSON; epsilon is None without a guarantee.
+
+    `fitting` and `experiments` call it.
+    """
+    epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
+    return {**ledger.plan_facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+
+
+def _safetensors() -> Any:
+    return importlib.import_module("safetensors.torch")  # not imported above: `import privgrad` stays fast
