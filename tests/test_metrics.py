@@ -37,6 +37,9 @@ from torch.utils.data import TensorDataset
 def share(labels, logits):
     return (logits.argmax(1) == labels).double().mean()
 
+def error(labels, outputs):
+    return (labels - outputs).square().mean()
+
 def fails(labels, logits):
     raise KeyError("column")
 
@@ -166,6 +169,15 @@ def test_a_person_counts_once_in_means_and_each_row_counts_in_auc():
     assert measure(Given(), examples, data)["accuracy"] == pytest.approx(found["accuracy"])
     scores = unit_scores(Given(), examples, data, "squared_error")
     assert scores.mean().item() == pytest.approx(1 - found["squared_error"])
+
+
+def test_a_function_of_reconstructions_gets_vectors(tmp_path: Path):
+    privacy = PRIVACY | {"max_grad_norm": 0.01}
+    metrics = ["squared_error", "metrics_module:error"]
+    spec = spec_of(**RECONSTRUCT, privacy=privacy, run={"metrics": metrics})
+    (record,) = runner.compare(spec, tmp_path / "out", progress=False)
+    assert record["metrics"] == dict.fromkeys(metrics, pytest.approx(record["test_loss"]))
+    assert 0 < record["metrics"]["metrics_module:error"] < 1
 
 
 def test_tags_and_reconstructions():

@@ -93,7 +93,7 @@ def require_suited(spec: Spec, data: DataSet) -> None:
     for name in spec.run.metrics:
         _require_suited("run.metrics", name, data, data.test)
     by = "accuracy" if spec.tuning is None else spec.tuning.by
-    if by not in ("accuracy", "loss", "train_loss"):
+    if by not in ("accuracy", "loss", "train_loss") and any(map(spec.is_tuned, spec.methods)):
         _require_suited("tuning.by", by, data, data.validation if spec.privacy.total_epsilon is None else data.test)
 
 
@@ -114,9 +114,9 @@ def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -
     if family(name) in ("auc", "f1"):
         _sklearn()
     if ":" in name:
-        labels = labels[labels != NO_LABEL] if kind == "classes" else labels
-        shape = (len(labels), data.num_classes) if kind == "classes" else labels.shape
-        _pooled(name, labels, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        shape = (*labels.shape, data.num_classes) if kind == "classes" else labels.shape
+        random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        _pooled(name, *_labeled(labels, random, data))
 
 
 def _kind(data: DataSet) -> Kind:
@@ -216,7 +216,12 @@ def _gathered(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple
 
 
 def _labeled(labels: Tensor, logits: Tensor, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Return labels and outputs of the rows that the persons have, one below the other; all for other data."""
+    """Return labels and outputs of the rows that the persons have, one below the other; all for other data.
+
+    Labels that are no classes become vectors, as the outputs.
+    """
+    if data.score is None:
+        return labels.flatten(1), logits.flatten(1)
     if not data.by_person:
         return labels, logits
     has_label = labels != NO_LABEL
