@@ -10,9 +10,9 @@ Shape suffixes: N rows, I inputs of a layer with the constant 1 for a bias.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.mapped import InputMap
-from privgrad.gradient.factors.norms import examples_per_block
+from privgrad.gradient.factors.norms import added_up, examples_per_block
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.module_state import evaluating, trainable
@@ -67,7 +67,7 @@ class Inputs(Preconditioner):
         self._power, self._ridge, self._every, self._wide = power, ridge, every, wide
         self._batch_size, self._seed = batch_size, seed
         self.layers: dict[str, str] = {}
-        self._engine: Factored | None = None
+        self._bound: tuple[nn.Module, Factored] | None = None
         self._step, self._made = -1, Transform()
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class Inputs(Preconditioner):
         def losses(module: nn.Module, examples: Any) -> Tensor:
             return _summed(forward(module, examples), count_examples(examples))
 
-        twin._model, twin._engine = model, Factored(model, losses)
+        twin._bound = model, Factored(model, losses)
         return twin
 
     def transform(
@@ -126,9 +126,7 @@ class Inputs(Preconditioner):
         Raises:
             PrivacyError: no parameter has inputs, or inputs are not finite.
         """
-        assert self._engine is not None
-        factors = self._factors(interval)
-        biases = _biases(self._model)
+        factors, biases = self._factors(interval)
         maps: dict[str, InputMap] = {}
         for name, factor in factors.items():
             if name not in parameters:
@@ -153,18 +151,19 @@ class Inputs(Preconditioner):
                 self.layers[own.bias] = f"with {name}"
         return maps
 
-    def _factors(self, interval: int) -> dict[str, Factor]:
-        """Return factors that hold the inputs of all layers, for the public batch of an interval."""
-        assert self._engine is not None
+    def _factors(self, interval: int) -> tuple[dict[str, Factor], dict[str, str]]:
+        """Return factors that hold the inputs of all layers, for the public batch of an interval; and their biases."""
+        assert self._bound is not None  # PrivateGradient calls `begun` first
+        model, engine = self._bound
         count = count_examples(self._examples)
         chosen = torch.arange(count)
         if self._batch_size < count:
             generator = torch.Generator().manual_seed(self._seed + interval)
             chosen = torch.randperm(count, generator=generator)[: self._batch_size]
-        device = next(iter(trainable(self._model).values())).device
+        device = next(iter(trainable(model).values())).device
         batch = map_examples(lambda tensor: tensor[chosen].to(device), self._examples)
-        with evaluating(self._model):
-            return self._engine.inputs(batch)
+        with evaluating(model):
+            return engine.inputs(batch), _biases(model)
 
 
 def inputs(
@@ -253,7 +252,7 @@ def _biases(model: nn.Module) -> dict[str, str]:
         names.setdefault(id(parameter), []).append(name)
     alone = {found[0] for found in names.values() if len(found) == 1}
     pairs: dict[str, str] = {}
-    for path, module in model.named_modules():
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if isinstance(module, _WITH_BIAS) or type(module).__name__ == "Conv1D":
             for own, parameter in module.named_parameters(recurse=False):
                 name, bias = (f"{path}.{part}" if path else part for part in (own, own.replace("weight", "bias")))
@@ -289,8 +288,9 @@ def _second_moment(factor: Factor, *, constant: bool, wide: int) -> tuple[Tensor
         plain = replace(geometry, groups=1)
         positions = torch.Size(plain.positions(x.shape[2:])).numel()
         size = 16 * examples_per_block(positions * int(factor.shape[1:].numel()))
-        total = sum(_moment(plain.patches(part).flatten(0, 1), wide, constant=constant) for part in x.split(size))
-        return torch.as_tensor(total) / (len(x) * positions), False
+        parts = [x[start : start + size] for start in range(0, len(x), size)]
+        total = added_up([_moment(plain.patches(part).flatten(0, 1), wide, constant=constant) for part in parts])
+        return total / (len(x) * positions), False
     return None
 
 
@@ -311,7 +311,7 @@ def _inverse_power(name: str, moment: Tensor, power: float, ridge: float) -> Ten
     if moment.dim() == 1:
         scales = (moment + ridge * moment.mean()).pow(-power)
         return (scales / scales.mean()).nan_to_num(1.0)
-    eigenvalues, vectors = torch.linalg.eigh(moment)
+    eigenvalues, vectors = cast("tuple[Tensor, Tensor]", torch.linalg.eigh(moment))
     eigenvalues = eigenvalues.clamp(min=0)
     scales = (eigenvalues + ridge * eigenvalues.mean()).pow(-power)
     scales = scales / scales.mean()

@@ -162,7 +162,7 @@ class Mapped(Factor):
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         parts = self.parts()
-        weights = weight_B.split([part.examples for part in parts])
+        weights = cast("tuple[Tensor, ...]", weight_B.split([part.examples for part in parts]))
         return added_up([Dense(part.dense()).weighted_sum(own_B) for own_B, part in zip(weights, parts, strict=True)])
 
     def mask(self, kept_B: Tensor) -> "Mapped":
