@@ -20,7 +20,17 @@ from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.mapped import InputMap, with_mapped_inputs
 from privgrad.gradient.input_maps import Inputs
 
-WITHOUT_INPUTS = ("Embedding", "Norm", "Scale", "PReLU", "ConvTranspose", "standardized", "weight norm", "frozen weight", "bias only")
+WITHOUT_INPUTS = (
+    "Embedding",
+    "Norm",
+    "Scale",
+    "PReLU",
+    "ConvTranspose",
+    "standardized",
+    "weight norm",
+    "frozen weight",
+    "bias only",
+)
 
 
 def maps_of(model: nn.Module, examples: Any, **options: Any) -> tuple[Mapping[str, InputMap], dict[str, str]]:
@@ -89,7 +99,9 @@ def test_a_release_equals_the_reference(engine: Any, power: float, ridge: float)
         nn.Flatten(),
         nn.Linear(100, 6),
         nn.Tanh(),
-        nn.Linear(6, 3, bias=False),
+        nn.Linear(6, 3),
+        nn.Tanh(),
+        nn.Linear(3, 3, bias=False),
     ).double()
     x, y, public = floats(2, 8, 5)(12), torch.arange(12) % 3, floats(2, 8, 5)(9).cos()
     plan = make_plan(sample_rate=1.0, num_examples=12, expected_batch_size=12, noise_multiplier=0.0, max_grad_norm=0.3)
@@ -101,6 +113,27 @@ def test_a_release_equals_the_reference(engine: Any, power: float, ridge: float)
     assert float((seen[0].clipping.raw_factors < 1).sum()) > 3
     for name, value in wanted.items():
         torch.testing.assert_close(seen[0].raw_mean[name], value / 12, rtol=1e-10, atol=1e-13)
+
+
+def test_one_example_moves_the_sum_by_at_most_the_bound():
+    """The public inputs hardly reach the last feature, so the matrix enlarges it most."""
+    torch.manual_seed(0)
+    model, public = nn.Linear(5, 3, bias=False), torch.randn(50, 5) * torch.tensor([3.0, 3.0, 3.0, 3.0, 0.01])
+    x, y = torch.randn(33, 5), torch.arange(33) % 3
+    x[-1] = torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0])
+    x[0, 4] = 9.0
+
+    def clipped_sum(count: int) -> Tensor:
+        sizes: dict[str, Any] = {"sample_rate": 1.0, "num_examples": 32, "expected_batch_size": 32}
+        plan = make_plan(**sizes, noise_multiplier=0.0, max_grad_norm=1.0)
+        made, seen = pg.precondition.inputs(public, source="drawn"), list[Any]()
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=made)
+        private_grad.register_raw_observer(seen.append)
+        private_grad(first_batch(plan, TensorDataset(x[:count], y[:count])))
+        return seen[0].raw_mean["weight"].double() * 32
+
+    whole = clipped_sum(33)
+    assert float((whole - clipped_sum(32)).norm()) == pytest.approx(1.0, abs=0.005)
 
 
 def test_groups_users_and_small_passes_give_the_same_sum():

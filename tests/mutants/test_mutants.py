@@ -11,6 +11,7 @@ import pytest
 import privgrad as pg
 from mutants.draws import NOISE, SAMPLING
 from mutants.gradients import CLIPPING, GRADIENTS
+from mutants.input_maps import INPUT_MAPS
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
 from mutants.processes import PROCESSES
@@ -24,6 +25,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Per-example gradients, model and loss": GRADIENTS,
     "BAM and SAT": PERTURBING,
     "AdaDPS": PRECONDITIONING,
+    "Input maps": INPUT_MAPS,
     "Users": USERS,
     "Optimizers": OPTIMIZERS,
     "Accounting and plan": ACCOUNTING,
