@@ -687,7 +687,7 @@ def test_features():
     assert bins([-3, 8.9, 9, 99, 1e9, float("nan")]).argmax(1).tolist() == [0, 0, 1, 1, 1, 2]
     codes = OneHot(("a", "b"), other=True)(["b", "z", "a"])
     assert codes.tolist() == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
-    torch.testing.assert_close(join([codes, codes]).norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(join(codes, codes).norm(dim=1), torch.ones(3))
     assert unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist() == [
         [pytest.approx(0.6), pytest.approx(0.8)],
         [0, 0],
@@ -702,7 +702,7 @@ def test_features():
         (lambda: OneHot(()), "OneHot: expected values"),
         (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
-        (lambda: join([]), "join: expected blocks"),
+        (lambda: join(), "join: expected blocks"),
         (lambda: unit_rows(torch.zeros(3)), "unit_rows: expected rows"),
     ]
     for call, message in wrong:

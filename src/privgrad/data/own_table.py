@@ -188,7 +188,7 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
     """Return the content of one file; units are in the order of their first rows, with at most max_rows rows each."""
     content = read_columns("table", file, list(dict.fromkeys(schema.names)), table)
     texts = {name: _texts(file, name, content[name]) for name in content}
-    inputs = join([_codes(file, name, kind, content[name], texts[name]) for name, kind in schema.columns.items()])
+    inputs = join(*(_codes(file, name, kind, content[name], texts[name]) for name, kind in schema.columns.items()))
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(json.dumps(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]

@@ -1,9 +1,34 @@
-"""Features from public numbers: codes of categories and bins, joined into rows of norm 1.
+"""Features from public numbers: extractors, and codes of a table's columns, joined into rows of norm 1.
 
 Users call these functions, and `data.table` does. The privacy guarantee rests on one fact: a row of the result depends
 on the same row of the input and on public numbers only, so features need no epsilon.
 """
 
-from privgrad.features.columns import Bins, OneHot, join, unit_rows
+from privgrad.features.caching import cache
+from privgrad.features.columns import Bins, OneHot
+from privgrad.features.extractor import Extractor, Public
+from privgrad.features.frozen import Frozen, RandomFourier
+from privgrad.features.images import Hog, Patches, Scattering
+from privgrad.features.public_images import pink_noise, silhouettes
+from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.features.whitened import Whitened, join, unit_rows
 
-__all__ = ["Bins", "OneHot", "join", "unit_rows"]
+__all__ = [
+    "Bins",
+    "Extractor",
+    "Frozen",
+    "Hog",
+    "OneHot",
+    "Patches",
+    "Public",
+    "RandomFourier",
+    "Scattering",
+    "Whitened",
+    "cache",
+    "join",
+    "load_extractor",
+    "pink_noise",
+    "save_extractor",
+    "silhouettes",
+    "unit_rows",
+]

@@ -1,4 +1,4 @@
-"""Codes of one column of a table: bins of numbers, categories, and rows that join several columns.
+"""Codes of one column of a table: bins of numbers, and categories.
 
 Users call these functions; `data.own_table` and `data.schema` do too. The privacy guarantee rests on this: each row of
 a result depends on that row only. Edges and categories are arguments, so they are as public as their source.
@@ -142,35 +142,3 @@ class OneHot:
                 raise expected("OneHot", f"category {index}", condition, described(category), remedy)
             places.append(place)
         return F.one_hot(torch.tensor(places, dtype=torch.int64), self.width).float()
-
-
-def unit_rows(rows: Tensor) -> Tensor:
-    """Return each row divided by its Euclidean norm, shape (n, ...); rows of zeros stay zeros.
-
-    Args:
-        rows: shape (n, ...), floating point.
-    Raises:
-        PrivacyError: `rows` is not a floating-point tensor of at least two dimensions.
-    """
-    if not rows.is_floating_point() or rows.ndim < 2:
-        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
-        raise expected("unit_rows", "rows", "to be floating point, of shape (n, ...)", got, "convert it by .float()")
-    norms = rows.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (rows.ndim - 1))
-    return rows / torch.where(norms > 0, norms, 1.0)
-
-
-def join(blocks: Sequence[Tensor]) -> Tensor:
-    """Return rows of norm 1 that hold the codes of several columns side by side.
-
-    Args:
-        blocks: the codes of each column, (n, width), floating point.
-    Returns:
-        Shape (n, sum of widths). For k one-hot columns, this divides each code by the square root of k.
-    Raises:
-        PrivacyError: there are no blocks, or their numbers of rows differ.
-    """
-    shapes = [tuple(block.shape) for block in blocks]
-    if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
-        condition = "to be at least one tensor, all of shape (n, width)"
-        raise expected("join", "blocks", condition, f"shapes {shapes}", "give the codes of the same rows")
-    return unit_rows(torch.cat(list(blocks), dim=1))

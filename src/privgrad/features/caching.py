@@ -1,0 +1,221 @@
+"""Features on disk: computed block by block, resumed after an interruption, and memory-mapped.
+
+Users and `experiments` call `cache`. The privacy guarantee rests on the digests: features of another extractor or of
+other rows are refused. The folder holds features of private rows, so it is as private as the rows.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from privgrad.errors import PrivacyError, expected, require_choice, require_integer
+from privgrad.features.extractor import Extractor, Rows
+from privgrad.progress import bars
+
+_FORMAT = 1  # of the folder
+_HEADER, _BLOCKS, _FEATURES = "cache.json", "blocks.jsonl", "features.npy"
+_DTYPES = {torch.float32: "float32", torch.float16: "float16"}
+
+
+def cache(
+    extractor: Extractor,
+    rows: Rows | Dataset[Any],
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    block: int = 512,
+    progress: bool = True,
+) -> Tensor:
+    """Return the features of rows, computed once and then read from a folder.
+
+    An interruption loses at most one block: the same call resumes. A finished folder is checked, not computed again.
+
+    Args:
+        extractor: an extractor.
+        rows: shape (n, ...), texts, or a data set of rows, or of tuples that begin with a row.
+        folder: created if needed, readable by its owner only. None: nothing is stored.
+        dtype: float32, or float16 for half the space.
+        block: number of rows between two writes, >= 1. A folder keeps its own.
+        progress: whether to show a progress bar.
+    Returns:
+        The features, (n, width). With a folder they are memory-mapped; changes to them do not reach the file.
+    Raises:
+        PrivacyError: the folder has features of another extractor, of other rows or of another dtype; it is damaged,
+            has another version, or is being written by another process.
+    Privacy:
+        The features are private. Labels are not stored.
+    """
+    require_integer("cache", "block", block, 1)
+    require_choice("cache", "dtype", _DTYPES.get(dtype, str(dtype)), tuple(_DTYPES.values()))
+    data = rows.tensors[0] if isinstance(rows, TensorDataset) else rows
+    count = len(cast(Sequence[Any], data))
+    require_integer("cache", "the number of rows", count, 1)
+    with bars(shown=progress) as shown:
+        task = shown.add_task("features", total=count, note="")
+        if folder is None:
+            parts: list[Tensor] = []
+            for start in range(0, count, block):
+                parts.append(_features(extractor, _slice(data, start, start + block), dtype))
+                shown.advance(task, len(parts[-1]))
+            return torch.cat(parts)
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(place) as log:
+            store = _Folder(place, log, {"extractor": extractor.digest(), "rows": count, "dtype": _DTYPES[dtype]})
+            size = store.block or block
+            for index, start in enumerate(range(0, count, size)):
+                part = _slice(data, start, start + size)
+                digest = _digest(part)
+                if not store.holds(index, start, digest):
+                    store.add(index, start, size, digest, _features(extractor, part, dtype).numpy())
+                shown.advance(task, min(size, count - start))
+            return store.features()
+
+
+class _Folder:
+    """The files of a cache: a header, a line for each finished block, and the features."""
+
+    def __init__(self, place: Path, log: IO[str], facts: dict[str, Any]) -> None:
+        self.place, self.log, self.facts = place, log, facts
+        self.block: int | None = None
+        self.lines: dict[int, dict[str, Any]] = {}
+        self.values: np.ndarray | None = None
+        if (place / _HEADER).exists():
+            self._open()
+        elif (place / _FEATURES).exists():
+            got = f"{_FEATURES} without {_HEADER}"
+            raise expected("cache", str(place), "to be a cache or an empty folder", got, "give another folder")
+
+    def _open(self) -> None:
+        try:
+            header: dict[str, Any] = json.loads((self.place / _HEADER).read_text(encoding="utf-8"))
+            version = header["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged(_HEADER, error) from error
+        if version != _FORMAT:
+            raise expected("cache", f"the format of {self.place}", f"to be {_FORMAT}", version, _REMEDY)
+        for name, words in (("extractor", "the extractor"), ("rows", "the number of rows"), ("dtype", "the dtype")):
+            if header.get(name) != self.facts[name]:
+                condition = f"to be {header.get(name)}, as in {self.place}"
+                raise expected("cache", words, condition, self.facts[name], _REMEDY)
+        self.block = int(header["block"])
+        self.log.seek(0)
+        for line in self.log.read().splitlines(keepends=True):
+            if not line.endswith("\n"):
+                break  # the process ended while it wrote this line; its block is computed again
+            try:
+                found = json.loads(line)
+                self.lines[found["block"]] = {"data": found["data"], "features": found["features"]}
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._damaged(_BLOCKS, error) from error
+        self._truncate()
+        self._map(int(header["width"]), create=not self.lines)
+
+    def _truncate(self) -> None:
+        """Remove an unfinished line."""
+        self.log.seek(0)
+        whole = self.log.read()
+        end = len(whole[: whole.rfind("\n") + 1].encode())
+        self.log.truncate(end)
+
+    def _map(self, width: int, *, create: bool) -> None:
+        path, shape = self.place / _FEATURES, (int(self.facts["rows"]), width)
+        try:
+            if create:
+                np.lib.format.open_memmap(path, mode="w+", dtype=self.facts["dtype"], shape=shape)
+            values = np.load(path, mmap_mode="r+", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise self._damaged(_FEATURES, error) from error
+        if values.shape != shape or values.dtype != self.facts["dtype"]:
+            raise self._damaged(_FEATURES, f"{values.dtype} of shape {values.shape}")
+        self.values = values
+
+    def holds(self, index: int, start: int, digest: str) -> bool:
+        """Return whether a block is finished; raise PrivacyError if its rows or its features are others."""
+        line = self.lines.get(index)
+        if line is None or self.values is None or self.block is None:
+            return False
+        if line["data"] != digest:
+            condition = f"to be those of {self.place}"
+            raise expected("cache", f"rows {start} and following", condition, f"rows of digest {digest}", _REMEDY)
+        if line["features"] != _checksum(self.values[start : start + self.block]):
+            raise self._damaged(_FEATURES, f"changed bytes from row {start}")
+        return True
+
+    def add(self, index: int, start: int, size: int, digest: str, features: np.ndarray) -> None:
+        """Write a block, and then its line."""
+        if self.values is None:
+            header = {"format": _FORMAT, **self.facts, "width": features.shape[1], "block": size}
+            partial = self.place / f"{_HEADER}.partial"
+            partial.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+            partial.replace(self.place / _HEADER)
+            self.block = size
+            self._map(features.shape[1], create=True)
+        values = cast(np.memmap[Any, Any], self.values)
+        values[start : start + len(features)] = features
+        values.flush()
+        self.log.write(json.dumps({"block": index, "data": digest, "features": _checksum(features)}) + "\n")
+        self.log.flush()
+        os.fsync(self.log.fileno())
+
+    def features(self) -> Tensor:
+        """Return all features, memory-mapped; changes stay in memory."""
+        return torch.from_numpy(np.load(self.place / _FEATURES, mmap_mode="c", allow_pickle=False))
+
+    def _damaged(self, name: str, problem: object) -> PrivacyError:
+        return expected("cache", str(self.place / name), "to be undamaged", problem, _REMEDY)
+
+
+_REMEDY = "delete the folder to compute the features again, or give another folder"
+
+
+@contextmanager
+def _locked(place: Path) -> Generator[IO[str]]:
+    """Open the list of finished blocks, for this process only."""
+    with (place / _BLOCKS).open("a+", encoding="utf-8") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            remedy = "wait for the other process, or give another folder"
+            raise expected("cache", str(place), "to have no other writer", "a running process", remedy) from error
+        yield log
+
+
+def _slice(data: Any, start: int, stop: int) -> Rows:
+    if not isinstance(data, Dataset):
+        return data[start:stop]
+    given = cast(Any, data)
+    items: list[Any] = [given[index] for index in range(start, min(stop, len(given)))]
+    rows: list[Any] = [item[0] if isinstance(item, tuple | list) else item for item in items]
+    return torch.stack(rows) if isinstance(rows[0], Tensor) else rows
+
+
+def _features(extractor: Extractor, rows: Rows, dtype: torch.dtype) -> Tensor:
+    made: Tensor = extractor(rows).cpu().to(dtype)
+    if not bool(made.isfinite().all()):
+        raise expected("cache", "dtype", "to hold all features", f"{dtype}, which overflows", "use dtype=torch.float32")
+    return made
+
+
+def _digest(rows: Rows) -> str:
+    if isinstance(rows, Tensor):
+        digest = hashlib.sha256(f"{rows.dtype} {tuple(rows.shape)} ".encode())
+        digest.update(rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    else:
+        digest = hashlib.sha256(json.dumps(list(rows)).encode())
+    return digest.hexdigest()
+
+
+def _checksum(features: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(features).data)

@@ -1,0 +1,233 @@
+"""Features of images that need no pretrained model: patches, oriented gradients, scattering.
+
+Users and `experiments` call them. The privacy guarantee rests on this: every computation treats each image alone, and
+the filters of `Patches` come from public images.
+"""
+
+import functools
+import importlib
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from privgrad.errors import expected, require_integer
+from privgrad.features.extractor import Extractor, Public, eigen, public_rows
+
+_PATCHES = 100_000  # of public images, for the statistics of patches
+_THRESHOLD = 0.25  # of the response to a filter
+_CAP = 0.4  # of a normalized gradient
+
+
+class Patches(Extractor):
+    """Responses to random patches of public images: 2 * filters * places^2 numbers per image.
+
+    Each patch of the image is normalized (mean 0, divided by sqrt(variance + 0.01)) and whitened. Its products with the
+    filters count above a threshold, for either sign. They are averaged over a grid of places, and square roots follow.
+
+    Attributes:
+        size: height and width of a patch.
+        filters: number of filters.
+        places: number of places along each side.
+    Reference:
+        Coates, Ng 2011 (the importance of encoding versus training); Thiry et al. 2021.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("size", "filters", "places")
+
+    def __init__(
+        self,
+        public: Public | Tensor,
+        *,
+        size: int = 6,
+        filters: int = 128,
+        places: int = 4,
+        seed: int = 0,
+        source: str | None = None,
+    ) -> None:
+        """Choose the filters among patches of public images.
+
+        Args:
+            public: images in [0, 1], (n, channels, height, width), with their source.
+            size: height and width of a patch in pixels, >= 2.
+            filters: number of filters, >= 1.
+            places: number of places along each side, >= 1.
+            seed: of the choice of patches, which is public.
+            source: where bare public images come from.
+        Raises:
+            PrivacyError: a number is out of its range, or the images are no images in [0, 1] or too small.
+        """
+        for name, value, least in (("size", size, 2), ("filters", filters, 1), ("places", places, 1)):
+            require_integer("Patches", name, value, least)
+        given = public_rows("Patches", public, source)
+        images = require_images("Patches", given.rows)
+        if min(images.shape[2:]) < size:
+            got = f"{tuple(images.shape[2:])} pixels"
+            raise expected("Patches", "public images", f"to be at least {size} wide and high", got, "lower size")
+        generator = torch.Generator().manual_seed(seed)
+        patches = _normalized(_random_patches(images, size, generator))
+        mean = patches.mean(0)
+        values, vectors = eigen((patches - mean).T @ (patches - mean) / len(patches))
+        whiten = (vectors * (values + 0.1).rsqrt()) @ vectors.T
+        chosen = torch.randperm(len(patches), generator=generator)[:filters]
+        if len(chosen) < filters:
+            raise expected("Patches", "filters", f"to be at most {len(patches)}", filters, "lower filters")
+        directions = F.normalize((patches[chosen] - mean) @ whiten, dim=1) @ whiten
+        # A filter of sum 0 ignores the mean of a patch, so that one convolution computes all products.
+        kernel = directions - directions.mean(1, keepdim=True)
+        super().__init__(
+            given.source,
+            kernel=kernel.view(filters, images.shape[1], size, size).float(),
+            shift=(directions @ mean).float(),
+        )
+        self.size, self.filters, self.places = size, filters, places
+
+    def features(self, rows: Any) -> Tensor:
+        images = require_images(type(self).__name__, rows)
+        kernel: Tensor = self.get_buffer("kernel")
+        if images.shape[1] != kernel.shape[1] or min(images.shape[2:]) < self.size:
+            condition = f"to have {kernel.shape[1]} channels and at least {self.size} pixels each way"
+            remedy = "give public images of the same kind as the rows"
+            raise expected("Patches", "rows", condition, tuple(images.shape[1:]), remedy)
+        mean = F.avg_pool2d(images, self.size, 1).mean(1, keepdim=True)
+        square = F.avg_pool2d(images.square(), self.size, 1).mean(1, keepdim=True)
+        scale = ((square - mean.square()).clamp(min=0) + 0.01).rsqrt()
+        response = F.conv2d(images, kernel) * scale - self.get_buffer("shift").view(-1, 1, 1)
+        signs = (F.relu(response - _THRESHOLD), F.relu(-response - _THRESHOLD))
+        return torch.cat([_pooled(sign, self.places) for sign in signs], dim=1).sqrt()
+
+
+class Hog(Extractor):
+    """Histograms of oriented gradients over grids of cells: orientations * sum(places^2) numbers per image.
+
+    Each pixel's gradient is divided among the two nearest of the signed orientations. Histograms of cells are divided
+    by the energy of the surrounding 3 x 3 cells, and capped; square roots follow.
+
+    Attributes:
+        places: numbers of cells along each side, one for each grid.
+        orientations: number of signed orientations.
+    Reference:
+        Dalal, Triggs 2005.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("places", "orientations")
+
+    def __init__(self, *, places: tuple[int, ...] = (7, 4), orientations: int = 12) -> None:
+        """Keep the settings.
+
+        Args:
+            places: cells along each side, >= 1, for each grid.
+            orientations: >= 2.
+        Raises:
+            PrivacyError: a number is out of its range.
+        """
+        require_integer("Hog", "orientations", orientations, 2)
+        for place in places:
+            require_integer("Hog", "places", place, 1)
+        super().__init__("no data")
+        self.places, self.orientations = list(places), orientations
+
+    def features(self, rows: Any) -> Tensor:
+        images = require_images(type(self).__name__, rows)
+        padded = F.pad(images, (1, 1, 1, 1), mode="replicate")
+        dx = (padded[:, :, 1:-1, 2:] - padded[:, :, 1:-1, :-2]).flatten(0, 1)
+        dy = (padded[:, :, 2:, 1:-1] - padded[:, :, :-2, 1:-1]).flatten(0, 1)
+        angle = torch.atan2(dy, dx) * (self.orientations / (2 * math.pi)) % self.orientations
+        size = (dx.square() + dy.square()).sqrt()
+        centers = torch.arange(self.orientations, device=images.device).view(-1, 1, 1)
+        apart = (angle[:, None] - centers).abs()
+        share = F.relu(1 - torch.minimum(apart, self.orientations - apart))
+        votes = (share * size[:, None]).view(len(images), images.shape[1], self.orientations, *images.shape[2:]).sum(1)
+        return torch.cat([self._cells(votes, places) for places in self.places], dim=1)
+
+    def _cells(self, votes: Tensor, places: int) -> Tensor:
+        cells = F.adaptive_avg_pool2d(votes, places)
+        energy = F.avg_pool2d(cells.square().sum(1, keepdim=True), 3, 1, 1) * 9
+        return (cells / (energy.sqrt() + 0.05)).clamp(max=_CAP).sqrt().flatten(1)
+
+
+class Scattering(Extractor):
+    """Wavelet scattering of two orders: averages of |image * wavelet|, and of |of these * wavelet|.
+
+    It needs `pip install 'privgrad[scattering]'`. Square roots of the averages are normalized in groups of three
+    channels, as GroupNorm does. With two scales and eight angles: 81 channels of (height / 4) * (width / 4) numbers.
+
+    Attributes:
+        scales: number of scales; averages are over 2^scales pixels.
+        angles: number of angles of the wavelets.
+    Reference:
+        Bruna, Mallat 2013; Tramer, Boneh 2021 (private linear models on scattering).
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("scales", "angles")
+
+    def __init__(self, *, scales: int = 2, angles: int = 8) -> None:
+        """Keep the settings.
+
+        Args:
+            scales: >= 1.
+            angles: >= 1.
+        Raises:
+            PrivacyError: kymatio is not installed, or a number is out of its range.
+        """
+        require_integer("Scattering", "scales", scales, 1)
+        require_integer("Scattering", "angles", angles, 1)
+        _kymatio()
+        super().__init__("no data")
+        self.scales, self.angles = scales, angles
+
+    def features(self, rows: Any) -> Tensor:
+        images = require_images(type(self).__name__, rows)
+        transform = _wavelets(self.scales, self.angles, tuple(images.shape[2:]), images.device)
+        averages: Tensor = transform(images.contiguous())
+        channels = averages.flatten(1, 2).clamp(min=0).sqrt()
+        return F.group_norm(channels, max(1, channels.shape[1] // 3)).flatten(1)
+
+
+def require_images(where: str, rows: Any) -> Tensor:
+    """Return rows as float32 images; raise PrivacyError unless they are images in [0, 1], or bytes."""
+    if not isinstance(rows, Tensor) or rows.ndim != 4 or rows.shape[1] not in (1, 3):
+        got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        remedy = "give images of shape (n, channels, height, width)"
+        raise expected(where, "rows", "to be images with 1 or 3 channels", got, remedy)
+    images = rows.float() / 255 if rows.dtype == torch.uint8 else rows.float()
+    low, high = float(images.min()), float(images.max())
+    if not (low >= 0 and high <= 1):
+        remedy = "load pixels with standardize=False, or scale them to [0, 1]"
+        raise expected(where, "pixels", "to be in [0, 1]", f"{low:.3g} to {high:.3g}", remedy)
+    return images
+
+
+def _kymatio() -> Any:
+    try:
+        # kymatio.torch also loads three-dimensional scattering, which fails with scipy >= 1.17.
+        return importlib.import_module("kymatio.scattering2d.frontend.torch_frontend").ScatteringTorch2D
+    except ImportError as error:
+        remedy = "pip install 'privgrad[scattering]'"
+        raise expected("Scattering", "kymatio", "to be installed", error, remedy) from error
+
+
+@functools.lru_cache(maxsize=8)
+def _wavelets(scales: int, angles: int, shape: tuple[int, ...], device: torch.device) -> Any:
+    """Return kymatio's transform of images of one size. It has no constants but wavelets."""
+    return _kymatio()(J=scales, shape=shape, L=angles).to(device)
+
+
+def _random_patches(images: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Return random patches, (_PATCHES, channels * size * size)."""
+    rows = torch.randint(len(images), (_PATCHES,), generator=generator)
+    tops = torch.randint(images.shape[2] - size + 1, (_PATCHES,), generator=generator)
+    lefts = torch.randint(images.shape[3] - size + 1, (_PATCHES,), generator=generator)
+    windows = images.unfold(2, size, 1).unfold(3, size, 1)
+    return windows[rows, :, tops, lefts].flatten(1)
+
+
+def _normalized(patches: Tensor) -> Tensor:
+    centered = patches - patches.mean(1, keepdim=True)
+    return centered * (centered.square().mean(1, keepdim=True) + 0.01).rsqrt()
+
+
+def _pooled(maps: Tensor, places: int) -> Tensor:
+    return F.adaptive_avg_pool2d(maps, places).flatten(1)

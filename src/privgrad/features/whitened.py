@@ -1,0 +1,211 @@
+"""Features with statistics taken out, and several blocks of features side by side, in rows of norm 1.
+
+Users and `experiments` call `Whitened` and `join`; `data.own_table` calls `join`. The privacy guarantee rests on this:
+means and directions come from public rows, or from a release that its own ledger charges.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self, cast, overload
+
+import torch
+from torch import Tensor
+
+from privgrad.errors import described, expected, require_integer, require_nonnegative, require_positive
+from privgrad.features.extractor import Extractor, Public, Rows, eigen, public_rows
+
+Block = Tensor | Extractor | tuple[Tensor, float] | tuple[Extractor, float]
+
+PRIVATE_MOMENT = "private second moment, charged on the ledger"
+
+
+class Whitened(Extractor):
+    """An extractor whose features are centered and whitened by public statistics, with rows of norm 1.
+
+    Computes: x -> x / |x|; minus the public mean; coordinates in the public eigenvectors, of the `keep` largest
+    eigenvalues l; times (l + ridge * mean l) ** -power; x / |x|.
+
+    Whitening gives directions equal shares of the noise that DP-SGD adds. On Fashion-MNIST it gained one point.
+
+    Attributes:
+        extractor: the extractor whose features are whitened.
+        power: 0 for none, 1/2 for whitening in full.
+        ridge: in mean eigenvalues.
+        keep: number of directions.
+    Privacy:
+        A private second moment may take the place of public rows: see `from_second_moment`.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("power", "ridge", "keep")
+    extractor: Extractor
+    power: float
+    ridge: float
+    keep: int
+
+    def __init__(
+        self,
+        extractor: Extractor,
+        public: Public | Rows,
+        *,
+        power: float = 0.375,
+        ridge: float = 0.3,
+        keep: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        """Compute mean and directions from the features of public rows.
+
+        Args:
+            extractor: an extractor.
+            public: public rows, with their source. A few thousand rows; more than `keep`.
+            power: in [0, 1/2].
+            ridge: > 0, in mean eigenvalues: it bounds how much rare directions grow.
+            keep: number of directions, at most the width of the features and the number of public rows less one.
+                None: as many as possible.
+            source: where bare public rows come from.
+        Raises:
+            PrivacyError: a number is out of its range, or bare rows have no source.
+        """
+        given = public_rows("Whitened", public, source)
+        rows = unit_rows(extractor(given.rows))
+        mean = rows.mean(0)
+        centered = rows - mean
+        moment = centered.T @ centered / len(rows)
+        most = min(len(rows) - 1, rows.shape[1])
+        self._finish(extractor, combined(extractor.source, given.source), mean, moment, most, power, ridge, keep)
+
+    @classmethod
+    def from_second_moment(
+        cls,
+        extractor: Extractor,
+        moment: Tensor,
+        *,
+        power: float = 0.375,
+        ridge: float = 0.3,
+        keep: int | None = None,
+    ) -> Self:
+        """Return an extractor that is whitened by a private second moment, where there are no public rows.
+
+        Args:
+            extractor: an extractor.
+            moment: (width, width), from `release_second_moment(unit_rows(features), bound=1.0, ...)`. Its scale does
+                not matter.
+            power: as in Whitened.
+            ridge: as in Whitened.
+            keep: as in Whitened.
+        Raises:
+            PrivacyError: the moment is not a square symmetric matrix, or a number is out of its range.
+        Privacy:
+            The release must be charged: whiten with the result of `release_second_moment` only. What follows is
+            post-processing. Nothing is subtracted, as the mean of the rows was not released.
+        """
+        if moment.ndim != 2 or moment.shape[0] != moment.shape[1] or not torch.equal(moment, moment.T):
+            remedy = "give the result of release_second_moment"
+            raise expected("Whitened", "moment", "to be a symmetric matrix", tuple(moment.shape), remedy)
+        made = cls.__new__(cls)
+        source = combined(extractor.source, PRIVATE_MOMENT)
+        mean = torch.zeros(len(moment))
+        made._finish(extractor, source, mean, moment.float(), len(moment), power, ridge, keep)
+        return made
+
+    def _finish(
+        self,
+        extractor: Extractor,
+        source: str,
+        mean: Tensor,
+        moment: Tensor,
+        most: int,
+        power: float,
+        ridge: float,
+        keep: int | None,
+    ) -> None:
+        require_nonnegative("Whitened", "power", power, "give a number in [0, 0.5], such as 0.375")
+        require_positive("Whitened", "ridge", ridge, "give 0.3")
+        chosen = most if keep is None else keep
+        require_integer("Whitened", "keep", chosen, 1)
+        if chosen > most:
+            remedy = "lower keep, or give more public rows"
+            raise expected("Whitened", "keep", f"to be at most {most}", chosen, remedy)
+        values, vectors = eigen(moment)
+        scales = (values + ridge * values.sum() / most) ** -power
+        super().__init__(source, mean=mean, directions=(vectors * scales)[:, :chosen].contiguous())
+        self.extractor, self.power, self.ridge, self.keep = extractor, float(power), float(ridge), chosen
+
+    def features(self, rows: Any) -> Tensor:
+        made = unit_rows(self.extractor.features(rows).float()) - self.get_buffer("mean")
+        return unit_rows(made @ self.get_buffer("directions"))
+
+
+class Joined(Extractor):
+    """Several extractors side by side, in rows of norm 1. `join` makes it.
+
+    Attributes:
+        weights: the norm of each extractor's part before the whole row is scaled to norm 1; None leaves it as it is.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ("weights",)
+    weights: list[float | None]
+
+    def __init__(self, extractors: Sequence[Extractor], weights: Sequence[float | None]) -> None:
+        super().__init__(combined(*(extractor.source for extractor in extractors)))
+        self.weights = list(weights)
+        for index, extractor in enumerate(extractors):
+            self.add_module(str(index), extractor)
+
+    def features(self, rows: Any) -> Tensor:
+        parts = [cast(Extractor, self.get_submodule(str(i))).features(rows).float() for i in range(len(self.weights))]
+        return _joined(parts, self.weights)
+
+
+@overload
+def join(*blocks: Tensor | tuple[Tensor, float]) -> Tensor: ...
+@overload
+def join(*blocks: Extractor | tuple[Extractor, float]) -> Extractor: ...
+def join(*blocks: Any) -> Tensor | Extractor:
+    """Return features side by side, in rows of norm 1: of tensors a tensor, of extractors an extractor.
+
+    Args:
+        *blocks: tensors of shape (n, width), floating point, or extractors. A pair of a block and a weight > 0 first
+            scales the block's rows to norm `weight`; without a weight they stay as they are.
+    Returns:
+        Rows of norm 1, (n, sum of widths). For k one-hot columns, this divides each code by the square root of k.
+    Raises:
+        PrivacyError: there are no blocks, their numbers of rows differ, or tensors and extractors are mixed.
+    """
+    pairs: list[tuple[Any, float | None]] = [block if isinstance(block, tuple) else (block, None) for block in blocks]
+    weights = [weight for _, weight in pairs]
+    for weight in weights:
+        if weight is not None:
+            require_positive("join", "a weight", weight, "leave out a block that must not count")
+    parts = [part for part, _ in pairs]
+    if parts and all(isinstance(part, Extractor) for part in parts):
+        return Joined(parts, weights)
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else described(part) for part in parts]
+    if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] for shape in shapes):
+        condition = "to be at least one tensor, all of shape (n, width), or extractors only"
+        raise expected("join", "blocks", condition, f"shapes {shapes}", "give the codes of the same rows")
+    return _joined(parts, weights)
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return each row divided by its Euclidean norm, shape (n, ...); rows of zeros stay zeros.
+
+    Args:
+        rows: shape (n, ...), floating point.
+    Raises:
+        PrivacyError: `rows` is not a floating-point tensor of at least two dimensions.
+    """
+    if not rows.is_floating_point() or rows.ndim < 2:
+        got = f"{rows.dtype} of shape {tuple(rows.shape)}"
+        raise expected("unit_rows", "rows", "to be floating point, of shape (n, ...)", got, "convert it by .float()")
+    norms = rows.flatten(1).square().sum(1).sqrt().view(-1, *[1] * (rows.ndim - 1))
+    return rows / torch.where(norms > 0, norms, 1.0)
+
+
+def combined(*sources: str) -> str:
+    """Return several sources as one text for the ledger; "no data" only if there is nothing else."""
+    parts = dict.fromkeys(part for source in sources for part in source.split("; ") if part != "no data")
+    return "; ".join(parts) or "no data"
+
+
+def _joined(parts: Sequence[Tensor], weights: Sequence[float | None]) -> Tensor:
+    scaled = [part if weight is None else unit_rows(part) * weight for part, weight in zip(parts, weights, strict=True)]
+    return unit_rows(torch.cat(scaled, dim=1))
