@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
-from privgrad.experiments import build
+from privgrad.experiments import build, measures
 from privgrad.experiments.load_spec import check_spec, load_spec
 from privgrad.experiments.spec import Spec
 from privgrad.papers.reproduce import prepared
@@ -65,10 +65,10 @@ def of_spec(spec: Spec) -> Task:
     return Task(
         data.train,
         tuple(values[:PUBLIC] for values in public.tensors),
-        build.losses_for(data),
+        measures.losses_for(data),
         spec.plan,
         model,
-        lambda trained: build.measure(trained, data.test, data),
+        lambda trained: measures.measure(trained, data.test, data),
     )
 
 

@@ -17,8 +17,9 @@ from privgrad import data
 from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.sources import cache
 from privgrad.data.tabular import _CATEGORIES
-from privgrad.experiments.build import losses_for, make_data, make_model, outcomes, unit_scores
+from privgrad.experiments.build import make_data, make_model
 from privgrad.experiments.load_spec import check_spec, load_spec
+from privgrad.experiments.measures import losses_for, outcomes, unit_scores
 from privgrad.experiments.runner import compare, train
 from privgrad.features import Bins, OneHot, join, unit_rows
 

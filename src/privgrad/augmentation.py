@@ -1,6 +1,6 @@
 """Augmentation multiplicity: the mean gradient over several views of each example is clipped as one gradient.
 
-Users and `experiments.build` wrap their loss function here. The privacy guarantee rests on this file, and on the
+Users and `experiments.measures` wrap their loss function here. The privacy guarantee rests on this file, and on the
 `augment` of a user: each view must depend on one example only.
 """
 

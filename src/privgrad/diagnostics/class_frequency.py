@@ -1,6 +1,6 @@
 """Loss and accuracy by class frequency, to show the rare classes that an overall mean hides.
 
-Users and `experiments.build` call it. The privacy guarantee does not rest on this file.
+Users and `experiments.measures` call it. The privacy guarantee does not rest on this file.
 """
 
 from collections.abc import Sequence

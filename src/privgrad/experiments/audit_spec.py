@@ -18,13 +18,13 @@ from privgrad.audit.methods import flat
 from privgrad.data import DataSet
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.build import (
-    losses_for,
     make_data,
     make_model,
     preconditioner,
     public_gradient,
     require_images,
 )
+from privgrad.experiments.measures import losses_for
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient

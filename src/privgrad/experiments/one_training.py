@@ -15,7 +15,6 @@ from torch import nn
 from privgrad import optim
 from privgrad.data import DataSet
 from privgrad.experiments.build import (
-    losses_for,
     make_model,
     preconditioner,
     public_examples,
@@ -23,6 +22,7 @@ from privgrad.experiments.build import (
     warm_start,
 )
 from privgrad.experiments.folder import Record
+from privgrad.experiments.measures import losses_for
 from privgrad.experiments.records import own_text, rate_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of

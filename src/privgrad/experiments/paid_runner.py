@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from privgrad.budget import Budget
 from privgrad.data import DataSet
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
-from privgrad.experiments.build import outcomes, unit_scores
 from privgrad.experiments.folder import Record, append, describe, read_records
+from privgrad.experiments.measures import outcomes, unit_scores
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text

@@ -20,13 +20,9 @@ from torch import nn
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
-from privgrad.experiments.build import (
-    make_data,
-    measure,
-    outcomes,
-    require_images,
-)
+from privgrad.experiments.build import make_data, require_images
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
+from privgrad.experiments.measures import measure, outcomes
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text

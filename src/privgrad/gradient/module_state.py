@@ -84,7 +84,7 @@ def seeded(seed: int) -> Generator[None]:
 def evaluating(model: nn.Module) -> Generator[None]:
     """Set evaluation mode (no dropout), and restore each module's own mode afterwards.
 
-    `fit` and `experiments.build` call it to evaluate a model, and `randomness` to check one.
+    `fit` and `experiments.measures` call it to evaluate a model, and `randomness` to check one.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

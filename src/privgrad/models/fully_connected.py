@@ -1,8 +1,8 @@
 """Models of fully connected layers, also on bags of words and sparse rows.
 
 Users make the models; `experiments.build` makes them by name, through its table MODELS. A model runs (`forward`) when a
-loss function calls it in training, or `experiments.build` in evaluations. The privacy guarantee does not rest on this
-file: no model here mixes examples, and `gradient.validation` tests that before training.
+loss function calls it in training, or `experiments.measures` in evaluations. The privacy guarantee does not rest on
+this file: no model here mixes examples, and `gradient.validation` tests that before training.
 """
 
 from itertools import pairwise

@@ -22,8 +22,8 @@ from rich.table import Table
 from privgrad.data import DataSet
 from privgrad.diagnostics import raw_clipping_bias
 from privgrad.errors import expected
-from privgrad.experiments.build import losses_for
 from privgrad.experiments.folder import Record, append, read_records
+from privgrad.experiments.measures import losses_for
 from privgrad.experiments.records import mean, std
 from privgrad.experiments.runner import open_folder
 from privgrad.experiments.spec import MethodTable, Spec

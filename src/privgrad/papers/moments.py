@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from privgrad.diagnostics import RawGradientStats, RawMoments, five_numbers, raw_pairwise_cosines
 from privgrad.errors import expected
-from privgrad.experiments.build import losses_for
 from privgrad.experiments.folder import Record, claim, read_records
+from privgrad.experiments.measures import losses_for
 from privgrad.experiments.runner import open_folder
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.optim import AdamBC

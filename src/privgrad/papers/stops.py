@@ -13,7 +13,8 @@ from torch import nn
 
 from privgrad.data import DataSet
 from privgrad.errors import expected
-from privgrad.experiments.build import losses_for, make_model
+from privgrad.experiments.build import make_model
+from privgrad.experiments.measures import losses_for
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
