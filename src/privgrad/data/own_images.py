@@ -78,6 +78,7 @@ def image_folder(
         num_classes=len(classes),
         input_shape=(channels, size, size),
         split="unit",
+        pixel_range=(0.0, 1.0),
     )
 
 

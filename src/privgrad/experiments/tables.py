@@ -120,11 +120,20 @@ class PrivacyTable(Table):
     simulate: int = Field(default=1, ge=1)
 
 
-class PreconditionTable(Table):
-    """The divisor of gradients before clipping: a rule on public data, or on public word counts."""
+Synthetic = Literal["silhouettes", "pink-noise", "words"]
 
-    rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank"]
+
+class PreconditionTable(Table):
+    """What is applied to gradients before clipping: a rule on public data, or on public word counts.
+
+    The rule "inputs" takes synthetic examples by `public`; without it, the public examples of the data.
+    """
+
+    rule: Literal[
+        "public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank", "inputs"
+    ]
     options: dict[str, Any] = Field(default_factory=dict)
+    public: Synthetic | None = None
 
     @property
     def by_counts(self) -> bool:

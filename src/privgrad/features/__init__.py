@@ -10,6 +10,7 @@ from privgrad.features.extractor import Extractor, Public
 from privgrad.features.frozen import Frozen, RandomFourier
 from privgrad.features.images import Hog, Patches, Scattering
 from privgrad.features.public_images import pink_noise, silhouettes
+from privgrad.features.public_words import word_sequences
 from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.features.whitened import Whitened, join, unit_rows
 
@@ -31,4 +32,5 @@ __all__ = [
     "save_extractor",
     "silhouettes",
     "unit_rows",
+    "word_sequences",
 ]
