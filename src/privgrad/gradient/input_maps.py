@@ -96,7 +96,7 @@ class Inputs(Preconditioner):
         parameters: Mapping[str, Tensor],
         raw_mean: MeanGradient,
     ) -> Transform:
-        """Return the matrices of one step; compute them anew first if the step begins a new interval."""
+        """Return the matrices of one step; compute new ones first if the step begins an interval."""
         del epoch_steps, noise_std, raw_mean
         if self._step < step:
             if step // self._every > self._step // self._every:  # -1 // every is -1: the first step always computes

@@ -46,7 +46,7 @@ class InputMap:
 
     @property
     def constant(self) -> tuple[Tensor, Tensor]:
-        """What U adds to the layer's inputs because of the constant 1, shape (I,), and the constant's own factor."""
+        """The vector that the constant 1 adds to the mapped inputs, shape (I,), and the factor of the constant."""
         if self.matrix.dim() == 1:
             return torch.zeros_like(self.matrix[:-1]), self.matrix[-1]
         return self.matrix[:-1, -1], self.matrix[-1, -1]
@@ -62,7 +62,7 @@ class InputMap:
         return x * inner if inner.dim() == 1 else x @ inner
 
     def of_constant(self, x: Tensor) -> Tensor:
-        """Return what U makes of the constant 1 beside inputs of shape (..., I): shape (...,)."""
+        """Return the mapped constant for inputs of shape (..., I): shape (...,)."""
         across, own = self.constant
         return x @ across.to(x) + own.to(x)
 
