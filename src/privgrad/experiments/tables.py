@@ -124,7 +124,7 @@ Synthetic = Literal["silhouettes", "pink-noise", "words"]
 
 
 class PreconditionTable(Table):
-    """What is applied to gradients before clipping: a rule on public data, or on public word counts.
+    """A map of gradients before clipping: a rule on public data, or on public word counts.
 
     The rule "inputs" takes synthetic examples by `public`; without it, the public examples of the data.
     """
