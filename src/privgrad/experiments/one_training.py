@@ -100,7 +100,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     made = preconditioner(method.precondition, public, model, data)
     private_grad = PrivateGradient(
         model,
-        losses_for(data, views=spec.run.augmentation_multiplicity),
+        losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
         plan,
         perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
         precondition=made,

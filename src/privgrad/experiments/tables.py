@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from privgrad.augmentation import Flip
 from privgrad.gradient import perturb
 from privgrad.gradient.contribution import Contribution
 from privgrad.models import Activation
@@ -224,7 +225,7 @@ class RunTable(Table):
 
     `seeds` are the research seeds of a comparison. `schedule` is the learning rate over the steps; without it, the rate
     is constant. `augmentation_multiplicity` is the number of randomly moved views of
-    each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
+    each image; `flip` also mirrors half of them. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
     `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
     noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
     """
@@ -233,6 +234,7 @@ class RunTable(Table):
     schedule: ScheduleTable | None = None
     num_evaluations: int = Field(default=10, ge=1)
     augmentation_multiplicity: int = Field(default=1, ge=1)
+    flip: Flip | Literal["none"] = "none"
     ema_decay: float | None = Field(default=None, ge=0, lt=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     engine: Literal["factored", "vmap"] = "factored"
@@ -240,3 +242,8 @@ class RunTable(Table):
     memory_mb: float | None = Field(default=None, gt=0)
     diagnose: bool = False
     tensorboard: bool = False
+
+    @property
+    def mirrored(self) -> Flip | None:
+        """Return the direction in which views are mirrored. `one_training` and `audit_spec` read it."""
+        return None if self.flip == "none" else self.flip
