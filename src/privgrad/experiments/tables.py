@@ -224,10 +224,10 @@ class RunTable(Table):
     """The table [run]: seeds, schedule, augmentation, evaluation, device and speed.
 
     `seeds` are the research seeds of a comparison. `schedule` is the learning rate over the steps; without it, the rate
-    is constant. `augmentation_multiplicity` is the number of randomly moved views of
-    each image; `flip` also mirrors half of them. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
-    `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
-    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
+    is constant. `augmentation_multiplicity` is the number of randomly shifted views of each image; `flip` also mirrors
+    half of them. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the
+    weights. `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of
+    clipping and noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
