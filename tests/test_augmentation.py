@@ -110,6 +110,8 @@ def test_flips_are_along_the_direction_given_and_zero_probability_changes_nothin
     for flip, dim in (("horizontal", 3), ("vertical", 2)):
         options: Any = {"pixels": 0, "probability": 1.0, "flip": flip}
         assert torch.equal(shift_and_flip(images, **options), images.flip(dim))
+    assert torch.equal(shift_and_flip(images, pixels=0, probability=1.0, flip=None), images)
+    assert not torch.equal(shift_and_flip(images, pixels=2, probability=1.0, flip=None), images)
 
 
 @pytest.mark.parametrize("wrong", [{"pixels": -1}, {"pixels": 4}, {"probability": 2.0}, {"flip": "diagonal"}])

@@ -39,7 +39,7 @@ SIGNATURES = {
     "processes",
     pg.NoisyGradient: "tensors noise_std",
     pg.NoisyGradient.assign: "self model",
-    pg.precondition.Transform: "inverse_scales keep shift",
+    pg.precondition.Transform: "inverse_scales keep shift input_maps",
     gradient.register_rule: "layers",
     gradient.Dense: "grads_BP",
     gradient.Outer: "a_BTI b_BTO",
@@ -47,7 +47,7 @@ SIGNATURES = {
     gradient.Convolution: "x b geometry parts",
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
-    "other_public score counts_provenance split by_person public_inputs extractor",
+    "other_public score counts_provenance split by_person pixel_range public_inputs extractor",
     data.image_folder: "path classes size channels standardize unit max_rows test test_share validation_share split_key",
     data.table: "path columns label classes unit max_rows row_id test test_share test_every validation_share "
     "split_key table",

@@ -49,7 +49,9 @@ def multiplicity(loss_fn: LossFunction, augment: Callable[[Any], Any], *, views:
     return losses if views > 1 else loss_fn
 
 
-def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal", probability: float = 0.5) -> Tensor:
+def shift_and_flip(
+    images: Tensor, *, pixels: int = 4, flip: Flip | None = "horizontal", probability: float = 0.5
+) -> Tensor:
     """Shift images by a few pixels and flip them, at random and independently for each image.
 
     Pixels from outside the image are mirrored at its edge, the edge included. It serves as `augment` of `multiplicity`.
@@ -57,7 +59,7 @@ def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal"
     Args:
         images: shape (B, C, H, W).
         pixels: the largest shift up, down, left or right; below H and W.
-        flip: direction of the flip.
+        flip: direction of the flip; None only shifts, for images that have a fixed side, such as shoes or digits.
         probability: probability of a shift, and independently of a flip, in [0, 1].
     Returns:
         The changed images, shape (B, C, H, W).
@@ -71,9 +73,9 @@ def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal"
         raise expected("shift_and_flip", "images", "of shape (B, C, H, W)", got, remedy)
     size, _, height, width = images.shape
     require_integer("shift_and_flip", "pixels", pixels, 0)
-    if pixels >= min(height, width) or not 0 <= probability <= 1 or flip not in get_args(Flip):
+    if pixels >= min(height, width) or not 0 <= probability <= 1 or flip not in (None, *get_args(Flip)):
         got = f"{pixels}, {probability} and {flip!r}"
-        condition = f"to be below {min(height, width)}, in [0, 1], and 'horizontal' or 'vertical'"
+        condition = f"to be below {min(height, width)}, in [0, 1], and 'horizontal', 'vertical' or None"
         remedy = "give values in these ranges, usually 4, 0.5 and 'horizontal'"
         raise expected("shift_and_flip", "pixels, probability and flip", condition, got, remedy)
 
@@ -86,7 +88,7 @@ def shift_and_flip(images: Tensor, *, pixels: int = 4, flip: Flip = "horizontal"
     rows, columns = (_mirrored(position, n) for position, n in zip(positions, (height, width), strict=True))
     if flip == "horizontal":
         columns = torch.where(mirrored, columns.flip(1), columns)
-    else:
+    elif flip == "vertical":
         rows = torch.where(mirrored, rows.flip(1), rows)
     image = torch.arange(size, device=images.device)[:, None, None]
     return images[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

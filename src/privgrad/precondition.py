@@ -1,5 +1,9 @@
-"""Public scales for `PrivateGradient(..., precondition=...)`. Their code: `precondition` and `moments` of gradient/."""
+"""Public scales and matrices for `PrivateGradient(..., precondition=...)`.
 
+Their code: `precondition`, `moments` and `input_maps` of gradient/.
+"""
+
+from privgrad.gradient.input_maps import inputs
 from privgrad.gradient.moments import public_adagrad, public_adam, public_rmsprop, raw_ideal_rmsprop
 from privgrad.gradient.precondition import Preconditioner, Transform, fixed
 
@@ -7,6 +11,7 @@ __all__ = [
     "Preconditioner",
     "Transform",
     "fixed",
+    "inputs",
     "public_adagrad",
     "public_adam",
     "public_rmsprop",

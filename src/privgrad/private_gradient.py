@@ -39,6 +39,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.example_groups import group_means, group_of, split_by_group
 from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
@@ -94,7 +95,8 @@ class PrivateGradient:
         perturb: what each example adds: perturb.BAM(radius), its gradient at a point of its own; perturb.SAT(radius),
             its gradient at one point along the last released gradient; None, its gradient at the weights. With a plan
             for users, federated.LocalUpdate(...): the update of each user.
-        precondition: divides each gradient by public scales before it is clipped (AdaDPS). None: no division.
+        precondition: divides each gradient by public scales before it is clipped (AdaDPS), or multiplies the inputs of
+            its layers by public matrices. None: neither.
         clip: Flat(), PerLayer({...}) or Automatic().
         engine: "factored" (fast; examples share one forward pass) or "vmap" (any module, one example at a time, much
             memory). Speed only: both compute the same gradients.
@@ -385,6 +387,7 @@ class PrivateGradient:
         with seeded(seed + self._processes.rank), contribution.at(step, parameters, raw_mean):
             for rows, chunk in self._chunks(batch, step, scales):
                 self._require_rows(rows, chunk, parameters)
+                chunk = with_mapped_inputs(chunk, transform.input_maps)
                 accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk)
         return accumulator.result()
 

@@ -18,7 +18,7 @@ from tests.sensitivity.search import LIMIT, Tally, run_case
 
 Examples = tuple[Tensor, ...]
 ENGINES, CONTRIBUTIONS = {"factored", "vmap"}, {"plain", "BAM sam", "BAM exact", "SAT"}
-OPTIONS = {"Flat", "PerLayer", "Automatic", "none", "fixed", "public_adam", "eps", "noise_eps"}
+OPTIONS = {"Flat", "PerLayer", "Automatic", "none", "fixed", "public_adam", "inputs", "eps", "noise_eps"}
 
 
 def search(cases: list[tuple[int, str | None]]) -> Tally:

@@ -12,6 +12,7 @@ import privgrad as pg
 from mutants.draws import NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
+from mutants.input_maps import INPUT_MAPS
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
 from mutants.processes import PROCESSES
@@ -26,6 +27,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "BAM and SAT": PERTURBING,
     "AdaDPS": PRECONDITIONING,
     "Features": FEATURES,
+    "Input maps": INPUT_MAPS,
     "Users": USERS,
     "Optimizers": OPTIMIZERS,
     "Accounting and plan": ACCOUNTING,

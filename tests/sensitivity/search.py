@@ -22,6 +22,7 @@ from privgrad import precondition
 from privgrad.gradient.clipping import Automatic, Clipping, Flat, PerLayer
 from privgrad.gradient.contribution import Contribution
 from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.module_state import evaluating, seeded, trainable
 from privgrad.gradient.perturb import BAM, SAT
 from privgrad.gradient.public_gradient import PublicGradient
@@ -43,6 +44,7 @@ _FAVORED = {
     "aligned": ("weight_norm", "old weight_norm", "orthogonal", "constant parametrization"),
     "extreme": ("Linear", "Linear", "Linear", "Conv1D of transformers", "SparseLinear"),
 }
+_INPUTS = 0.25  # share of cases without scales that map their inputs
 # Calls of an engine after which no audit is due for long.
 _LATER = 2**40 + 1
 
@@ -161,6 +163,8 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
     if microbatch is not None and microbatch < count // 16 and draw.chance(0.9):
         microbatch = None
     preconditioner = _weighted(rng, _PRECONDITIONERS.get(profile, _PRECONDITIONERS["plain"]))
+    if preconditioner == "none" and random.Random(f"inputs {seed} {number}").random() < _INPUTS:
+        preconditioner = "inputs"  # by a generator of its own, so that older cases stay as they were drawn
     scales = _scales(draw, drawn.model, profile) if preconditioner == "fixed" else {}
     smallest = min((float(scale.min()) for scale in scales.values() if scale.numel()), default=1.0)
     bound = draw.power(-9, 6) if draw.chance(0.5) else 1.0
@@ -297,6 +301,9 @@ class Oracle:
             gradient = PublicGradient(self.model, self.loss, case.public_examples, source="drawn")
             unit: dict[str, Any] = dict([options.unit])
             transform = precondition.public_adam(gradient, keep=0.9, **unit)
+        elif options.preconditioner == "inputs":
+            maps: dict[str, Any] = {"power": 0.5, "ridge": 0.1, "wide": 4096 if case.number % 3 else 3}
+            transform = precondition.inputs(case.public_examples, source="drawn", forward=self.loss, **maps)
         self.private_grad = pg.PrivateGradient(
             self.model,
             self.loss,
@@ -351,7 +358,8 @@ class Oracle:
         transform = private_grad._transform(batch, 0, 0, parameters)
         size = sum(p.numel() for p in parameters.values())
         with seeded(0), private_grad._contribution.at(0, parameters, dict):
-            for _, chunk in private_grad._chunks(batch, 0, transform.inverse_scales):
+            for _, unmapped in private_grad._chunks(batch, 0, transform.inverse_scales):
+                chunk = with_mapped_inputs(unmapped, transform.input_maps)
                 for index in range(next(iter(chunk.values())).examples):
                     own: dict[str, Tensor] = {}
                     for name, factor in chunk.items():

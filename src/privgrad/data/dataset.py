@@ -42,6 +42,8 @@ class DataSet:
         other_public: public examples from another source, with another distribution; None if there are none.
         split: how train, validation and test were divided. "unit": a keyed hash of each privacy unit alone decided its
             part, and all rows of a unit are in one part; the sizes of the parts are then private. "size": otherwise.
+        pixel_range: for images: the values of black and of white pixels in all channels; None if inputs are no such
+            images.
         by_person: whether each row of the tensors holds all rows of one person: inputs (n, rows, *input_shape), and
             labels (n, rows) with NO_LABEL for rows that the person does not have.
         public_inputs: inputs without labels, outside of all examples, (m, *input_shape): for the statistics of feature
@@ -64,6 +66,7 @@ class DataSet:
     counts_provenance: Provenance = "public data"
     split: Literal["size", "unit"] = "size"
     by_person: bool = False
+    pixel_range: tuple[float, float] | None = None
     public_inputs: Tensor | None = None
     extractor: Extractor | None = None
 
@@ -87,6 +90,7 @@ def split(
     vocabulary: int | None = None,
     public_counts: Tensor | None = None,
     score: Literal["accuracy", "recall@5"] = "accuracy",
+    pixel_range: tuple[float, float] | None = None,
 ) -> DataSet:
     """Return a DataSet whose validation part is the end of the training part.
 
@@ -100,6 +104,7 @@ def split(
         vocabulary: as in DataSet.
         public_counts: as in DataSet.
         score: as in DataSet.
+        pixel_range: as in DataSet.
     Raises:
         PrivacyError: validation is out of its range.
     """
@@ -119,6 +124,7 @@ def split(
         vocabulary=vocabulary,
         public_counts=public_counts,
         score=score,
+        pixel_range=pixel_range,
     )
 
 

@@ -76,7 +76,7 @@ def digits(*, size: Positive = 8, standardize: bool = True, validation: int = 0)
     mean, std = _moments(0.3, 0.37, standardize=standardize)
     images, labels = (images[order] - mean) / std, labels[order]
     train, test = (images[:1437], labels[:1437]), (images[1437:], labels[1437:])
-    return split("digits (scikit-learn)", train, test, validation)
+    return split("digits (scikit-learn)", train, test, validation, pixel_range=(-mean / std, (1 - mean) / std))
 
 
 def fashion_mnist(path: PathLike | None = None, *, standardize: bool = True, validation: int = 0) -> DataSet:
@@ -204,7 +204,7 @@ def _standardized(name: str, folder: Path, moments: tuple[float, float], validat
         images, labels = _read_part(folder, which)
         return ((images.float() / 255 - mean) / std)[:, None], labels
 
-    return split(name, part("train"), part("t10k"), validation)
+    return split(name, part("train"), part("t10k"), validation, pixel_range=(-mean / std, (1 - mean) / std))
 
 
 def _moments(mean: float, std: float, *, standardize: bool) -> tuple[float, float]:

@@ -104,6 +104,7 @@ def image_folder(
         input_shape=(channels, size, size),
         split="unit",
         by_person=unit != ROW,
+        pixel_range=(-1.0 if standardize else 0.0, 1.0),
     )
 
 

@@ -104,7 +104,7 @@ def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None)
         )
         private_grad = PrivateGradient(
             model,
-            losses_for(data, views=spec.run.augmentation_multiplicity),
+            losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
             plan,
             perturb=method.perturbation(candidate, spec.privacy.privacy_unit),
             precondition=preconditioner(method.precondition, public, model, data),

@@ -21,6 +21,7 @@ from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import expected
 from privgrad.experiments.measures import losses_for
 from privgrad.experiments.metrics import require_suited
+from privgrad.experiments.public_inputs import public_inputs
 from privgrad.experiments.sources import encoder_folder, load, own_model, require_count
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import ModelTable, PreconditionTable, WarmStartTable
@@ -252,7 +253,7 @@ def preconditioner(
     `runner` and `audit_spec` call it.
 
     Raises:
-        PrivacyError: the rule needs public word counts, and the data have none.
+        PrivacyError: the rule needs public word counts or another kind of data.
     """
     if table is None:
         return None
@@ -271,7 +272,12 @@ def preconditioner(
         return precondition.fixed(scales)
     if table.rule == "raw_ideal_rmsprop":
         return precondition.raw_ideal_rmsprop(**table.options)
+    if table.rule == "inputs" and table.public is not None:
+        examples, origin = public_inputs(table.public, data)
+        return precondition.inputs(examples, source=origin, **table.options)
     assert public is not None
+    if table.rule == "inputs":
+        return precondition.inputs(public.examples[0], source=public.source, **table.options)
     return getattr(precondition, table.rule)(public, **table.options)
 
 

@@ -171,7 +171,7 @@ def _require_noise_for_scales(method: MethodTable, spec: Spec) -> None:
 
 
 # Arguments of a preconditioner's rule that the experiment gives itself.
-_GIVEN = ("gradient", "counts", "parameter", "dim", "source", "provenance")
+_GIVEN = ("gradient", "counts", "parameter", "dim", "source", "provenance", "examples", "forward")
 
 
 def _rule(table: PreconditionTable) -> Callable[..., Any]:
@@ -188,9 +188,14 @@ def _require_precondition(table: PreconditionTable, place: str) -> None:
     """Raise PrivacyError unless the options suit the rule; the rule is called once on tiny inputs to check."""
     for name in table.options:
         require_option(name, _options_of(table), f"{place}.{name}")
+    if table.public is not None and table.rule != "inputs":
+        remedy = 'leave it out, or set rule = "inputs"'
+        raise expected("load_spec", place.replace("options", "public"), 'to be for "inputs" only', table.rule, remedy)
     # Tiny versions of the arguments that the experiment gives itself.
     public = PublicGradient(nn.Identity(), lambda _, x: x, torch.zeros(1), source="none")
-    given = dict(zip(_GIVEN, (public, torch.ones(10_000), "p", 0, "none", "public data"), strict=True))
+    given = dict(
+        zip(_GIVEN, (public, torch.ones(10_000), "p", 0, "none", "public data", torch.ones(1), None), strict=True)
+    )
     function = _rule(table)
     parameters = inspect.signature(function).parameters
     try:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from privgrad.augmentation import multiplicity, shift_and_flip
+from privgrad.augmentation import Flip, multiplicity, shift_and_flip
 from privgrad.data import DataSet
 from privgrad.data.dataset import NO_LABEL
 from privgrad.diagnostics import by_frequency
@@ -26,12 +26,13 @@ from privgrad.gradient.public_gradient import LossFunction
 _MOST_LOGITS = 1 << 26  # in memory at once during an evaluation
 
 
-def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
+def losses_for(data: DataSet, *, views: int = 1, flip: Flip | None = None) -> LossFunction:
     """Return the loss function for a data set: (model, examples) -> losses, shape (B,).
 
     The loss is the cross-entropy of the class, or its mean over an example's tokens with a label. For tags, the target
     gives equal shares to all tags of the example. For reconstruction, the loss is the mean squared error. With `views`
-    above 1, each loss is the mean over that many randomly moved views of the image.
+    above 1, each loss is the mean over that many randomly shifted views of the image, and `flip` is the
+    direction in which half of them are mirrored.
 
     `runner`, `audit_spec` and the items of papers call it.
     """
@@ -43,7 +44,7 @@ def losses_for(data: DataSet, *, views: int = 1) -> LossFunction:
 
     def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images = batch[0].flatten(0, 1) if data.by_person else batch[0]
-        return shift_and_flip(images).view(batch[0].shape), batch[1]
+        return shift_and_flip(images, flip=flip).view(batch[0].shape), batch[1]
 
     return multiplicity(losses_of, moved, views=views)
 

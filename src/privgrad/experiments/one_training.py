@@ -102,7 +102,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     features = None if data.extractor is None else declared(data.extractor)
     private_grad = PrivateGradient(
         model,
-        losses_for(data, views=spec.run.augmentation_multiplicity),
+        losses_for(data, views=spec.run.augmentation_multiplicity, flip=spec.run.mirrored),
         plan,
         perturb=method.perturbation(run.candidate, spec.privacy.privacy_unit),
         precondition=made,

@@ -125,7 +125,8 @@ class MethodTable(Table):
 
         `build` and `load_spec` read it.
         """
-        by_rule = self.precondition is not None and self.precondition.rule.startswith("public")
+        rule = self.precondition
+        by_rule = rule is not None and (rule.rule.startswith("public") or (rule.rule == "inputs" and not rule.public))
         by_optimizer = "public" in constructor_arguments(optim.OPTIMIZERS[self.optimizer])
         return by_rule or self.warm_start is not None or by_optimizer
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from privgrad.augmentation import Flip
 from privgrad.gradient import perturb
 from privgrad.gradient.contribution import Contribution
 from privgrad.models import Activation
@@ -141,11 +142,20 @@ class PrivacyTable(Table):
     simulate: int = Field(default=1, ge=1)
 
 
-class PreconditionTable(Table):
-    """The divisor of gradients before clipping: a rule on public data, or on public word counts."""
+Synthetic = Literal["silhouettes", "pink-noise", "words"]
 
-    rule: Literal["public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank"]
+
+class PreconditionTable(Table):
+    """A map of gradients before clipping: a rule on public data, or on public word counts.
+
+    The rule "inputs" takes synthetic examples by `public`; without it, the public examples of the data.
+    """
+
+    rule: Literal[
+        "public_rmsprop", "public_adam", "public_adagrad", "raw_ideal_rmsprop", "frequencies", "by_rank", "inputs"
+    ]
     options: dict[str, Any] = Field(default_factory=dict)
+    public: Synthetic | None = None
 
     @property
     def by_counts(self) -> bool:
@@ -236,11 +246,11 @@ class RunTable(Table):
     """The table [run]: seeds, schedule, augmentation, evaluation, device and speed.
 
     `seeds` are the research seeds of a comparison. `schedule` is the learning rate over the steps; without it, the rate
-    is constant. `augmentation_multiplicity` is the number of randomly moved views of
-    each image. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the weights.
-    `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of clipping and
-    noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard. `metrics` are
-    measured on the test part besides loss and score; see `metrics.metrics_of`.
+    is constant. `augmentation_multiplicity` is the number of randomly shifted views of each image; `flip` also mirrors
+    half of them. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the
+    weights. `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of
+    clipping and noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard. `metrics`
+    are measured on the test part besides loss and score; see `metrics.metrics_of`.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
@@ -248,6 +258,7 @@ class RunTable(Table):
     num_evaluations: int = Field(default=10, ge=1)
     metrics: list[str] = []
     augmentation_multiplicity: int = Field(default=1, ge=1)
+    flip: Flip | Literal["none"] = "none"
     ema_decay: float | None = Field(default=None, ge=0, lt=1)
     device: Literal["cpu", "cuda", "auto"] = "cpu"
     engine: Literal["factored", "vmap"] = "factored"
@@ -255,3 +266,8 @@ class RunTable(Table):
     memory_mb: float | None = Field(default=None, gt=0)
     diagnose: bool = False
     tensorboard: bool = False
+
+    @property
+    def mirrored(self) -> Flip | None:
+        """Return the direction in which views are mirrored. `one_training` and `audit_spec` read it."""
+        return None if self.flip == "none" else self.flip

@@ -11,6 +11,7 @@ from privgrad.features.frozen import Frozen, RandomFourier
 from privgrad.features.frozen_text import FrozenText
 from privgrad.features.images import Hog, Patches, Scattering
 from privgrad.features.public_images import pink_noise, silhouettes
+from privgrad.features.public_words import word_sequences
 from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.features.scaled import Scaled
 from privgrad.features.text import TfIdf, text_rows
@@ -38,4 +39,5 @@ __all__ = [
     "silhouettes",
     "text_rows",
     "unit_rows",
+    "word_sequences",
 ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from privgrad.errors import expected
+from privgrad.gradient.factors.mapped import InputMap
 from privgrad.gradient.module_state import trainable
 from privgrad.types import Scales
 
@@ -28,18 +29,21 @@ _SMALLEST = 1e-12  # float32 can hold the squares of all numbers from this to it
 
 @dataclass(frozen=True)
 class Transform:
-    """A map that PrivateGradient applies to each example's gradient g before clipping: (keep g + shift) / A.
+    """A map that PrivateGradient applies to each example's gradient g before clipping: (keep g U + shift) / A.
 
     Attributes:
         inverse_scales: 1 / A by parameter name, from 1e-12 to 1e12, with the parameter's shape; a missing name means
             1. Do not overwrite them in ways that torch cannot see (.data, numpy): their squares are cached for norms.
         keep: the share of the example's own gradient, in (0, 1].
         shift: the added public vector by parameter name, with the parameter's shape; a missing name means 0.
+        input_maps: public symmetric matrices U for the inputs of layers, by the name of the layer's weight; a missing
+            name means the identity.
     """
 
     inverse_scales: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     keep: float = 1.0
     shift: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    input_maps: Mapping[str, InputMap] = field(default_factory=dict[str, InputMap])
 
 
 def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
@@ -50,9 +54,9 @@ def require_scales_only(transform: Transform) -> Mapping[str, Tensor]:
     Raises:
         PrivacyError: the transform adds a public vector to the gradients.
     """
-    if transform.shift or transform.keep < 1:
+    if transform.shift or transform.keep < 1 or transform.input_maps:
         remedy = "use precondition.fixed, public_rmsprop or public_adagrad"
-        got = f"keep = {transform.keep:g} and a shift of {len(transform.shift)} parameters"
+        got = f"keep = {transform.keep:g}, and {len(transform.shift)} shifts, {len(transform.input_maps)} input maps"
         raise expected("LocalUpdate", "precondition", "to divide only", got, remedy)
     return transform.inverse_scales
 
@@ -211,8 +215,26 @@ def require_transform(transform: Transform, parameters: Mapping[str, Tensor]) ->
             elif not all(math.isfinite(end) for end in _ends(value)):
                 remedy = "examine the public gradient"
                 raise expected("precondition", f"shift of {name!r}", "to be finite", "inf or nan", remedy)
+    for name, own in transform.input_maps.items():
+        _require_map(name, own, parameters)
     if not 0 < transform.keep <= 1:
         raise expected("precondition", "keep", "to be in (0, 1]", transform.keep, "0.9 is the paper's")
+
+
+def _require_map(name: str, own: InputMap, parameters: Mapping[str, Tensor]) -> None:
+    """Raise PrivacyError unless an input map fits its weight and bias, and its values are finite."""
+    remedy = "name weights and biases as model.named_parameters() does, with one row of U per input"
+    for parameter in (name, *([] if own.bias is None else [own.bias])):
+        if parameter not in parameters:
+            raise expected("precondition", "input_maps", "to be for trainable parameters", repr(parameter), remedy)
+    shape = parameters[name].shape
+    inputs = (shape[0] if own.transposed else shape[1:].numel()) + (own.bias is not None)
+    if tuple(own.matrix.shape) not in ((inputs,), (inputs, inputs)):
+        condition = f"to have shape ({inputs}, {inputs}) or ({inputs},)"
+        raise expected("precondition", f"input map of {name!r}", condition, tuple(own.matrix.shape), remedy)
+    if not all(abs(end) <= 1 / _SMALLEST for end in _ends(own.matrix)):
+        condition = f"to be finite, and at most {1 / _SMALLEST:g}"
+        raise expected("precondition", f"input map of {name!r}", condition, "inf, nan or more", "examine public data")
 
 
 def _ends(values: Tensor) -> tuple[float, float]:

@@ -97,6 +97,11 @@ class PublicGradient:
         for start in range(0, self._count, self._batch_size):
             yield self._gradient(order[start : start + self._batch_size], passed)
 
+    @property
+    def examples(self) -> Any:
+        """The public examples, in the structure that the loss takes. `experiments.build` reads them."""
+        return self._examples
+
     def __repr__(self) -> str:
         """Return the text that is part of the text of a preconditioner in `moments`."""
         return f"PublicGradient({self.source}; {self._count} examples, {self._batch_size} at once, seed {self._seed})"

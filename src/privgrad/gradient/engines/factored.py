@@ -128,6 +128,28 @@ class Factored:
         """
         return self(examples, Point(along=moved, share=share))
 
+    def inputs(self, examples: Any) -> dict[str, Factor]:
+        """Return factors that hold the inputs of each layer, with zeros in place of the gradients of its outputs.
+
+        `input_maps` calls it on public examples.
+
+        Args:
+            examples: with leading dimension B >= 1.
+        Raises:
+            UnsupportedModuleError: as __call__.
+        """
+        if not self._is_learned(_WEIGHTS):
+            self.audit(examples)
+        self._layouts.recall(examples)
+        try:
+            return self._passes.inputs(examples)
+        except CallSequenceChangedError:
+            self.audit(examples)
+        try:
+            return self._passes.inputs(examples)
+        except CallSequenceChangedError as error:
+            raise _calls_changed(error) from None
+
     def begin_step(self) -> None:
         """Count a step of the training. PrivateGradient calls it, whatever batch was drawn."""
         self._passes.norms.begin_step()

@@ -108,6 +108,21 @@ class Passes:
             grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
         return self._collected(losses, capture.taps, grads), displacements
 
+    def inputs(self, examples: Any) -> dict[str, Factor]:
+        """Return factors that hold the inputs of each layer, with zeros in place of the gradients of its outputs.
+
+        Raises:
+            CallSequenceChangedError: as `compute`.
+        """
+        known = self.layouts.current
+        capture = Capture(self._model, known.calls, count_examples(examples), known.vmapped_units, norms=self.norms)
+        with self._forward(capture, examples) as losses:
+            edges = [tap.edge for tap in capture.taps]
+            # A backward pass: checkpointed parts show their taps only then.
+            zeros = torch.zeros_like(losses)
+            grads = torch.autograd.grad(losses, edges, zeros, allow_unused=True) if edges else ()
+        return self._collected(losses, capture.taps, cast("Sequence[Tensor | None]", grads), room=0)
+
     def learn(self, few: Any) -> None:
         """Learn the layouts of a pass at the weights."""
         self.layouts.current.calls = self._learned(few, self.layouts.current.vmapped_units)
@@ -197,14 +212,19 @@ class Passes:
         taps: Sequence[Tap],
         grads: Sequence[Tensor | None],
         terms: Sequence[HvpTerms | None] | None = None,
+        *,
+        room: int | None = None,
     ) -> dict[str, Factor]:
-        """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products."""
+        """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products.
+
+        Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
+        the memory plan says.
+        """
         names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
-        # Gradients that are written out for their norms are kept for the sum, up to this many floats per example.
-        room = self._memory.room(self.floats)
+        room = self._memory.room(self.floats) if room is None else room
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 _require_unwritten(tap)

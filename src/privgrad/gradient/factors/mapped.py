@@ -1,0 +1,213 @@
+"""Per-example gradients of layers whose inputs are multiplied by a public matrix, still factored where possible.
+
+`PrivateGradient` calls `with_mapped_inputs` before it clips, if a preconditioner has input maps.
+`privgrad.gradient.clipping` calls the methods of the factors, which implement `base.Factor`.
+
+The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest
+on the matrices, as long as they are public: clipping measures the gradients that they produce.
+
+Shape suffixes: B examples, T positions of an example, O outputs, I inputs, P the shape of a parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from privgrad.gradient.factors.base import Dense, Examples, Factor, Scaled
+from privgrad.gradient.factors.conv import Convolution
+from privgrad.gradient.factors.norms import added_up, at_least_float32
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.row_ranges import RowRanges
+
+
+@dataclass(frozen=True)
+class InputMap:
+    """A public symmetric matrix U for the inputs of one layer: its weight's gradient g becomes g U.
+
+    Attributes:
+        matrix: U, shape (I, I), or its diagonal, shape (I,). With a bias, I counts one input more: the constant 1.
+        bias: name of the bias that is mapped with the weight, or None. Its gradient must be the sum over positions of
+            the gradients of the layer's outputs.
+        transposed: whether the weight has shape (I, O) instead of (O, I, ...).
+    """
+
+    matrix: Tensor
+    bias: str | None = None
+    transposed: bool = False
+
+    @property
+    def inner(self) -> Tensor:
+        """The part of U for the layer's own inputs."""
+        own = self.matrix.shape[0] - (self.bias is not None)
+        return self.matrix[:own] if self.matrix.dim() == 1 else self.matrix[:own, :own]
+
+    @property
+    def constant(self) -> tuple[Tensor, Tensor]:
+        """The vector that the constant 1 adds to the mapped inputs, shape (I,), and the factor of the constant."""
+        if self.matrix.dim() == 1:
+            return torch.zeros_like(self.matrix[:-1]), self.matrix[-1]
+        return self.matrix[:-1, -1], self.matrix[-1, -1]
+
+    def of_inputs(self, x: Tensor) -> Tensor:
+        """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
+        mapped = self.linear(x)
+        return mapped if self.bias is None or self.matrix.dim() == 1 else mapped.add_(self.constant[0].to(mapped))
+
+    def linear(self, x: Tensor) -> Tensor:
+        """Return `inner` times vectors, shape (..., I)."""
+        inner = self.inner.to(x)
+        return x * inner if inner.dim() == 1 else x @ inner
+
+    def of_constant(self, x: Tensor) -> Tensor:
+        """Return the mapped constant for inputs of shape (..., I): shape (...,)."""
+        across, own = self.constant
+        return x @ across.to(x) + own.to(x)
+
+    def of_gradients(self, weight_BOI: Tensor, bias_BO: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the mapped gradients of a weight and its bias, from gradients that are written out."""
+        mapped = self.linear(weight_BOI)
+        if bias_BO is None:
+            return mapped, None
+        across, own = (part.to(weight_BOI) for part in self.constant)
+        return mapped + bias_BO[..., None] * across, weight_BOI @ across + bias_BO * own
+
+
+def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
+    """Return the gradients of a chunk after each map has been applied to its layer's inputs.
+
+    Args:
+        chunk: factors by parameter name. A parameter that no loss reaches is missing.
+        maps: by the name of a weight.
+    """
+    found = dict(chunk)
+    for name, own in maps.items():
+        if name not in chunk:
+            continue
+        if own.bias is not None and own.bias not in chunk:
+            own = replace(own, matrix=own.matrix[:-1] if own.matrix.dim() == 1 else own.matrix[:-1, :-1], bias=None)
+        bias = None if own.bias is None else chunk[own.bias]
+        found[name], mapped_bias = _mapped(chunk[name], bias, own)
+        if own.bias is not None and mapped_bias is not None:
+            found[own.bias] = mapped_bias
+    return found
+
+
+def _mapped(weight: Factor, bias: Factor | None, own: InputMap) -> tuple[Factor, Factor | None]:
+    """Return the mapped factors of a weight and its bias."""
+    if isinstance(weight, Scaled) and isinstance(weight.inner, Outer | RowRanges | Convolution):
+        inner, inner_bias = _mapped(weight.inner, None if bias is None else bias * (1 / weight.share), own)
+        return inner * weight.share, None if inner_bias is None else inner_bias * weight.share
+    if isinstance(weight, Outer):
+        return _mapped_outer(weight, own)
+    if isinstance(weight, RowRanges) and all(isinstance(part, Outer) for _, part in weight.parts):
+        pairs = [(row, *_mapped_outer(cast(Outer, part), own)) for row, part in weight.parts]
+        biases: list[tuple[int, Factor]] = [(row, part) for row, _, part in pairs if part is not None]
+        joined = RowRanges(biases, weight.shape[:1]) if biases else None
+        return RowRanges([(row, part) for row, part, _ in pairs], weight.shape), joined
+    if isinstance(weight, Convolution) and weight.by_inner_products:
+        patches, patches_bias = _mapped_outer(weight.of_patches(), own)
+        return Viewed(patches, weight.shape), patches_bias
+    if isinstance(weight, Dense):
+        grads, grads_bias = _written_out(weight, bias, own)
+        return Dense(grads), None if grads_bias is None else Dense(grads_bias)
+    mapped = Mapped(weight, bias, own)
+    return mapped, None if bias is None else Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
+
+
+def _mapped_outer(weight: Outer, own: InputMap) -> tuple[Outer, Dense | None]:
+    """Return the mapped factors of a linear map's weight and bias."""
+    inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
+    mapped = own.of_inputs(inputs)
+    bias = None if own.bias is None else Dense((own.of_constant(inputs)[:, None] @ grads)[:, 0])
+    return (Outer(grads, mapped) if own.transposed else Outer(mapped, grads)), bias
+
+
+def _written_out(weight: Factor, bias: Factor | None, own: InputMap) -> tuple[Tensor, Tensor | None]:
+    """Return the mapped gradients of a weight and its bias, written out in full."""
+    grads_BP = weight.dense()
+    grads_BOI = grads_BP.mT if own.transposed else grads_BP.flatten(2)
+    mapped, mapped_bias = own.of_gradients(grads_BOI, None if bias is None else at_least_float32(bias.dense()))
+    return (mapped.mT if own.transposed else mapped).reshape(grads_BP.shape), mapped_bias
+
+
+class Mapped(Factor):
+    """The mapped gradients of a weight that has no closed form: they are written out, a few examples at a time.
+
+    Args:
+        weight: the gradients g_i of the weight.
+        bias: those of its bias; None if the map has none.
+        own: the map.
+    """
+
+    def __init__(self, weight: Factor, bias: Factor | None, own: InputMap) -> None:
+        super().__init__(weight.examples, weight.shape)
+        self.weight, self.bias, self.own = weight, bias, own
+
+    def __getitem__(self, examples: Examples) -> "Mapped":
+        return Mapped(self.weight[examples], None if self.bias is None else self.bias[examples], self.own)
+
+    def dense(self) -> Tensor:
+        return _written_out(self.weight, self.bias, self.own)[0]
+
+    def bias_dense(self) -> Tensor:
+        """Return the mapped gradients of the bias, shape (B, O)."""
+        return cast(Tensor, _written_out(self.weight, self.bias, self.own)[1])
+
+    def parts(self) -> "list[Mapped]":
+        """Split the factor into parts whose gradients fit into the cache."""
+        return cast("list[Mapped]", self._split())
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        parts = self.parts()
+        weights = cast("tuple[Tensor, ...]", weight_B.split([part.examples for part in parts]))
+        return added_up([Dense(part.dense()).weighted_sum(own_B) for own_B, part in zip(weights, parts, strict=True)])
+
+    def mask(self, kept_B: Tensor) -> "Mapped":
+        return Mapped(self.weight.mask(kept_B), None if self.bias is None else self.bias.mask(kept_B), self.own)
+
+
+class Viewed(Factor):
+    """The gradients of another factor, viewed with another shape.
+
+    Args:
+        inner: g_i, shape (O, I).
+        shape: P, with as many values.
+    """
+
+    def __init__(self, inner: Outer, shape: torch.Size) -> None:
+        super().__init__(inner.examples, shape)
+        self.inner = inner
+
+    def __getitem__(self, examples: Examples) -> "Viewed":
+        return Viewed(self.inner[examples], self.shape)
+
+    def dense(self) -> Tensor:
+        return self.inner.dense().view(self.examples, *self.shape)
+
+    def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.weighted_sum(weight_B).view(self.shape)
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        return self.inner.exact_sum(weight_B).view(self.shape)
+
+    def mask(self, kept_B: Tensor) -> "Viewed":
+        return Viewed(self.inner.mask(kept_B), self.shape)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        return self.inner.term_bound(self._flat(inverse_scales))
+
+    @property
+    def positions(self) -> int:
+        return self.inner.positions
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        return self.inner.norms(self._flat(inverse_scales))
+
+    def inner_products(self, direction: Tensor) -> Tensor:
+        return self.inner.inner_products(direction.view(self.inner.shape))
+
+    def _flat(self, inverse_scales: Tensor | None) -> Tensor | None:
+        return None if inverse_scales is None else inverse_scales.reshape(self.inner.shape)

@@ -1,0 +1,318 @@
+"""Precondition the inputs' side: multiply each layer's inputs by a matrix from public data before clipping.
+
+Users call `inputs` through `privgrad.precondition`; `experiments.build` calls it too. PrivateGradient calls the methods
+of Inputs.
+
+The privacy guarantee rests on two facts. The matrices depend on public data and released weights only. PrivateGradient
+applies them before it clips, so clipping bounds what is added. It does not rest on the values of the matrices.
+
+Shape suffixes: N rows, I inputs of a layer with the constant 1 for a bias.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.errors import expected, require_callable, require_integer, require_positive
+from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.conv import Convolution
+from privgrad.gradient.factors.mapped import InputMap
+from privgrad.gradient.factors.norms import added_up, examples_per_block
+from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.row_ranges import RowRanges
+from privgrad.gradient.module_state import evaluating, trainable
+from privgrad.gradient.precondition import MeanGradient, Preconditioner, Transform
+from privgrad.types import Batch, count_examples, map_examples
+
+_WIDE = 4096  # most inputs of a layer for which the whole second moment is used
+Forward = Callable[[nn.Module, Any], Tensor]
+
+# In these layers, the gradient of a bias is the sum of the gradients of the outputs that its weight also gets.
+_WITH_BIAS = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,  # pyright: ignore[reportPrivateUsage]
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
+
+
+class Inputs(Preconditioner):
+    """A preconditioner that multiplies the inputs of layers by matrices from public data: see `inputs`.
+
+    Attributes:
+        layers: for each trainable parameter, how it is preconditioned: "inputs", "inputs, diagonal", "with" and the
+            name of its weight, or "unchanged". Empty before the first step.
+    """
+
+    def __init__(
+        self,
+        examples: Any,
+        source: str,
+        *,
+        forward: Forward | None,
+        power: float,
+        ridge: float,
+        every: int,
+        batch_size: int,
+        wide: int,
+        seed: int,
+    ) -> None:
+        self.source = source
+        self._examples, self._forward = examples, forward
+        self._power, self._ridge, self._every, self._wide = power, ridge, every, wide
+        self._batch_size, self._seed = batch_size, seed
+        self.layers: dict[str, str] = {}
+        self._bound: tuple[nn.Module, Factored] | None = None
+        self._step, self._made = -1, Transform()
+
+    def __repr__(self) -> str:
+        """Return the text that checkpoints record; a resumed run must have the same."""
+        options = f"power={self._power:g}, ridge={self._ridge:g}, every={self._every}, batch_size={self._batch_size}"
+        return f"inputs({self.source}; {options}, wide={self._wide}, seed={self._seed})"
+
+    def begun(self, model: nn.Module) -> "Inputs":
+        """Return a copy without matrices, for this model."""
+        twin = copy.copy(self)
+        twin.layers, twin._step, twin._made = {}, -1, Transform()
+        forward = self._forward or _output
+
+        def losses(module: nn.Module, examples: Any) -> Tensor:
+            return _summed(forward(module, examples), count_examples(examples))
+
+        twin._bound = model, Factored(model, losses)
+        return twin
+
+    def transform(
+        self,
+        step: int,
+        *,
+        epoch_steps: int,
+        noise_std: float,
+        parameters: Mapping[str, Tensor],
+        raw_mean: MeanGradient,
+    ) -> Transform:
+        """Return the matrices of one step; compute new ones first if the step begins an interval."""
+        del epoch_steps, noise_std, raw_mean
+        if self._step < step:
+            if step // self._every > self._step // self._every:  # -1 // every is -1: the first step always computes
+                self._made = Transform(input_maps=self._maps(step // self._every, parameters))
+            self._step = step
+        frozen = {name for name, own in self._made.input_maps.items() if not {name, own.bias or name} <= {*parameters}}
+        if frozen:
+            kept = {name: own for name, own in self._made.input_maps.items() if name not in frozen}
+            self._made = Transform(input_maps=kept)
+        return self._made
+
+    def state_dict(self) -> dict[str, Any]:
+        maps = {name: vars(own) | {"matrix": own.matrix.clone()} for name, own in self._made.input_maps.items()}
+        return {"step": self._step, "maps": maps, "layers": dict(self.layers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._step, self.layers = int(state["step"]), dict(state["layers"])
+        maps = {
+            name: InputMap(own["matrix"].clone(), own["bias"], own["transposed"]) for name, own in state["maps"].items()
+        }
+        self._made = Transform(input_maps=maps)
+
+    @torch.no_grad()
+    def _maps(self, interval: int, parameters: Mapping[str, Tensor]) -> dict[str, InputMap]:
+        """Return the matrices at the current weights, by the name of each weight that has inputs.
+
+        Raises:
+            PrivacyError: no parameter has inputs, or inputs are not finite.
+        """
+        factors, biases = self._factors(interval)
+        maps: dict[str, InputMap] = {}
+        for name, factor in factors.items():
+            if name not in parameters:
+                continue
+            bias = biases.get(name) if biases.get(name) in parameters else None
+            found = _second_moment(factor, constant=bias is not None, wide=self._wide)
+            if found is None:
+                continue
+            moment, transposed = found
+            matrix = _inverse_power(name, moment, self._power, self._ridge)
+            dtype = torch.promote_types(parameters[name].dtype, torch.float32)
+            maps[name] = InputMap(matrix.to(parameters[name].device, dtype), bias, transposed)
+        if not maps:
+            remedy = (
+                "leave the preconditioner out: it is for linear layers, convolutions, attention and recurrent layers"
+            )
+            raise expected("precondition.inputs", "the model", "to have a layer with inputs", "none", remedy)
+        self.layers = dict.fromkeys(parameters, "unchanged")
+        for name, own in maps.items():
+            self.layers[name] = "inputs" if own.matrix.dim() == 2 else "inputs, diagonal"
+            if own.bias is not None:
+                self.layers[own.bias] = f"with {name}"
+        return maps
+
+    def _factors(self, interval: int) -> tuple[dict[str, Factor], dict[str, str]]:
+        """Return factors that hold the inputs of all layers, for the public batch of an interval; and their biases."""
+        assert self._bound is not None  # PrivateGradient calls `begun` first
+        model, engine = self._bound
+        count = count_examples(self._examples)
+        chosen = torch.arange(count)
+        if self._batch_size < count:
+            generator = torch.Generator().manual_seed(self._seed + interval)
+            chosen = torch.randperm(count, generator=generator)[: self._batch_size]
+        device = next(iter(trainable(model).values())).device
+        batch = map_examples(lambda tensor: tensor[chosen].to(device), self._examples)
+        with evaluating(model):
+            return engine.inputs(batch), _biases(model)
+
+
+def inputs(
+    examples: Any,
+    *,
+    source: str,
+    forward: Forward | None = None,
+    power: float = 0.5,
+    ridge: float = 0.1,
+    every: int = 100,
+    batch_size: int = 1024,
+    wide: int = _WIDE,
+    seed: int = 0,
+) -> Preconditioner:
+    """Return a preconditioner that multiplies the inputs of each layer by a matrix from public data.
+
+    Computes, for each layer with inputs a (the constant 1 appended if it has a bias; patches for convolutions; all
+        positions together): A = mean of a a^T on public examples at the current weights; A = Q L Q^T;
+        U = Q ((L + ridge mean(L)) ** -power) Q^T, times the number that makes its mean eigenvalue 1. Each example's
+        gradient d a^T becomes d (U a)^T before it is clipped. No labels and no gradients of the examples are used.
+
+    Args:
+        examples: public examples, in the structure that `forward` takes; tensors with leading dimension N >= 1.
+            Synthetic data serve well: privgrad.features.silhouettes, privgrad.features.pink_noise.
+        source: where the examples come from, and why they are public; recorded.
+        forward: (model, examples) -> the outputs, a tensor with leading dimension N. None: model(examples).
+        power: in (0, 1]. 0.5 whitens the inputs; smaller numbers change less.
+        ridge: > 0, in mean eigenvalues; larger numbers change less.
+        every: the number of steps for which matrices are kept, >= 1.
+        batch_size: the number of public examples for each computation, >= 1.
+        wide: layers with more inputs use the diagonal of A only, since the time for Q grows with the cube.
+        seed: >= 0; it decides which examples are taken.
+    Raises:
+        PrivacyError: `examples` is a private batch, or a number is out of range. At the first step: no layer of the
+            model has inputs, or they are not finite.
+    Privacy:
+        This costs no privacy: it uses public data and released weights only. Clipping follows, so the sensitivity is C
+        in the preconditioned space. The released gradient stays in that space.
+    Reference:
+        The inputs' half of DP-KFC (arXiv 2605.13418), applied once, before clipping.
+    """
+    name = "precondition.inputs"
+    if isinstance(examples, Batch):
+        remedy = "give public examples, separate from the private ones"
+        raise expected(name, "examples", "to be public", "a batch of a privacy plan", remedy)
+    if not isinstance(source, str) or not source:  # pyright: ignore[reportUnnecessaryIsInstance]
+        remedy = "write where they come from; it is recorded"
+        raise expected(name, "source", "to be a text that describes the examples", repr(source), remedy)
+    if forward is not None:
+        require_callable(name, "forward", forward, "give (model, examples) -> outputs")
+    require_positive(name, "power", power, "0.5 is the default")
+    if power > 1:
+        raise expected(name, "power", "to be in (0, 1]", power, "0.5 is the default")
+    require_positive(name, "ridge", ridge, "0.1 is the default")
+    for argument, value, least in (
+        ("every", every, 1),
+        ("batch_size", batch_size, 1),
+        ("wide", wide, 0),
+        ("seed", seed, 0),
+    ):
+        require_integer(name, argument, value, least)
+    if (count := count_examples(examples)) < 1:
+        raise expected(name, "examples", "to be at least one", count, "give public data")
+    numbers: dict[str, Any] = {"power": power, "ridge": ridge, "every": every, "batch_size": batch_size}
+    return Inputs(examples, source, forward=forward, wide=wide, seed=seed, **numbers)
+
+
+def _output(model: nn.Module, examples: Any) -> Tensor:
+    """Return the model's output for its inputs."""
+    return model(examples)
+
+
+def _summed(outputs: object, size: int) -> Tensor:
+    """Return one number per example, from outputs with leading dimension `size`."""
+    if not isinstance(outputs, Tensor) or outputs.shape[:1] != (size,):
+        got = f"shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+        remedy = "give forward = (model, examples) -> a tensor, for instance model(examples).logits"
+        raise expected("precondition.inputs", "the outputs", f"to have leading dimension {size}", got, remedy)
+    return outputs.reshape(size, -1).float().sum(1)
+
+
+def _biases(model: nn.Module) -> dict[str, str]:
+    """Return the name of the bias that belongs to each weight, where neither is shared between layers."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    alone = {found[0] for found in names.values() if len(found) == 1}
+    pairs: dict[str, str] = {}
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(module, _WITH_BIAS) or type(module).__name__ == "Conv1D":
+            for own, parameter in module.named_parameters(recurse=False):
+                name, bias = (f"{path}.{part}" if path else part for part in (own, own.replace("weight", "bias")))
+                if parameter.dim() > 1 and {name, bias} <= alone and name != bias:
+                    pairs[name] = bias
+    return pairs
+
+
+def _second_moment(factor: Factor, *, constant: bool, wide: int) -> tuple[Tensor, bool] | None:
+    """Return the second moment of a layer's inputs, and whether its weight is transposed; None without inputs.
+
+    The gradients of the outputs are zero, so the side of an outer product that is not zero holds the inputs.
+
+    Args:
+        factor: of the weight.
+        constant: whether to append the constant 1 to the inputs.
+        wide: the most inputs for which the whole moment is returned, (I, I); its diagonal otherwise, (I,).
+    """
+    if isinstance(factor, RowRanges):
+        parts = [part for _, part in factor.parts]
+        if not all(isinstance(part, Outer) for part in parts):
+            return None
+        found = [_second_moment(part, constant=constant, wide=wide) for part in parts]
+        moments = [each[0] for each in found if each is not None]
+        return (torch.stack(moments).mean(0), False) if len(moments) == len(parts) else None
+    if isinstance(factor, Outer):
+        transposed = not bool(factor.a_BTI.any())
+        rows = (factor.b_BTO if transposed else factor.a_BTI).flatten(0, 1)
+        return _moment(rows, wide, constant=constant) / len(rows), transposed
+    if isinstance(factor, Convolution) and bool(factor.x.any()):  # a transposed convolution has its inputs elsewhere
+        geometry, x = factor.geometry, factor.x
+        x = x.reshape(len(x) * geometry.groups, -1, *x.shape[2:])  # all groups share one matrix
+        plain = replace(geometry, groups=1)
+        positions = torch.Size(plain.positions(x.shape[2:])).numel()
+        size = 16 * examples_per_block(positions * int(factor.shape[1:].numel()))
+        parts = [x[start : start + size] for start in range(0, len(x), size)]
+        total = added_up([_moment(plain.patches(part).flatten(0, 1), wide, constant=constant) for part in parts])
+        return total / (len(x) * positions), False
+    return None
+
+
+def _moment(rows_NI: Tensor, wide: int, *, constant: bool) -> Tensor:
+    """Return the sum of a a^T over the rows, or its diagonal if there are more than `wide` inputs."""
+    if rows_NI.shape[1] > wide:
+        square = rows_NI.square().sum(0, dtype=torch.float64)
+        return torch.cat([square, square.new_full((1,), len(rows_NI))]) if constant else square
+    rows_NI = torch.cat([rows_NI, rows_NI.new_ones(len(rows_NI), 1)], 1) if constant else rows_NI
+    return (rows_NI.mT @ rows_NI).double()
+
+
+def _inverse_power(name: str, moment: Tensor, power: float, ridge: float) -> Tensor:
+    """Return U, the damped inverse power of a second moment, with mean eigenvalue 1; in float32 for float32 inputs."""
+    if not bool(torch.isfinite(moment).all()):
+        remedy = "examine the public examples, or lower the learning rate"
+        raise expected("precondition.inputs", f"the inputs of {name!r}", "to be finite", "inf or nan", remedy)
+    if moment.dim() == 1:
+        scales = (moment + ridge * moment.mean()).pow(-power)
+        return (scales / scales.mean()).nan_to_num(1.0)
+    eigenvalues, vectors = cast("tuple[Tensor, Tensor]", torch.linalg.eigh(moment))
+    eigenvalues = eigenvalues.clamp(min=0)
+    scales = (eigenvalues + ridge * eigenvalues.mean()).pow(-power)
+    scales = scales / scales.mean()
+    return (vectors * scales) @ vectors.mT
