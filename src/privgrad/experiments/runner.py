@@ -183,7 +183,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if board is not None:
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
-    record = _record(run, made, data, result, clipped.fraction, validated=validated)
+    record = _record(spec, run, made, data, result, clipped.fraction, validated=validated)
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
         record["raw_train_loss"] = float(outcomes(result.averaged or made.model, data.train, data)[0].mean())
     return record
@@ -255,7 +255,14 @@ def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
 
 
 def _record(
-    run: Run, made: Prepared, data: DataSet, result: FitResult, clip_fraction: float | None, *, validated: bool
+    spec: Spec,
+    run: Run,
+    made: Prepared,
+    data: DataSet,
+    result: FitResult,
+    clip_fraction: float | None,
+    *,
+    validated: bool,
 ) -> Record:
     """Return the record of one run, a line of runs.jsonl."""
     last = result.curve[-1]
@@ -268,7 +275,7 @@ def _record(
         **({} if clip_fraction is None else {"raw_clip_fraction": clip_fraction}),
         # Histograms are kept of the last evaluation only.
         "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
-        "data": sizes_text(data, made.plan),
+        "data": sizes_text(spec.data, data, made.plan),
     }
 
 
