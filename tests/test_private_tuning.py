@@ -16,18 +16,23 @@ import pytest
 import torch
 from dp_accounting import dp_event, pld, rdp
 from torch import nn
+from typer.testing import CliRunner
 
 import privgrad as pg
 from privgrad.accounting import _RDP_ORDERS, Release, epsilon
 from privgrad.budget import Budget
+from privgrad.cli import app
 from privgrad.data import DataSet, digits
 from privgrad.errors import BudgetExceededError, PrivacyError
 from privgrad.experiments import paid_runner, runner
+from privgrad.experiments.comparing import compare_and_report
 from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.paid_folder import PaidFolder
 from privgrad.experiments.prices import price, prices_of
 from privgrad.experiments.spec import Spec
 from privgrad.ledger import Ledger
 from privgrad.mechanisms import Split
+from privgrad.statement import statement
 
 METHOD = {"name": "DP-SGD", "optimizer": "SGD", "options": {"momentum": 0.9}}
 
@@ -56,6 +61,10 @@ def spec_of(*, way: str | None = "trials", steps: int = 3, total: float = 2.0, *
         table, _, key = place.partition("__")
         raw[table] = raw[table] | {key: value} if key else value
     return check_spec(raw, "spec.toml")
+
+
+def outcome_of(spec: Spec, records: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    return paid_runner.outcome_of(spec, price(spec), records, PaidFolder(spec, price(spec), out))
 
 
 def tree(cost: Any, spec: Spec) -> tuple[Any, Any]:
@@ -126,7 +135,7 @@ def test_a_private_comparison_commits_first_and_publishes_what_was_paid_for(way:
     spec = spec_of(way=way)
     records = paid_runner.compare(spec, tmp_path, progress=False)
     cost = price(spec)
-    outcome = paid_runner.outcome_of(spec, records, tmp_path)
+    outcome = outcome_of(spec, records, tmp_path)
     assert outcome["epsilon"] == cost.epsilon <= 2.0
     assert outcome["budget_spent"] == pytest.approx(cost.epsilon)
     phases = [record["phase"] for record in records]
@@ -142,13 +151,23 @@ def test_a_private_comparison_commits_first_and_publishes_what_was_paid_for(way:
     assert (tmp_path / "raw").exists() == (way == "select")
     low, high = outcome["interval"]
     assert low < outcome["accuracy"] < high
+    # The epsilon of one training that was chosen among others is no guarantee: the ledger refers to the budget.
+    (held,) = Budget(tmp_path / "budget.jsonl").commitments
+    for path in tmp_path.rglob("ledger.jsonl"):
+        ledger = Ledger(path, read_only=True)
+        assert ledger.commitment == held.name
+        with pytest.raises(PrivacyError, match=r"on the budget's file, budget\.jsonl"):
+            statement([ledger])
+        refused = CliRunner().invoke(app, ["epsilon", str(path)])
+        assert "budget.jsonl" in str(refused.exception)
+        assert "epsilon_pld" not in refused.output
     again = paid_runner.compare(spec, tmp_path, progress=False)
     assert again == records
 
 
 def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path):
     records = paid_runner.compare(spec_of(way="select"), tmp_path, progress=False)
-    chosen = json.loads((tmp_path / "raw" / "selection.json").read_text())
+    chosen = json.loads((tmp_path / "raw" / "selection.txt").read_text().splitlines()[0])
     scores = [
         json.loads((tmp_path / "raw" / "runs" / str(k) / "score" / "ledger.jsonl").read_text().splitlines()[1])
         for k in range(len(chosen))
@@ -156,6 +175,24 @@ def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path
     assert len(records) == 1
     best = max(value for line in scores for value in line["values"])
     assert records[0]["validation_accuracy"] == pytest.approx(best / 1437)
+
+
+def test_published_files_do_not_show_how_many_runs_a_selection_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(tuning={"way": "select", "noise_steps": [0.1], "mean_runs": 2.0})
+    seen: list[set[tuple[str, int]]] = []
+    for runs in (1, 4):
+        monkeypatch.setattr(paid_runner, "draw_repetitions", lambda *_, runs=runs: runs)
+        out = tmp_path / str(runs)
+        compare_and_report(spec, out, progress=False)
+        raw = out / "raw"
+        assert len(list((raw / "runs").iterdir())) == runs
+        published = [out, *(path for path in out.rglob("*") if path != raw and not path.is_relative_to(raw))]
+        assert {path.stat().st_mtime % 86400 for path in published} == {0.0}
+        assert len({path.stat().st_mtime for path in published}) == 1
+        texts = {path: path.read_bytes().count(b"\n") for path in published if path.is_file() and path.suffix != ".pt"}
+        assert any(path.name == "commitment.txt" for path in texts)
+        seen.append({(f"{path.relative_to(out)}", lines) for path, lines in texts.items()})
+    assert seen[0] == seen[1]
 
 
 def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
@@ -168,14 +205,19 @@ def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
     assert not list((tmp_path / "two").rglob("ledger.jsonl"))
 
 
+@pytest.mark.parametrize("emptied", [False, True])
 @pytest.mark.parametrize("lost", ["runs", "score", "raw"])
-def test_a_comparison_that_has_lost_ledgers_does_not_train_again(lost: str, tmp_path: Path):
+def test_a_comparison_that_has_lost_ledgers_does_not_train_again(lost: str, emptied: bool, tmp_path: Path):
     spec = spec_of(way="select" if lost == "raw" else "trials")
     paid_runner.compare(spec, tmp_path, progress=False)
     (tmp_path / "runs.jsonl").unlink()
     for path in list(tmp_path.rglob(lost)):
+        files = [file for file in path.rglob("*") if file.is_file()]
         shutil.rmtree(path)
-    with pytest.raises(PrivacyError, match="to be kept, got a missing file"):
+        for file in files if emptied else []:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    with pytest.raises(PrivacyError, match=f"to be kept, got {'an empty' if emptied else 'a missing'} file"):
         paid_runner.compare(spec, tmp_path, progress=False)
 
 
@@ -213,7 +255,7 @@ def test_killed_at_twenty_places_it_resumes_and_costs_the_same(tmp_path: Path):
             process.join()
     records = paid_runner.compare(spec, out, progress=False)
     assert [record["phase"] for record in records] == ["tuning", "tuning", "final"]
-    outcome = paid_runner.outcome_of(spec, records, out)
+    outcome = outcome_of(spec, records, out)
     assert outcome["budget_spent"] == pytest.approx(price(spec).epsilon)
     for path in out.rglob("ledger.jsonl"):
         ledger = Ledger(path, read_only=True)

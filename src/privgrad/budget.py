@@ -234,7 +234,7 @@ class Budget:
             )
         ledger = Ledger(place)
         try:
-            ledger.limit_to(release, wanted.name)
+            ledger.limit_to(release, wanted.name, self.path.name)
             self._commit(wanted)
         except BaseException:
             ledger.close()

@@ -15,7 +15,8 @@ from typing import Any
 from privgrad.accounting import attack_success, epsilon
 from privgrad.budget import Budget
 from privgrad.errors import require_delta
-from privgrad.ledger import Ledger, recorded_delta, require_one_promise
+from privgrad.ledger import Ledger
+from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _NOT_COVERED = (
@@ -75,11 +76,13 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
     Returns:
         Statement.
     Raises:
-        PrivacyError: there is no ledger, the ledgers protect different units, or no delta is known.
+        PrivacyError: there is no ledger, the ledgers protect different units, no delta is known, or a budget holds the
+            releases of a ledger. Its statement is `budget_statement`.
     Privacy:
         It holds public numbers only.
     """
     unit = require_one_promise("statement", ledgers)
+    require_no_budget("statement", ledgers)
     facts = [ledger.plan_facts for ledger in ledgers]
     if delta is None:
         delta = recorded_delta("statement", ledgers)
