@@ -190,6 +190,22 @@ def test_a_commitment_pays_for_one_ledger(tmp_path: Path, fast: None):
         budget.open_ledger(tmp_path / "own.jsonl", plan)
 
 
+def test_an_empty_file_does_not_stand_for_a_lost_ledger(tmp_path: Path, fast: None):
+    budget, plan, path = make(tmp_path, total_epsilon=50.0), make_plan(), tmp_path / "a.jsonl"
+    budget.open_ledger(path, plan).close()
+    ledger = budget.open_ledger(path, plan)  # nothing was released, so the empty file is the ledger
+    pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    ledger.close()
+    budget.open_ledger(path, plan).close()
+    kept = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(pg.PrivacyError, match="which is empty; restore the ledger"):
+        budget.open_ledger(path, plan)
+    path.write_bytes(kept)
+    budget.open_ledger(path, plan).close()
+    assert len(budget.commitments) == 1
+
+
 @pytest.mark.parametrize(
     ("changed", "match"),
     [

@@ -226,15 +226,16 @@ class Budget:
         place = Path(path).absolute()
         release = Release(plan.noise_multiplier, plan.sample_rate, plan.sampling, plan.steps)
         wanted = Commitment(name or str(place), (release,), *_signed(by), str(place), plan.seed is not None)
-        was_there = place.exists()
-        if not was_there and wanted.name in self._read().commitments:
-            remedy = "restore the ledger, or train under a new name: the lost releases stay committed"
-            raise expected(
-                function, "path", f"to hold the ledger of {wanted.name}", f"{place}, which is absent", remedy
-            )
+        was_there, state = place.exists(), self._read()
+        lost = "restore the ledger, or train under a new name: the lost releases stay committed"
+        condition = f"to hold the ledger of {wanted.name}"
+        if not was_there and wanted.name in state.commitments:
+            raise expected(function, "path", condition, f"{place}, which is absent", lost)
         ledger = Ledger(place)
         try:
-            ledger.limit_to(release, wanted.name, self.path.name)
+            if not ledger.plan_facts and wanted.name in state.begun:
+                raise expected(function, "path", condition, f"{place}, which is empty", lost)
+            ledger.limit_to(release, wanted.name, self.path.name, lambda: self._note_begun(wanted.name))
             self._commit(wanted)
         except BaseException:
             ledger.close()
@@ -282,6 +283,13 @@ class Budget:
                 file.append({"draw": name, "values": list(values)})
                 state.values[name] = [float(value) for value in values]
             return state.values[name]
+
+    def _note_begun(self, name: str) -> None:
+        """Note durably that the ledger of a commitment gets its first line. An empty file is then a lost ledger."""
+        file, state = self._open()
+        with closing(file):
+            if name not in state.begun:
+                file.append({"draw": name, "begun": True})
 
     def _commit(self, wanted: Commitment) -> None:
         """Write a commitment, unless it is there already."""
