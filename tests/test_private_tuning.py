@@ -373,6 +373,10 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     page = Path(outcome["report"]).read_text()
     assert "person" in page
     assert ("people who are held out" in page) == (people == "held-out")
+    said = [p.read_text() for p in (Path(outcome["report"]), tmp_path / "out" / "statement.html")]
+    assert all(("So held-out people have the same protection" in text) == (people == "held-out") for text in said)
+    assert all(("because a number of runs is random" in text) == (way == "select") for text in said)
+    assert "cap, ε = 4.00, holds for all commitments" in " ".join(page.split())
     published = "".join(
         p.read_text() for p in (tmp_path / "out").glob("*.*") if p.suffix in (".jsonl", ".html", ".json")
     )
