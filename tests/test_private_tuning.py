@@ -295,16 +295,19 @@ def test_a_spec_that_a_total_cannot_cover_is_refused(name: str):
     assert message in str(error.value), str(error.value)
 
 
-def test_options_of_a_private_comparison_need_a_total():
-    for table, key, value in (("tuning", "way", "trials"), ("privacy", "budget", "b.jsonl")):
-        raw = spec_of().model_dump(exclude_defaults=True)
-        del raw["privacy"]["total_epsilon"], raw["tuning"]["way"]
-        raw["privacy"]["target_epsilon"] = 1.0
-        raw["tuning"]["seeds"] = [0, 1]
-        raw["data"]["validation"], raw["privacy"]["num_examples"] = 237, 1200
-        raw[table][key] = value
-        with pytest.raises(PrivacyError, match=r"privacy\.total_epsilon to be given"):
-            check_spec(raw, "spec.toml")
+@pytest.mark.parametrize("single", ["target_epsilon", "noise_multiplier"])
+@pytest.mark.parametrize(("table", "key", "value"), [("tuning", "way", "trials"), ("privacy", "budget", "b.jsonl")])
+def test_options_of_a_private_comparison_need_a_total(table: str, key: str, value: str, single: str):
+    """It is the first error: without a way, the methods and the data need other keys."""
+    raw = spec_of().model_dump(exclude_defaults=True)
+    del raw["privacy"]["total_epsilon"], raw["tuning"]["way"]
+    raw["privacy"][single] = 1.0
+    raw[table][key] = value
+    remedy = rf"give total_epsilon in place of {single}, or leave {table}\.{key} out"
+    with pytest.raises(
+        PrivacyError, match=rf"privacy\.total_epsilon to be given for {table}\.{key}, got None; {remedy}"
+    ):
+        check_spec(raw, "spec.toml")
 
 
 def test_public_scores_need_public_examples(tmp_path: Path):
@@ -317,9 +320,11 @@ def test_public_scores_need_public_examples(tmp_path: Path):
     assert not list(tmp_path.rglob("score"))
 
 
-def test_the_research_runner_refuses_a_total(tmp_path: Path):
-    with pytest.raises(PrivacyError, match="privgrad compare"):
-        runner.train(spec_of(way=None), tmp_path, progress=False)
+@pytest.mark.parametrize("way", [None, "trials"])
+def test_the_research_runner_refuses_a_total(way: str | None, tmp_path: Path):
+    with pytest.raises(PrivacyError, match=r"total_epsilon to be absent, got 2\.0; run `privgrad compare`"):
+        runner.train(spec_of(way=way), tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 VISITS = """

@@ -54,11 +54,15 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
     Returns:
         One record, which is also written to out/runs.jsonl.
     Raises:
-        PrivacyError: the spec has several methods or a grid, or `out` holds runs of another spec or seed.
+        PrivacyError: the spec has several methods, a grid or a total epsilon, or `out` holds runs of another spec or
+            seed.
     Privacy:
         `fit` charges each release to the run's ledger. The measurements in the record are NOT private for the examples
         that they are measured on.
     """
+    if (total := spec.privacy.total_epsilon) is not None:
+        remedy = "run `privgrad compare`, which spends it on tuning and training; or give target_epsilon in its place"
+        raise expected("train", "privacy.total_epsilon", "to be absent", total, remedy)
     if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
         remedy = "keep one in the file, or run `privgrad compare`"
         got = [method.name for method in spec.methods]
