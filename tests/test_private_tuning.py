@@ -389,6 +389,30 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     assert "60 training persons or more" in published
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "to be a readable table"),
+        (["patient,age,again", "p1,3,no"], "ward"),
+        (["patient,age,ward,again", "p1,3,c,no"], "ward"),
+        (["patient,age,ward,again", *(f"p{k},3,a,no" for k in range(9))], "num_examples to be at most"),
+    ],
+)
+def test_errors_of_the_data_come_before_the_prices(rows: list[str] | None, message: str, tmp_path: Path):
+    if rows is not None:
+        (tmp_path / "visits.csv").write_text("\n".join(rows))
+    path, out = tmp_path / "visits.toml", tmp_path / "out"
+    path.write_text(VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training"))
+    run = CliRunner().invoke(app, ["compare", str(path), "--out", str(out)])
+    assert isinstance(run.exception, PrivacyError)
+    assert message in str(run.exception)
+    assert "Ways to spend" not in run.output
+    assert not out.exists()
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *(f"p{k},3,a,no" for k in range(99))]))
+    run = CliRunner().invoke(app, ["compare", str(path), "--out", str(out)])
+    assert "Ways to spend" in run.output
+
+
 def _few_digits() -> DataSet:
     return digits()
 

@@ -68,12 +68,11 @@ def compare(
         covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
         the comparison depends on that number too.
     """
-    cost = price(spec)
-    final = at_noise(spec, cost.noise_multiplier)
     is_new = not (out / "spec.json").exists()
-    data = open_folder(final, out, describe(spec))
+    data = open_folder(at_noise(spec, 1.0), out, describe(spec))  # its checks hold for any noise
     try:
         _require_scores(spec, data)
+        cost = price(spec)
         if announce is not None:
             announce()
         place = PaidFolder(spec, cost, out)
@@ -81,6 +80,7 @@ def compare(
         for name in ("spec.json", NAME) if is_new else ():  # a corrected spec may take the folder
             (out / name).unlink(missing_ok=True)
         raise
+    final = at_noise(spec, cost.noise_multiplier)
     with bars(shown=progress) as bar:
         if cost.way == "select":
             _select(final, cost, data, place, bar)
