@@ -1,5 +1,6 @@
 """The budget of a data set: one cap, one file, whoever commits and whenever a process dies."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -18,7 +19,10 @@ from conftest import account_by_rdp, loss_fn, make_data, make_model, make_plan
 from privgrad import accounting, ledger_file
 from privgrad.accounting import Release, Selection
 from privgrad.budget import Budget
+from privgrad.budget_cost import cost_of
+from privgrad.budget_file import Commitment
 from privgrad.cli import app
+from privgrad.mechanisms import Split
 from privgrad.privacy_filter import filter_epsilon
 from privgrad.statement import budget_statement
 
@@ -188,6 +192,22 @@ def test_a_commitment_pays_for_one_ledger(tmp_path: Path, fast: None):
     own.close()
     with pytest.raises(pg.PrivacyError, match="without a commitment"):
         budget.open_ledger(tmp_path / "own.jsonl", plan)
+
+
+def test_an_empty_file_does_not_stand_for_a_lost_ledger(tmp_path: Path, fast: None):
+    budget, plan, path = make(tmp_path, total_epsilon=50.0), make_plan(), tmp_path / "a.jsonl"
+    budget.open_ledger(path, plan).close()
+    ledger = budget.open_ledger(path, plan)  # nothing was released, so the empty file is the ledger
+    pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    ledger.close()
+    budget.open_ledger(path, plan).close()
+    kept = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(pg.PrivacyError, match="which is empty; restore the ledger"):
+        budget.open_ledger(path, plan)
+    path.write_bytes(kept)
+    budget.open_ledger(path, plan).close()
+    assert len(budget.commitments) == 1
 
 
 @pytest.mark.parametrize(
@@ -365,3 +385,41 @@ def test_a_committed_ledger_does_not_move_to_a_file_without_its_limit(tmp_path: 
     assert not (tmp_path / "b.jsonl").exists()
     private_grad.record_in(tmp_path / "a.jsonl")
     assert private_grad.ledger.commitment == ledger.commitment
+
+
+def splits(count: int) -> list[Commitment]:
+    """Commitments in each of which a person pays for a training or for scores; none is like another."""
+    pairs = [(Release(90.0 + k, 0.1, count=9), Release(99.0 + k, 1.0)) for k in range(count)]
+    return [Commitment(f"{k}", (Split(((one,), (other,))),), "", "") for k, (one, other) in enumerate(pairs)]
+
+
+def test_the_work_for_two_hundred_splits_is_twice_that_for_a_hundred(monkeypatch: pytest.MonkeyPatch):
+    """A person may be in 2^200 combinations of groups."""
+    real, calls = accounting._renyi_costs, [0]
+
+    def counted(*given: Any) -> Any:
+        calls[0] += 1
+        return real(*given)
+
+    monkeypatch.setattr(accounting, "_renyi_costs", counted)
+    work: list[int] = []
+    for count in (100, 200):
+        calls[0] = 0
+        assert 0 < cost_of(splits(count), delta=1e-3, total_epsilon=9.0) < 9.0
+        work.append(calls[0])
+    assert work[1] <= 2.1 * work[0] <= 2.1 * 300
+    before = real.cache_info().misses
+    cost_of(splits(201), delta=1e-3, total_epsilon=9.0)
+    assert real.cache_info().misses - before == 2  # one more commitment computes its own releases only
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_splits_cost_at_least_as_much_as_every_combination_of_groups(count: int):
+    held, cap = splits(count), {"delta": 1e-3, "total_epsilon": 3.0}
+    each = itertools.product(*(one.releases[0].groups for one in held))  # pyright: ignore[reportAttributeAccessIssue]
+    by_person = []
+    for groups in each:
+        releases = [release for group in groups for release in group]
+        by_person.append(filter_epsilon(releases, first=held[0].releases, **cap))
+    together = filter_epsilon([release for one in held for release in one.releases], first=held[0].releases, **cap)
+    assert max(by_person) <= together <= 1.02 * max(by_person)

@@ -16,18 +16,23 @@ import pytest
 import torch
 from dp_accounting import dp_event, pld, rdp
 from torch import nn
+from typer.testing import CliRunner
 
 import privgrad as pg
 from privgrad.accounting import _RDP_ORDERS, Release, epsilon
 from privgrad.budget import Budget
+from privgrad.cli import app
 from privgrad.data import DataSet, digits
 from privgrad.errors import BudgetExceededError, PrivacyError
 from privgrad.experiments import paid_runner, runner
+from privgrad.experiments.comparing import compare_and_report
 from privgrad.experiments.load_spec import check_spec
+from privgrad.experiments.paid_folder import PaidFolder
 from privgrad.experiments.prices import price, prices_of
 from privgrad.experiments.spec import Spec
 from privgrad.ledger import Ledger
 from privgrad.mechanisms import Split
+from privgrad.statement import statement
 
 METHOD = {"name": "DP-SGD", "optimizer": "SGD", "options": {"momentum": 0.9}}
 
@@ -56,6 +61,10 @@ def spec_of(*, way: str | None = "trials", steps: int = 3, total: float = 2.0, *
         table, _, key = place.partition("__")
         raw[table] = raw[table] | {key: value} if key else value
     return check_spec(raw, "spec.toml")
+
+
+def outcome_of(spec: Spec, records: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    return paid_runner.outcome_of(spec, price(spec), records, PaidFolder(spec, price(spec), out))
 
 
 def tree(cost: Any, spec: Spec) -> tuple[Any, Any]:
@@ -126,7 +135,7 @@ def test_a_private_comparison_commits_first_and_publishes_what_was_paid_for(way:
     spec = spec_of(way=way)
     records = paid_runner.compare(spec, tmp_path, progress=False)
     cost = price(spec)
-    outcome = paid_runner.outcome_of(spec, records, tmp_path)
+    outcome = outcome_of(spec, records, tmp_path)
     assert outcome["epsilon"] == cost.epsilon <= 2.0
     assert outcome["budget_spent"] == pytest.approx(cost.epsilon)
     phases = [record["phase"] for record in records]
@@ -142,13 +151,23 @@ def test_a_private_comparison_commits_first_and_publishes_what_was_paid_for(way:
     assert (tmp_path / "raw").exists() == (way == "select")
     low, high = outcome["interval"]
     assert low < outcome["accuracy"] < high
+    # The epsilon of one training that was chosen among others is no guarantee: the ledger refers to the budget.
+    (held,) = Budget(tmp_path / "budget.jsonl").commitments
+    for path in tmp_path.rglob("ledger.jsonl"):
+        ledger = Ledger(path, read_only=True)
+        assert ledger.commitment == held.name
+        with pytest.raises(PrivacyError, match=r"on the budget's file, budget\.jsonl"):
+            statement([ledger])
+        refused = CliRunner().invoke(app, ["epsilon", str(path)])
+        assert "budget.jsonl" in str(refused.exception)
+        assert "epsilon_pld" not in refused.output
     again = paid_runner.compare(spec, tmp_path, progress=False)
     assert again == records
 
 
 def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path):
     records = paid_runner.compare(spec_of(way="select"), tmp_path, progress=False)
-    chosen = json.loads((tmp_path / "raw" / "selection.json").read_text())
+    chosen = json.loads((tmp_path / "raw" / "selection.txt").read_text().splitlines()[0])
     scores = [
         json.loads((tmp_path / "raw" / "runs" / str(k) / "score" / "ledger.jsonl").read_text().splitlines()[1])
         for k in range(len(chosen))
@@ -156,6 +175,24 @@ def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path
     assert len(records) == 1
     best = max(value for line in scores for value in line["values"])
     assert records[0]["validation_accuracy"] == pytest.approx(best / 1437)
+
+
+def test_published_files_do_not_show_how_many_runs_a_selection_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spec = spec_of(tuning={"way": "select", "noise_steps": [0.1], "mean_runs": 2.0})
+    seen: list[set[tuple[str, int]]] = []
+    for runs in (1, 4):
+        monkeypatch.setattr(paid_runner, "draw_repetitions", lambda *_, runs=runs: runs)
+        out = tmp_path / str(runs)
+        compare_and_report(spec, out, progress=False)
+        raw = out / "raw"
+        assert len(list((raw / "runs").iterdir())) == runs
+        published = [out, *(path for path in out.rglob("*") if path != raw and not path.is_relative_to(raw))]
+        assert {path.stat().st_mtime % 86400 for path in published} == {0.0}
+        assert len({path.stat().st_mtime for path in published}) == 1
+        texts = {path: path.read_bytes().count(b"\n") for path in published if path.is_file() and path.suffix != ".pt"}
+        assert any(path.name == "commitment.txt" for path in texts)
+        seen.append({(f"{path.relative_to(out)}", lines) for path, lines in texts.items()})
+    assert seen[0] == seen[1]
 
 
 def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
@@ -168,14 +205,19 @@ def test_a_shared_budget_is_a_cap_on_several_comparisons(tmp_path: Path):
     assert not list((tmp_path / "two").rglob("ledger.jsonl"))
 
 
+@pytest.mark.parametrize("emptied", [False, True])
 @pytest.mark.parametrize("lost", ["runs", "score", "raw"])
-def test_a_comparison_that_has_lost_ledgers_does_not_train_again(lost: str, tmp_path: Path):
+def test_a_comparison_that_has_lost_ledgers_does_not_train_again(lost: str, emptied: bool, tmp_path: Path):
     spec = spec_of(way="select" if lost == "raw" else "trials")
     paid_runner.compare(spec, tmp_path, progress=False)
     (tmp_path / "runs.jsonl").unlink()
     for path in list(tmp_path.rglob(lost)):
+        files = [file for file in path.rglob("*") if file.is_file()]
         shutil.rmtree(path)
-    with pytest.raises(PrivacyError, match="to be kept, got a missing file"):
+        for file in files if emptied else []:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    with pytest.raises(PrivacyError, match=f"to be kept, got {'an empty' if emptied else 'a missing'} file"):
         paid_runner.compare(spec, tmp_path, progress=False)
 
 
@@ -213,7 +255,7 @@ def test_killed_at_twenty_places_it_resumes_and_costs_the_same(tmp_path: Path):
             process.join()
     records = paid_runner.compare(spec, out, progress=False)
     assert [record["phase"] for record in records] == ["tuning", "tuning", "final"]
-    outcome = paid_runner.outcome_of(spec, records, out)
+    outcome = outcome_of(spec, records, out)
     assert outcome["budget_spent"] == pytest.approx(price(spec).epsilon)
     for path in out.rglob("ledger.jsonl"):
         ledger = Ledger(path, read_only=True)
@@ -254,16 +296,19 @@ def test_a_spec_that_a_total_cannot_cover_is_refused(name: str):
     assert message in str(error.value), str(error.value)
 
 
-def test_options_of_a_private_comparison_need_a_total():
-    for table, key, value in (("tuning", "way", "trials"), ("privacy", "budget", "b.jsonl")):
-        raw = spec_of().model_dump(exclude_defaults=True)
-        del raw["privacy"]["total_epsilon"], raw["tuning"]["way"]
-        raw["privacy"]["target_epsilon"] = 1.0
-        raw["tuning"]["seeds"] = [0, 1]
-        raw["data"]["validation"], raw["privacy"]["num_examples"] = 237, 1200
-        raw[table][key] = value
-        with pytest.raises(PrivacyError, match=r"privacy\.total_epsilon to be given"):
-            check_spec(raw, "spec.toml")
+@pytest.mark.parametrize("single", ["target_epsilon", "noise_multiplier"])
+@pytest.mark.parametrize(("table", "key", "value"), [("tuning", "way", "trials"), ("privacy", "budget", "b.jsonl")])
+def test_options_of_a_private_comparison_need_a_total(table: str, key: str, value: str, single: str):
+    """It is the first error: without a way, the methods and the data need other keys."""
+    raw = spec_of().model_dump(exclude_defaults=True)
+    del raw["privacy"]["total_epsilon"], raw["tuning"]["way"]
+    raw["privacy"][single] = 1.0
+    raw[table][key] = value
+    remedy = rf"give total_epsilon in place of {single}, or leave {table}\.{key} out"
+    with pytest.raises(
+        PrivacyError, match=rf"privacy\.total_epsilon to be given for {table}\.{key}, got None; {remedy}"
+    ):
+        check_spec(raw, "spec.toml")
 
 
 def test_public_scores_need_public_examples(tmp_path: Path):
@@ -276,9 +321,11 @@ def test_public_scores_need_public_examples(tmp_path: Path):
     assert not list(tmp_path.rglob("score"))
 
 
-def test_the_research_runner_refuses_a_total(tmp_path: Path):
-    with pytest.raises(PrivacyError, match="privgrad compare"):
-        runner.train(spec_of(way=None), tmp_path, progress=False)
+@pytest.mark.parametrize("way", [None, "trials"])
+def test_the_research_runner_refuses_a_total(way: str | None, tmp_path: Path):
+    with pytest.raises(PrivacyError, match=r"total_epsilon to be absent, got 2\.0; run `privgrad compare`"):
+        runner.train(spec_of(way=way), tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 VISITS = """
@@ -332,11 +379,39 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     page = Path(outcome["report"]).read_text()
     assert "person" in page
     assert ("people who are held out" in page) == (people == "held-out")
+    said = [p.read_text() for p in (Path(outcome["report"]), tmp_path / "out" / "statement.html")]
+    assert all(("So held-out people have the same protection" in text) == (people == "held-out") for text in said)
+    assert all(("because a number of runs is random" in text) == (way == "select") for text in said)
+    assert "cap, ε = 4.00, holds for all commitments" in " ".join(page.split())
     published = "".join(
         p.read_text() for p in (tmp_path / "out").glob("*.*") if p.suffix in (".jsonl", ".html", ".json")
     )
     assert not any(f"p{p}," in published for p in range(200))
     assert "60 training persons or more" in published
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "to be a readable table"),
+        (["patient,age,again", "p1,3,no"], "ward"),
+        (["patient,age,ward,again", "p1,3,c,no"], "ward"),
+        (["patient,age,ward,again", *(f"p{k},3,a,no" for k in range(9))], "num_examples to be at most"),
+    ],
+)
+def test_errors_of_the_data_come_before_the_prices(rows: list[str] | None, message: str, tmp_path: Path):
+    if rows is not None:
+        (tmp_path / "visits.csv").write_text("\n".join(rows))
+    path, out = tmp_path / "visits.toml", tmp_path / "out"
+    path.write_text(VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training"))
+    run = CliRunner().invoke(app, ["compare", str(path), "--out", str(out)])
+    assert isinstance(run.exception, PrivacyError)
+    assert message in str(run.exception)
+    assert "Ways to spend" not in run.output
+    assert not out.exists()
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *(f"p{k},3,a,no" for k in range(99))]))
+    run = CliRunner().invoke(app, ["compare", str(path), "--out", str(out)])
+    assert "Ways to spend" in run.output
 
 
 def _few_digits() -> DataSet:

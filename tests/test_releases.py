@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import privgrad as pg
 from conftest import account_by_rdp
-from privgrad import releases
+from privgrad import release_record
 from privgrad.accounting import Release, epsilon
 from privgrad.ledger import Ledger
 
@@ -37,13 +40,13 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def exact(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
     """Catch each sum before its noise, with its sensitivity."""
     seen: list[tuple[Tensor, float]] = []
-    real = releases.add_noise
+    real = release_record.add_noise
 
     def caught(clipped: Any, **options: Any) -> Any:
         seen.append((clipped.values["sum"].clone(), clipped.sensitivity))
         return real(clipped, **options)
 
-    monkeypatch.setattr(releases, "add_noise", caught)
+    monkeypatch.setattr(release_record, "add_noise", caught)
     return seen
 
 
@@ -213,7 +216,15 @@ def test_a_death_at_any_write_charges_at_least_what_was_released(tmp_path: Path)
         ({"bound": math.inf}, "bound"),
         ({"noise_multiplier": 0.0}, "noise_multiplier"),
         ({"noise_multiplier": "1"}, "noise_multiplier"),
+        ({"bound": 1e160}, "bound to be from 1e-100 to 1e\\+100"),
+        ({"bound": 1e-160}, "bound to be from 1e-100"),
+        ({"noise_multiplier": 1e-300}, "to give a grid"),
+        ({"noise_multiplier": 1e12}, "noise_multiplier to be at most"),
         ({"num_examples": 0}, "num_examples"),
+        ({"num_examples": 10**400}, "num_examples"),
+        ({"num_examples": 10**40}, "num_examples to be at most"),
+        ({"seed": "a"}, "seed"),
+        ({"budget": "budget.jsonl", "name": "a"}, "to be a Budget"),
         ({"privacy_unit": "row"}, "privacy_unit"),
         ({"delta": 2.0}, "delta"),
         ({"rows": torch.tensor(1.0)}, "one row per unit"),
@@ -228,6 +239,45 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, wrong: 
     with pytest.raises(pg.PrivacyError, match=match):
         pg.release_sum(given.pop("rows"), **given)
     assert not (tmp_path / "sum.jsonl").exists()
+
+
+_TENS = st.integers(-324, 308).map(lambda exponent: float(f"1e{exponent}"))
+
+
+@given(
+    release=st.sampled_from([pg.release_sum, pg.release_mean, pg.release_second_moment, counts, bins]),
+    bound=_TENS,
+    noise_multiplier=_TENS | st.just(30.0),
+    num_examples=st.integers(0, 400).map(lambda exponent: 10**exponent) | st.just(50),
+)
+@settings(max_examples=150, deadline=None)
+def test_extreme_numbers_are_refused_before_the_commitment(
+    release: Callable[..., Tensor], bound: float, noise_multiplier: float, num_examples: int
+):
+    with tempfile.TemporaryDirectory() as folder:
+        cap: dict[str, Any] = {"total_epsilon": 1e6, "delta": 1e-200, "num_examples": 50, "privacy_unit": "example"}
+        budget = pg.Budget(Path(folder) / "budget.jsonl", **cap)
+        numbers = {"bound": bound, "noise_multiplier": noise_multiplier, "num_examples": num_examples}
+        try:
+            found = release(torch.ones(4, 3), **numbers, budget=budget, name="a")
+        except pg.PrivacyError:
+            assert not budget.commitments
+            return
+        assert len(budget.commitments) == 1
+        assert bool(found.isfinite().all())
+        assert bool(found.any())
+
+
+@pytest.mark.parametrize("size", [2**19, 2**19 + 1])
+def test_a_release_fits_into_a_line_of_its_ledger(size: int, tmp_path: Path):
+    numbers: dict[str, Any] = {"noise_multiplier": 1e-3, "num_examples": 5, "ledger": tmp_path / "bins.jsonl"}
+    if size > 2**19:
+        with pytest.raises(pg.PrivacyError, match="released values to be at most"):
+            pg.release_histogram([0], num_bins=size, **numbers)
+        assert not (tmp_path / "bins.jsonl").exists()
+    else:
+        found = pg.release_histogram([0], num_bins=size, **numbers)
+        assert torch.equal(pg.release_histogram([0], num_bins=size, **numbers), found)
 
 
 def test_wrong_shapes_are_refused(tmp_path: Path):

@@ -178,18 +178,21 @@ def _compose(
 def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
     """Return order -> RDP of releases, as `mechanisms_of` returns them. `privacy_filter` calls it.
 
-    Every RDP is infinite if a release has no noise, or if the accountant's arithmetic gives no bound.
+    An RDP is infinite if a release has no noise, or if the accountant's arithmetic gives no bound. Each kind of release
+    is computed once and kept, so that one more commitment of a budget costs little time.
     """
-    return dict(zip(_RDP_ORDERS, _renyi_costs(mechanisms, _RDP_ORDERS), strict=True))
+    each = [_renyi_costs(mechanism, _RDP_ORDERS) for mechanism in mechanisms]
+    together = np.sum(each, axis=0) if each else np.zeros(len(_RDP_ORDERS))
+    return dict(zip(_RDP_ORDERS, together.tolist(), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
-def _renyi_costs(mechanisms: tuple[Mechanism, ...], orders: tuple[float, ...]) -> tuple[float, ...]:
-    """Compute the values of `renyi_costs`; cached."""
+def _renyi_costs(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the RDP of one kind of release by order, as in `renyi_costs`; cached."""
     accountant = rdp.RdpAccountant(orders)
-    if _lacks_noise(mechanisms) or not math.isfinite(_compose(accountant, mechanisms, 1e-6)):
+    if _lacks_noise((mechanism,)) or not math.isfinite(_compose(accountant, (mechanism,), 1e-6)):
         return (math.inf,) * len(orders)
-    return tuple(_safe_costs(accountant, mechanisms).tolist())
+    return tuple(_safe_costs(accountant, (mechanism,)).tolist())
 
 
 def epsilon_at(order: float, cost: float, delta: float) -> float:

@@ -6,7 +6,6 @@ its whole cost is committed. It does not rest on `calibrate` and `left`, or on w
 """
 
 import getpass
-import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from privgrad import accounting
+from privgrad.budget_cost import cost_of, noise_left
 from privgrad.budget_file import BudgetState, Commitment, line_of, require_facts
-from privgrad.calibration_search import noise_within
 from privgrad.errors import (
     BudgetExceededError,
     described,
@@ -29,7 +28,6 @@ from privgrad.ledger import Ledger
 from privgrad.ledger_file import VERSION, LedgerFile
 from privgrad.mechanisms import Release, Selection, Split, each_group, mechanisms_of
 from privgrad.plan import PrivacyPlan
-from privgrad.privacy_filter import filter_epsilon
 from privgrad.types import PrivacyUnit
 
 _PATIENCE = 30.0  # seconds to wait for another process that commits
@@ -127,7 +125,7 @@ class Budget:
         With several commitments that depended on results, the guarantee is total_epsilon, which was fixed beforehand.
         This number would be the guarantee if all of them had been planned before the first result.
         """
-        return self._cost(self.commitments)
+        return cost_of(self.commitments, delta=self.delta, total_epsilon=self.total_epsilon)
 
     def calibrate(self, *, sample_rate: float, steps: int) -> float:
         """Find the noise multiplier of a training that uses all that is left.
@@ -226,15 +224,16 @@ class Budget:
         place = Path(path).absolute()
         release = Release(plan.noise_multiplier, plan.sample_rate, plan.sampling, plan.steps)
         wanted = Commitment(name or str(place), (release,), *_signed(by), str(place), plan.seed is not None)
-        was_there = place.exists()
-        if not was_there and wanted.name in self._read().commitments:
-            remedy = "restore the ledger, or train under a new name: the lost releases stay committed"
-            raise expected(
-                function, "path", f"to hold the ledger of {wanted.name}", f"{place}, which is absent", remedy
-            )
+        was_there, state = place.exists(), self._read()
+        lost = "restore the ledger, or train under a new name: the lost releases stay committed"
+        condition = f"to hold the ledger of {wanted.name}"
+        if not was_there and wanted.name in state.commitments:
+            raise expected(function, "path", condition, f"{place}, which is absent", lost)
         ledger = Ledger(place)
         try:
-            ledger.limit_to(release, wanted.name)
+            if not ledger.plan_facts and wanted.name in state.begun:
+                raise expected(function, "path", condition, f"{place}, which is empty", lost)
+            ledger.limit_to(release, wanted.name, self.path.name, lambda: self._note_begun(wanted.name))
             self._commit(wanted)
         except BaseException:
             ledger.close()
@@ -283,6 +282,13 @@ class Budget:
                 state.values[name] = [float(value) for value in values]
             return state.values[name]
 
+    def _note_begun(self, name: str) -> None:
+        """Note durably that the ledger of a commitment gets its first line. An empty file is then a lost ledger."""
+        file, state = self._open()
+        with closing(file):
+            if name not in state.begun:
+                file.append({"draw": name, "begun": True})
+
     def _commit(self, wanted: Commitment) -> None:
         """Write a commitment, unless it is there already."""
         if not isinstance(wanted.name, str) or not wanted.name:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -291,16 +297,18 @@ class Budget:
             raise expected("Budget.commit", "releases", "to be at least one", 0, "give [plan's release] with its count")
         file, state = self._open()
         with closing(file):
-            if (before := state.commitments.get(wanted.name)) is not None:
-                self._require_same(before, wanted)
+            if (same := state.commitments.get(wanted.name)) is not None:
+                self._require_same(same, wanted)
                 return
-            cost = self._cost([*state.commitments.values(), wanted])
+            cap = {"delta": self.delta, "total_epsilon": self.total_epsilon}
+            before = list(state.commitments.values())
+            cost = cost_of([*before, wanted], **cap)
             if not cost <= self.total_epsilon:
                 raise expected(
                     "Budget.commit",
                     f"the epsilon of all commitments with {wanted.name}",
                     f"to be at most {self.total_epsilon:g}",
-                    f"{cost:.6g} ({self._cost(state.commitments.values()):.6g} without it)",
+                    f"{cost:.6g} ({cost_of(before, **cap):.6g} without it)",
                     "plan with more noise or fewer steps: budget.calibrate(sample_rate=..., steps=...) gives the noise",
                     BudgetExceededError,
                 )
@@ -316,32 +324,8 @@ class Budget:
 
     def _noise_left(self, sample_rate: float, steps: int) -> float | None:
         """Return the noise multiplier of a training that uses all that is left; None if there is none."""
-        held = self.commitments
-
-        def cost(sigma: float, accountant: str) -> float:
-            one = Release(sigma, sample_rate, count=steps)
-            if accountant != "pld":  # faster: the last search starts where the one before ended
-                releases = [*(release for other in held for release in other.releases), one]
-                return accounting.epsilon(releases, delta=self.delta, accountant="rdp")
-            return self._cost([*held, Commitment("", (one,), "", "")])
-
-        return noise_within(cost, self.total_epsilon)
-
-    def _cost(self, commitments: Iterable[Commitment]) -> float:
-        """Return the epsilon of commitments together, in their order."""
-        held = list(commitments)
-        if not held:
-            return 0.0
-        # A person is in one group of each Split. The cost of all is that of the person who pays the most.
-        return max(self._cost_of(own) for own in itertools.product(*map(_groups_of, held)))
-
-    def _cost_of(self, held: Sequence[Sequence[Release | Selection]]) -> float:
-        """Return the epsilon of the releases that concern one person, by commitment."""
-        releases = [release for own in held for release in own]
-        first = next(filter(None, held), ())
-        found = filter_epsilon(releases, first=first, delta=self.delta, total_epsilon=self.total_epsilon)
-        # A single commitment was fixed before any result. If only PLD lets it in, nothing is admitted after it.
-        return min(found, accounting.epsilon(releases, delta=self.delta)) if len(held) == 1 else found
+        cap = {"delta": self.delta, "total_epsilon": self.total_epsilon}
+        return noise_left(self.commitments, sample_rate, steps, **cap)
 
     def _begin(self, facts: dict[str, Any]) -> None:
         """Write the numbers of a new budget, unless the file has some."""
@@ -370,8 +354,3 @@ def _signed(by: str | None) -> tuple[str, str]:
     except (KeyError, OSError):  # a container's user may have no name
         person = "unknown"
     return person, datetime.now(UTC).date().isoformat()
-
-
-def _groups_of(commitment: Commitment) -> list[list[Release | Selection]]:
-    """Return the releases of a commitment by the group that a person may be in."""
-    return each_group("Budget", commitment.releases)

@@ -1,4 +1,4 @@
-"""The lines of a budget's file: its numbers first, then commitments and released values.
+"""The lines of a budget's file: its numbers first, then commitments, notes of begun ledgers, and released values.
 
 `budget` calls this file, and `cli.statement` asks `is_budget`. The privacy guarantee of a budget rests on this file: a
 commitment that was read as a cheaper one would leave room that is not there.
@@ -63,11 +63,20 @@ class Commitment:
 
 @dataclass
 class BudgetState:
-    """The content of a budget's file."""
+    """The content of a budget's file.
+
+    Attributes:
+        facts: the numbers of the budget.
+        commitments: by name.
+        values: the released values, by the name of their commitment.
+        begun: names of the commitments whose ledger has its first line.
+        head: the checksum of the last line.
+    """
 
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     commitments: dict[str, Commitment] = field(default_factory=dict[str, Commitment])
     values: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    begun: set[str] = field(default_factory=set[str])
     head: str = ""
 
     def accept(self, number: int, line: Mapping[str, Any]) -> None:
@@ -75,6 +84,8 @@ class BudgetState:
         if number == 1:
             require_facts(line["budget"])
             self.facts.update(line["budget"])
+        elif "begun" in line:
+            self.begun.add(line["draw"])
         elif "values" in line:
             self.values[line["draw"]] = [float(value) for value in line["values"]]
         else:

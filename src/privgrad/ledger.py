@@ -8,7 +8,7 @@ guarantee rests on this file.
 
 import os
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -55,6 +55,8 @@ class Ledger:
         self._draws: dict[str, str | None] = {}
         self._values: dict[str, list[float]] = {}
         self._committed: tuple[str, Release] | None = None
+        self._budget = ""
+        self._on_begin: Callable[[], None] | None = None
         self._turn = threading.RLock()
         self._process = this_process()
         # The file passes its lines to `_accept`, so it is opened last.
@@ -132,14 +134,24 @@ class Ledger:
         """The name under which a budget holds all releases of this ledger; None without a budget."""
         return None if self._committed is None else self._committed[0]
 
-    def limit_to(self, release: Release, commitment: str) -> None:
+    @property
+    def budget(self) -> str:
+        """The name of the budget's file; "" without a budget. `promises` names it in its error."""
+        return self._budget
+
+    def limit_to(
+        self, release: Release, commitment: str, budget: str, on_begin: Callable[[], None] | None = None
+    ) -> None:
         """Accept only this kind of release, and at most `release.count` of them, from now on.
 
-        `Budget.open_ledger` calls it. The first line of the file holds the limit for all later holders.
+        `Budget.open_ledger`, `releases` and `experiments.paid_folder` call it. The first line of the file holds the
+        limit for all later holders. `promises.require_no_budget` reads there that a budget counts these releases.
 
         Args:
             release: the committed kind and count.
             commitment: the name in the budget.
+            budget: the name of the budget's file.
+            on_begin: called once, before the first line is written.
         Raises:
             PrivacyError: the ledger was begun without this commitment, or has another one.
         Privacy:
@@ -148,6 +160,7 @@ class Ledger:
         with self._one_at_a_time():
             if not self.plan_facts:
                 self._committed = self._committed or (commitment, release)
+                self._budget, self._on_begin = budget, on_begin
             if self._committed != (commitment, release):
                 held = self._committed or "a ledger without a commitment"
                 remedy = "resume the committed plan, or give a new ledger: more steps need a commitment of their own"
@@ -166,7 +179,10 @@ class Ledger:
             if not self.plan_facts:
                 facts = dict(plan_facts)
                 if self._committed is not None:
-                    facts["commitment"] = {"name": self._committed[0], "releases": self._committed[1].count}
+                    name, held = self._committed
+                    facts["commitment"] = {"name": name, "releases": held.count, "budget": self._budget}
+                if self._on_begin is not None:
+                    self._on_begin()
                 self._append({"ledger_version": VERSION, "plan": facts})
                 self.plan_facts = facts
                 return
@@ -343,7 +359,7 @@ class Ledger:
             if (committed := plan.get("commitment")) is not None:
                 require_integer("Ledger", "commitment", committed["releases"], 1)
                 kind = Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"], committed["releases"])
-                self._committed = str(committed["name"]), kind
+                self._committed, self._budget = (str(committed["name"]), kind), str(committed["budget"])
         else:
             self._count(self._checked(line), line)
 
@@ -353,36 +369,6 @@ class Ledger:
             self._file.append(line)
         elif self._refuses:
             raise not_open()
-
-
-def require_one_promise(function: str, ledgers: Iterable[Ledger]) -> str:
-    """Return the privacy unit that all ledgers protect. `statement` and `privgrad epsilon` call it before they add up.
-
-    Raises:
-        PrivacyError: there is no ledger, one has no plan yet, or they differ in the unit or the neighboring relation.
-    """
-    facts = [ledger.plan_facts for ledger in ledgers]
-    if not facts or not all(facts):
-        remedy = "give ledger.jsonl of a training that has begun"
-        raise expected(function, "ledgers", "to hold a plan each", f"{len(facts)} ledgers", remedy)
-    promises = {f"{fact['neighboring_relation']} {fact.get('privacy_unit', 'example')}" for fact in facts}
-    if len(promises) > 1:
-        got, remedy = " and ".join(sorted(promises)), "give the ledgers of each unit separately"
-        raise expected(function, "ledgers", "to protect the same unit", got, remedy)
-    return str(facts[0].get("privacy_unit", "example"))
-
-
-def recorded_delta(function: str, ledgers: Iterable[Ledger]) -> float:
-    """Return the delta that all ledgers record. `statement` and `privgrad epsilon` call it where none is given.
-
-    Raises:
-        PrivacyError: a ledger records none, or they record different ones.
-    """
-    recorded = {ledger.plan_facts.get("delta") for ledger in ledgers}
-    if len(recorded) == 1 and (only := recorded.pop()) is not None:
-        return float(only)
-    got = ", ".join(sorted(map(str, recorded))) or "no delta"
-    raise expected(function, "delta", "to be recorded and equal in all ledgers", got, "give delta")
 
 
 def _checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,14 +87,17 @@ class Split:
 def each_group(function: str, releases: Iterable[Release | Selection | Split]) -> list[list[Release | Selection]]:
     """Return, for each combination of groups that a person may be in, the releases that concern this person.
 
-    `accounting` and `privacy_filter` compute the cost of each, and take the largest.
+    `accounting` computes the cost of each, and takes the largest. `Budget` calls it to check a commitment.
 
     Raises:
-        PrivacyError: there are too many combinations.
+        PrivacyError: there are too many combinations, or a Split has no group.
     """
     found: list[list[Release | Selection]] = [[]]
     for release in releases if isinstance(releases, Iterable) else [releases]:  # pyright: ignore[reportUnnecessaryIsInstance]
         groups = release.groups if isinstance(release, Split) else ((release,),)
+        if not groups:
+            remedy = "leave the Split out, or give the releases of each group"
+            raise expected(function, "groups of a Split", "to be at least 1", 0, remedy)
         found = [[*before, *group] for before in found for group in groups]
         if len(found) > _MOST_GROUPS:
             remedy = "score on training people in place of held-out ones, or begin another budget"

@@ -20,6 +20,8 @@ from privgrad.types import ClippedSum, NoisyGradient
 # Share of the sensitivity that is reserved for the rounding of norms and sums, and again for rounding to the grid.
 _ROUNDING = 2.0**-10
 _FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integers exactly
+_FARTHEST = 11.5  # standard deviations: no noise on a grid is larger
+_SMALLEST, _LARGEST = 2.0**-900, 2.0**900  # grid and sensitivity: far inside of float64
 
 
 def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
@@ -140,7 +142,8 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     Returns:
         g and C', in gradient units.
     Raises:
-        PrivacyError: noise_multiplier is 0, or the sensitivity is infinite.
+        PrivacyError: noise_multiplier is 0, the sensitivity is infinite, or float64 cannot hold the sum and the noise
+            as exact integers on the grid.
     Privacy:
         Depends on public numbers only. The guarantee of noise on a grid rests on C'.
     """
@@ -150,7 +153,16 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
     root = math.sqrt(sum(value.numel() for value in clipped.values.values()) or 1)
     _, exponent = math.frexp(_ROUNDING * clipped.sensitivity * min(noise_multiplier, 1.0) / root)
     grid = math.ldexp(1.0, exponent - 1)
-    return grid, clipped.sensitivity * (1 + _ROUNDING) + grid * root
+    sensitivity = clipped.sensitivity * (1 + _ROUNDING) + grid * root
+    if not (grid >= _SMALLEST and sensitivity <= _LARGEST):
+        condition = f"to give a grid above {_SMALLEST:.0g}, and a sensitivity below {_LARGEST:.0g}"
+        got, remedy = f"{grid:.3g} and {sensitivity:.3g}", "express the values in another unit"
+        raise expected("grid_of", "noise_multiplier and sensitivity", condition, got, remedy)
+    if not _FARTHEST * noise_multiplier * sensitivity <= _FAR * grid:
+        most = _FAR * grid / _FARTHEST / sensitivity
+        remedy = "plan with less noise, or for fewer values at once"
+        raise expected("grid_of", "noise_multiplier", f"to be at most {most:.3g} on a grid", noise_multiplier, remedy)
+    return grid, sensitivity
 
 
 def _release_on_cpu(

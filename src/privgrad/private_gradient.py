@@ -251,20 +251,22 @@ class PrivateGradient:
         self._observers[handle.id] = observer
         return handle
 
-    def record_in(self, path: str | os.PathLike[str]) -> None:
-        """Record all releases in the ledger file at `path`, in place of the memory.
+    def record_in(self, record: Ledger | str | os.PathLike[str]) -> None:
+        """Record all releases in a ledger file, in place of the memory.
 
-        `fit` calls this if it has an output_dir.
+        `fit` calls this if it has an output_dir, and `experiments.paid_runner` with a ledger of its commitment.
 
         Args:
-            path: of a new ledger, or of one that this run's earlier attempts have written.
+            record: the path of a new ledger, or of one that this run's earlier attempts have written; or such a ledger,
+                opened just now.
         Raises:
             PrivacyError: something was released already and is recorded elsewhere; or the file is another run's.
         Privacy:
             A file that holds releases counts them against the plan's steps.
         """
         ledger = self._ledger
-        if (ledger.releases > 0 or ledger.commitment) and ledger.path != Path(path).absolute():
+        path = record.path if isinstance(record, Ledger) else Path(record).absolute()
+        if (ledger.releases > 0 or ledger.commitment) and (path is None or ledger.path != path):
             got = f"{ledger.releases} releases, recorded in {ledger.path or 'memory'}"
             if ledger.commitment:  # the new file would not have the budget's limit
                 got += f", committed as {ledger.commitment}"
@@ -272,7 +274,7 @@ class PrivateGradient:
             raise expected("PrivateGradient", "the ledger", "to be unused before it moves to a file", got, remedy)
         if self._ledger.path is not None:
             self._ledger.close()
-        ledger = Ledger(path)
+        ledger = record if isinstance(record, Ledger) else Ledger(record)
         try:
             ledger.bind(self._facts)
         except BaseException:

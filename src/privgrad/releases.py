@@ -1,16 +1,12 @@
 """Gaussian releases of sums over privacy units: a sum, a mean, a histogram, a second moment.
 
 Users call them before a training, for example to fill in missing values or to scale. The privacy guarantee rests on
-this file: each function bounds one unit's part, adds noise, and records charge and values before it returns them.
-
-A release is charged once. Called again with the same ledger, or with the same name in the same budget, a function
-returns the recorded values and draws nothing, even if the data have changed.
+this file: each function bounds one unit's part. `release_record` adds the noise, and records charge and values.
 """
 
-import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,18 +14,16 @@ import torch
 from torch import Tensor
 
 from privgrad.budget import Budget
-from privgrad.errors import described, expected, require_choice, require_delta, require_integer, require_positive
+from privgrad.errors import described, expected, require_integer, require_positive
 from privgrad.ledger import Ledger
-from privgrad.mechanisms import Release
-from privgrad.noise import add_noise, noise_generator
-from privgrad.rng import RandomSource
-from privgrad.types import ClippedSum, PrivacyUnit
+from privgrad.release_record import Planned, Where, release_once
+from privgrad.types import PrivacyUnit
 
 Rows = Tensor | np.ndarray | Sequence[Any]
 
 _CHUNK = 4096  # rows that are added up in one call of torch; few enough that rounding stays far below the noise's grid
 _MOST_ROWS = 1 << 29
-_DRAW = "release"  # the one draw of a release's ledger
+_LARGEST = 1e100  # bound, and one over the smallest: squares and quotients stay far inside of float64
 
 
 def release_sum(
@@ -51,7 +45,7 @@ def release_sum(
 
     Args:
         rows: shape (n, ...), ONE row per privacy unit. A row with a value that is not finite counts as zero.
-        bound: > 0, public: the largest norm of a row, over all its values.
+        bound: from 1e-100 to 1e100, public: the largest norm of a row, over all its values.
         noise_multiplier: sigma > 0, noise standard deviation over bound.
         num_examples: the public number of units. It is recorded; n itself is private and may differ.
         privacy_unit: the unit that a row belongs to, "example" or "user".
@@ -73,13 +67,8 @@ def release_sum(
     Reference:
         Dwork, Roth 2014, appendix A; on floating-point noise, Mironov 2012.
     """
-    require_positive("release_sum", "bound", bound, "give the largest norm of a row, chosen without the data")
-    values, shape = _rows("release_sum", rows)
-    facts = _facts("sum", bound, noise_multiplier, num_examples, privacy_unit, shape)
-    flat = _release(
-        "release_sum", lambda: _sum(values, bound), bound, facts, delta, ledger, budget, name, seed, math.prod(shape)
-    )
-    return flat.reshape(shape)
+    where = Where(delta, ledger, budget, name, seed)
+    return _of_rows("sum", rows, bound, noise_multiplier, num_examples, privacy_unit, where)
 
 
 def release_mean(
@@ -115,13 +104,8 @@ def release_mean(
     Privacy:
         As release_sum; the division is post-processing.
     """
-    require_positive("release_mean", "bound", bound, "give the largest norm of a row, chosen without the data")
-    values, shape = _rows("release_mean", rows)
-    facts = _facts("mean", bound, noise_multiplier, num_examples, privacy_unit, shape)
-    flat = _release(
-        "release_mean", lambda: _sum(values, bound), bound, facts, delta, ledger, budget, name, seed, math.prod(shape)
-    )
-    return flat.reshape(shape) / num_examples
+    where = Where(delta, ledger, budget, name, seed)
+    return _of_rows("mean", rows, bound, noise_multiplier, num_examples, privacy_unit, where) / num_examples
 
 
 def release_histogram(
@@ -175,7 +159,7 @@ def release_histogram(
             return torch.bincount(bins, minlength=num_bins + 1)[:num_bins].double()
 
     else:
-        require_positive(function, "bound", bound, "give the largest norm of a unit's counts")
+        _require_bound(function, bound)
         values, shape = _rows(function, rows)
         if shape != (num_bins,):
             got = f"(n, {', '.join(map(str, shape))})"
@@ -184,8 +168,9 @@ def release_histogram(
         def count() -> Tensor:
             return _sum(values, bound)
 
-    facts = _facts("histogram", bound or 1.0, noise_multiplier, num_examples, privacy_unit, (num_bins,))
-    return _release(function, count, bound or 1.0, facts, delta, ledger, budget, name, seed, num_bins)
+    sensitivity = 1.0 if bound is None else float(bound)
+    planned = Planned("histogram", sensitivity, noise_multiplier, num_examples, privacy_unit, (num_bins,), num_bins)
+    return release_once(planned, count, Where(delta, ledger, budget, name, seed))
 
 
 def release_second_moment(
@@ -229,24 +214,50 @@ def release_second_moment(
         Dwork, Talwar, Thakurta, Zhang 2014 (Analyze Gauss), which adds noise of the full size off the diagonal, too.
     """
     function = "release_second_moment"
-    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
+    _require_bound(function, bound)
     values, shape = _rows(function, rows)
     if len(shape) != 1:
         got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
         raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
     (d,) = shape
-    upper, scale = torch.triu_indices(d, d), _off_diagonal(d)
+    size = d * (d + 1) // 2
 
     def moment() -> Tensor:
-        total = _sum(values, bound, lambda part: part.T @ part)
-        return total.reshape(d, d)[upper[0], upper[1]] * scale
+        total = _sum(values, bound, lambda part: part.T @ part).reshape(d, d)
+        return total[tuple(torch.triu_indices(d, d))] * _off_diagonal(d)
 
-    facts = _facts("second moment", bound**2, noise_multiplier, num_examples, privacy_unit, (d, d))
-    flat = _release(function, moment, bound**2, facts, delta, ledger, budget, name, seed, len(scale))
+    planned = Planned("second moment", float(bound) ** 2, noise_multiplier, num_examples, privacy_unit, (d, d), size)
+    flat = release_once(planned, moment, Where(delta, ledger, budget, name, seed))
+    upper, scale = torch.triu_indices(d, d), _off_diagonal(d)
     result = torch.empty(d, d, dtype=torch.float64)
     result[upper[0], upper[1]] = flat / scale
     result[upper[1], upper[0]] = flat / scale
     return result
+
+
+def _of_rows(
+    kind: str,
+    rows: Rows,
+    bound: float,
+    noise_multiplier: float,
+    num_examples: int,
+    privacy_unit: PrivacyUnit,
+    where: Where,
+) -> Tensor:
+    """Release the sum of one row per unit, as `release_sum` describes it."""
+    function = f"release_{kind}"
+    _require_bound(function, bound)
+    values, shape = _rows(function, rows)
+    planned = Planned(kind, float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
+    return release_once(planned, lambda: _sum(values, bound), where).reshape(shape)
+
+
+def _require_bound(function: str, bound: float) -> None:
+    """Raise PrivacyError unless the largest norm of a row is a number with which float64 can compute."""
+    require_positive(function, "bound", bound, "give the largest norm of a row, chosen without the data")
+    if not 1 / _LARGEST <= bound <= _LARGEST:
+        condition = f"to be from {1 / _LARGEST:g} to {_LARGEST:g}"
+        raise expected(function, "bound", condition, bound, "express the values and the bound in another unit")
 
 
 def _off_diagonal(d: int) -> Tensor:
@@ -299,101 +310,3 @@ def _clipped(rows: Tensor, bound: float) -> Tensor:
     scaled = rows * (bound / norms.clamp(min=1.0))
     # A norm that is infinite although all values are finite gives zero, too.
     return torch.where(norms.isfinite(), scaled, 0.0)
-
-
-def _facts(
-    kind: str, sensitivity: float, noise_multiplier: float, num_examples: int, privacy_unit: str, shape: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return the public numbers of a release, under the names that a plan's ledger has."""
-    function = f"release_{kind.replace(' ', '_')}"
-    require_positive(function, "noise_multiplier", noise_multiplier, "give sigma: without noise nothing is private")
-    require_integer(function, "num_examples", num_examples, 1)
-    require_choice(function, "privacy_unit", privacy_unit, ("example", "user"))
-    return {
-        "released": kind,
-        "shape": list(shape),
-        "sampling": "poisson",
-        "sample_rate": 1.0,
-        "expected_batch_size": int(num_examples),
-        "noise_multiplier": float(noise_multiplier),
-        "max_grad_norm": float(sensitivity),
-        "num_examples": int(num_examples),
-        "group_size": 1,
-        "noise_on_grid": True,
-        "neighboring_relation": "add or remove one",
-        "privacy_unit": privacy_unit,
-        "simulates": None,
-        "side_information": None,
-        "perturbation": None,
-        "noise_generator": noise_generator([torch.empty(0, dtype=torch.float64)], on_grid=True),
-    }
-
-
-def _release(
-    function: str,
-    compute: Callable[[], Tensor],
-    sensitivity: float,
-    facts: Mapping[str, Any],
-    delta: float | None,
-    ledger: Ledger | str | os.PathLike[str] | None,
-    budget: Budget | None,
-    name: str | None,
-    seed: int | None,
-    size: int,
-) -> Tensor:
-    """Charge and record a release, or find it recorded, and return its values, flat.
-
-    Privacy:
-        The commitment comes first, then noise, then the record in the budget, then charge and values in one line of
-        the ledger. The values are returned after all of these. A process that dies before the first record of values
-        has shown nothing, so its successor may draw other noise; afterwards its successor finds the values.
-    """
-    if ledger is None and budget is None:
-        raise expected(function, "ledger or budget", "to be given", None, "give ledger='sum.jsonl', or budget and name")
-    if (budget is None) != (name is None):
-        remedy = "give name= with budget=, and only there"
-        raise expected(function, "name", "to be given with a budget", f"name {name!r} and budget {budget}", remedy)
-    if budget is not None:
-        budget.require_covered(function, facts["num_examples"], facts["privacy_unit"])
-        delta = budget.delta if delta is None else delta
-    if delta is not None:
-        require_delta(function, delta)
-    release = Release(facts["noise_multiplier"], 1.0)
-    is_given = isinstance(ledger, Ledger)
-    own = ledger if isinstance(ledger, Ledger) else None if ledger is None else Ledger(ledger)
-    try:
-        if own is not None:
-            own.bind({**facts, "delta": delta, "research_seed": seed is not None})
-        if budget is not None and name is not None:
-            what = f"{facts['released']} {facts['shape']}, bound {facts['max_grad_norm']!r}"
-            budget.commit_release(name, release, released=what, is_seeded=seed is not None)
-        found = None if own is None else own.values.get(_DRAW)
-        if budget is not None and name is not None:
-            found = budget.released(name) or found
-        if found is None:
-            found = _noisy(compute(), sensitivity, release.noise_multiplier, f"{function} {name}", seed)
-        if budget is not None and name is not None:
-            found = budget.record(name, found)
-        if len(found) != size:
-            remedy = "give each release a ledger and a name of its own"
-            raise expected(function, "the recorded values", f"to be {size} numbers", len(found), remedy)
-        if own is not None and _DRAW not in own.values:
-            digest = None if seed is None else hashlib.sha256(np.array(found).tobytes()).hexdigest()[:32]
-            own.charge(release, draw=_DRAW, limit=1, digest=digest, values=found)
-    finally:
-        if own is not None and not is_given:
-            own.close()
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def _noisy(total: Tensor, sensitivity: float, noise_multiplier: float, name: str, seed: int | None) -> list[float]:
-    """Return a sum with Gaussian noise on the grid. Each call draws from a stream of its own."""
-    noisy = add_noise(
-        ClippedSum({"sum": total}, sensitivity),
-        noise_multiplier=noise_multiplier,
-        divisor=1,
-        stream=RandomSource(seed).stream(name),
-        step=0,
-        on_grid=True,
-    )
-    return [float(value) for value in noisy["sum"].numpy()]

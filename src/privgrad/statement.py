@@ -15,13 +15,15 @@ from typing import Any
 from privgrad.accounting import attack_success, epsilon
 from privgrad.budget import Budget
 from privgrad.errors import require_delta
-from privgrad.ledger import Ledger, recorded_delta, require_one_promise
+from privgrad.ledger import Ledger
+from privgrad.mechanisms import Selection, Split, each_group
+from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _NOT_COVERED = (
     "Computations on the data before the training, such as a vocabulary, a scaling or chosen features.",
     "Trainings and tuning that are not in these ledgers.",
-    "The people whose data were used to evaluate the model.",
+    "The people whose data were used to evaluate the model without noise.",
     "Numbers that were chosen with these data in view, such as the clipping norm or the number of steps.",
     "The duration of the training, its memory and its error messages.",
 )
@@ -75,11 +77,13 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
     Returns:
         Statement.
     Raises:
-        PrivacyError: there is no ledger, the ledgers protect different units, or no delta is known.
+        PrivacyError: there is no ledger, the ledgers protect different units, no delta is known, or a budget holds the
+            releases of a ledger. Its statement is `budget_statement`.
     Privacy:
         It holds public numbers only.
     """
     unit = require_one_promise("statement", ledgers)
+    require_no_budget("statement", ledgers)
     facts = [ledger.plan_facts for ledger in ledgers]
     if delta is None:
         delta = recorded_delta("statement", ledgers)
@@ -115,6 +119,7 @@ def budget_statement(budget: Budget) -> Statement:
         It holds public numbers only.
     """
     held, spent, delta = budget.commitments, budget.spent(), budget.delta
+    kinds = {type(release) for one in held for group in each_group("statement", one.releases) for release in group}
     # Several commitments may depend on results: then the cap is the guarantee, because it was fixed beforehand.
     size, alpha = budget.total_epsilon if held[1:] else spent, _FALSE_POSITIVES
     numbers: dict[str, Any] = {
@@ -130,9 +135,11 @@ def budget_statement(budget: Budget) -> Statement:
         "covered_by_accountant": True,
         "privacy_unit": budget.privacy_unit,
         "num_examples": budget.num_examples,
+        "groups_of_people": any(isinstance(release, Split) for one in held for release in one.releases),
         "digests": [budget.head],
         "versions": _versions(),
     }
+    by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
     one_by_one = tuple(f"{one.name}, committed by {one.by} on {one.date}." for one in held)
     computed = (
         f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
@@ -145,7 +152,7 @@ def budget_statement(budget: Budget) -> Statement:
                 "The smaller number holds if all of them were planned before the first result.",
             )
             if held[1:]
-            else ("Quote this number. It was planned before any result, so the tightest accountant (PLD) holds.",)
+            else (f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",)
         ),
         *one_by_one,
     )
@@ -198,7 +205,8 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: st
         return ("This training protects nobody: its epsilon is infinite.", *reasons)
     if reasons:
         return (f"This training would satisfy differential privacy with {eps}, except for the following.", *reasons)
-    return (f"The {many} of the training data are protected by differential privacy with {eps}.",)
+    data = "training and held-out data" if numbers.get("groups_of_people") else "training data"
+    return (f"The {many} of the {data} are protected by differential privacy with {eps}.",)
 
 
 def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) -> tuple[str, ...]:
@@ -209,6 +217,11 @@ def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) 
         + (" with all data of this person." if is_user else ": one entry of the data set."),
         f"The protection compares the training with one in which one {one} was added or removed.",
     ]
+    if numbers.get("groups_of_people"):
+        lines += [
+            f"Some releases are from separate groups of {many}, such as noisy scores on held-out {many}.",
+            f"Each group is charged for its own releases. So held-out {many} have the same protection.",
+        ]
     if not is_user:
         lines.append("A person with several rows is protected less: each row counts by itself.")
     return tuple(lines)

@@ -16,7 +16,8 @@ from privgrad import accounting
 from privgrad.accounting import Accountant, Release
 from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
 from privgrad.errors import expected
-from privgrad.ledger import Ledger, recorded_delta, require_one_promise
+from privgrad.ledger import Ledger
+from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 
 Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
 SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
@@ -40,11 +41,13 @@ def epsilon(
 ) -> None:
     """Compute the epsilon that the releases in ledgers have cost, or that a plan would cost.
 
-    The cost of a ledger is recomputed from its file alone.
+    The cost of a ledger is recomputed from its file alone. A ledger that is part of a budget is refused: `privgrad
+    budget` and `privgrad statement` give the epsilon of the whole.
     """
     answer: dict[str, Any] = {}
     if ledger and noise_multiplier is sample_rate is steps is None:
         records = {path: Ledger(path, read_only=True) for path in ledger}
+        require_no_budget("privgrad epsilon", records.values())
         if delta is None:
             delta = recorded_delta("privgrad epsilon", records.values())
         answer["delta"] = delta

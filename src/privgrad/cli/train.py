@@ -83,13 +83,15 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
 
 
 def _compare_privately(spec: Spec, folder: Path, *, as_json: bool) -> None:
-    """Show the price of each way to spend the total, run the chosen one, and print and write what was paid for."""
+    """Check the data, show the price of each way to spend the total, run the chosen one, and print the result."""
     from privgrad.experiments.report.paid import price_table, result_text
 
-    if not as_json:
-        STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
+    def announce() -> None:
+        if not as_json:
+            STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
+
     with stoppable():
-        records = paid_runner.compare(spec, folder, progress=not as_json)
+        records = paid_runner.compare(spec, folder, progress=not as_json, announce=announce)
     outcome = paid_report_of(spec, records, folder, command=command_line())
     if as_json:
         print_json(outcome)

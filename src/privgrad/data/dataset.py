@@ -42,6 +42,7 @@ class DataSet:
         other_public: public examples from another source, with another distribution; None if there are none.
         split: how train, validation and test were divided. "unit": a keyed hash of each privacy unit alone decided its
             part, and all rows of a unit are in one part; the sizes of the parts are then private. "size": otherwise.
+            Experiments treat the sizes of a user's data as private in both cases.
         pixel_range: for images: the values of black and of white pixels in all channels; None if inputs are no such
             images.
         by_person: whether each row of the tensors holds all rows of one person: inputs (n, rows, *input_shape), and

@@ -8,6 +8,7 @@ from typing import Any
 
 from privgrad.experiments import paid_runner, runner
 from privgrad.experiments.folder import Record
+from privgrad.experiments.paid_folder import PaidFolder
 from privgrad.experiments.prices import price
 from privgrad.experiments.spec import Spec
 from privgrad.statement import budget_statement
@@ -41,8 +42,11 @@ def paid_report_of(spec: Spec, records: list[Record], out: Path, *, command: str
     """Write the report and the statement of a private comparison, and return its outcome."""
     from privgrad.experiments.report.paid import write_page
 
-    cost, outcome = price(spec), paid_runner.outcome_of(spec, records, out)
-    written = budget_statement(paid_runner.commit(spec, cost, out))
+    cost = price(spec)
+    place = PaidFolder(spec, cost, out)
+    outcome = paid_runner.outcome_of(spec, cost, records, place)
+    written = budget_statement(place.budget)
     index = write_page(spec, cost, outcome, records, written, out, command=command)
     (out / "statement.html").write_text(written.to_html())
+    place.hide_times()
     return outcome | {"report": str(index)}

@@ -19,7 +19,7 @@ from privgrad.experiments.build import MODELS
 from privgrad.experiments.check_methods import require_equal_grids, require_method, require_option
 from privgrad.experiments.featuring import require_features, with_head_defaults
 from privgrad.experiments.metrics import require_names
-from privgrad.experiments.prices import require_payable
+from privgrad.experiments.prices import require_payable, require_total
 from privgrad.experiments.sources import (
     find_loader,
     model_options,
@@ -115,6 +115,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
         condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"
         raise expected("load_spec", "data.elsewhere", condition, repr(other.source), remedy)
+    require_total(spec)
     for method in spec.methods:
         require_method(method, spec)
     require_names(spec)

@@ -1,7 +1,8 @@
 """The price of a private comparison: three ways to spend one total epsilon on tuning and training.
 
-`paid_runner` and the command line call it; `load_spec` calls `require_payable`. The privacy guarantee of a private
-comparison rests on `price`: its releases are all that the comparison makes, and all are committed before the first.
+`paid_runner` and the command line call it; `load_spec` calls `require_total` and `require_payable`. The privacy
+guarantee of a private comparison rests on `price`: its releases are all that the comparison makes, and all are
+committed before the first.
 """
 
 import math
@@ -164,21 +165,29 @@ def _rounded_up(noise: float) -> float:
     return float(f"{math.ceil(noise / scale) * scale:.6g}")
 
 
+def require_total(spec: Spec) -> None:
+    """Raise PrivacyError if a spec without privacy.total_epsilon has the options of a private comparison.
+
+    `load_spec` calls it before it checks the methods, because these options change what a method needs.
+    """
+    if spec.privacy.total_epsilon is not None:
+        return
+    for name, value in (("tuning.way", spec.tuning and spec.tuning.way), ("privacy.budget", spec.privacy.budget)):
+        if value is not None:
+            other = "noise_multiplier" if spec.privacy.noise_multiplier is not None else "target_epsilon"
+            remedy = f"give total_epsilon in place of {other}, or leave {name} out"
+            raise expected("load_spec", "privacy.total_epsilon", f"to be given for {name}", None, remedy)
+    if spec.tuning is not None and not spec.tuning.seeds:
+        remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
+        raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
+
+
 def require_payable(spec: Spec) -> None:
     """Raise PrivacyError unless a spec with privacy.total_epsilon describes a comparison that this total can cover.
 
-    A spec without it must not have the options of a private comparison. `load_spec` calls it.
+    `load_spec` calls it.
     """
     if spec.privacy.total_epsilon is None:
-        if spec.tuning is not None and spec.tuning.way is not None:
-            remedy = "give total_epsilon in place of target_epsilon, or leave tuning.way out"
-            raise expected("load_spec", "privacy.total_epsilon", "to be given for tuning.way", None, remedy)
-        if spec.privacy.budget is not None:
-            remedy = "give total_epsilon in place of target_epsilon, or leave privacy.budget out"
-            raise expected("load_spec", "privacy.total_epsilon", "to be given for privacy.budget", None, remedy)
-        if spec.tuning is not None and not spec.tuning.seeds:
-            remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"
-            raise expected("load_spec", "tuning.seeds", "to be given", None, remedy)
         return
     _require_private_tables(spec)
     for method in spec.methods:
@@ -195,9 +204,9 @@ def _require_private_tables(spec: Spec) -> None:
     """Raise PrivacyError unless the tables apart from the methods suit a private comparison."""
     privacy, tuning = spec.privacy, spec.tuning
     for name in ("target_epsilon", "noise_multiplier"):
-        if getattr(privacy, name) is not None:
+        if (value := getattr(privacy, name)) is not None:
             remedy = "leave one of the two out: total_epsilon covers tuning and training together"
-            raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", 1, remedy)
+            raise expected("load_spec", f"privacy.{name}", "to be absent with total_epsilon", value, remedy)
     if privacy.sampling != "poisson" or privacy.simulate > 1:
         got = "sampling = 'fixed'" if privacy.sampling != "poisson" else f"simulate = {privacy.simulate}"
         raise expected("load_spec", "[privacy]", "to be covered by the accountant", got, "leave this key out")

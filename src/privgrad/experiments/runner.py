@@ -53,11 +53,15 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
     Returns:
         One record, which is also written to out/runs.jsonl.
     Raises:
-        PrivacyError: the spec has several methods or a grid, or `out` holds runs of another spec or seed.
+        PrivacyError: the spec has several methods, a grid or a total epsilon, or `out` holds runs of another spec or
+            seed.
     Privacy:
         `fit` charges each release to the run's ledger. The measurements in the record are NOT private for the examples
         that they are measured on.
     """
+    if (total := spec.privacy.total_epsilon) is not None:
+        remedy = "run `privgrad compare`, which spends it on tuning and training; or give target_epsilon in its place"
+        raise expected("train", "privacy.total_epsilon", "to be absent", total, remedy)
     if len(spec.methods) != 1 or spec.is_tuned(spec.methods[0]):
         remedy = "keep one in the file, or run `privgrad compare`"
         got = [method.name for method in spec.methods]
@@ -183,7 +187,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     if board is not None:
         board.close()
     _warn_of_raw(run, result, clipped.fraction)
-    record = _record(run, made, data, result, clipped.fraction, validated=validated)
+    record = _record(spec, run, made, data, result, clipped.fraction, validated=validated)
     record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
     if run.phase == "final":
         record["head"] = save_head(
@@ -260,7 +264,14 @@ def _tuned_already(spec: Spec, run: Run, out: Path) -> Record | None:
 
 
 def _record(
-    run: Run, made: Prepared, data: DataSet, result: FitResult, clip_fraction: float | None, *, validated: bool
+    spec: Spec,
+    run: Run,
+    made: Prepared,
+    data: DataSet,
+    result: FitResult,
+    clip_fraction: float | None,
+    *,
+    validated: bool,
 ) -> Record:
     """Return the record of one run, a line of runs.jsonl."""
     last = result.curve[-1]
@@ -273,7 +284,7 @@ def _record(
         **({} if clip_fraction is None else {"raw_clip_fraction": clip_fraction}),
         # Histograms are kept of the last evaluation only.
         "curve": [{k: v for k, v in row.items() if k != "raw_moments"} for row in result.curve[:-1]] + [last],
-        "data": sizes_text(data, made.plan),
+        "data": sizes_text(spec.data, data, made.plan),
     }
 
 

@@ -161,7 +161,7 @@ def require_declared(given: DataTable, loader: Callable[..., DataSet], place: st
 
 
 def is_own(given: DataTable) -> bool:
-    """Return whether the data are the user's: of a file, a folder or a function. `load_spec` calls it.
+    """Return whether the data are the user's: of a file, a folder or a function. `check_methods` calls it.
 
     Their validation part and their unit are checked by `build.make_data`, when they are loaded.
     """
@@ -269,17 +269,19 @@ def encoder_folder(name: str | None) -> str:
 def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
     """Raise PrivacyError unless the public count suits the number of training examples. `build.make_data` calls it.
 
-    It is at most this number for parts of private sizes and for functions of the user, and equal to it otherwise.
+    It is at most this number where sizes are private, and equal to it otherwise.
     """
-    count, is_own = len(loaded.train), loaded.split == "unit" or ":" in given.name
-    if is_own and num_examples > count:
-        digits = max(0, len(f"{count}") - 2)
-        lower = count // 10**digits * 10**digits
+    count, are_private = len(loaded.train), _has_private_sizes(given, loaded)
+    if are_private and num_examples > count:
         units = "persons" if loaded.by_person else "examples"
-        remedy = f"lower it to a number that may be public, such as {lower} if that one may"
+        # The remedy names no number: one that comes from the data is not public.
+        remedy = (
+            "lower it to a number that is known without the data, such as the planned size of a study, or to a count "
+            "with noise, by release_sum of ones"
+        )
         condition = f"to be at most the number of training {units} of {loaded.name}"
         raise expected("make_data", "privacy.num_examples", condition, num_examples, remedy)
-    if not is_own and count != num_examples:
+    if not are_private and count != num_examples:
         condition = (
             f"to be {count}, the training examples of {loaded.name} without {given.validation} for validation and "
             f"{given.public} public ones"
@@ -287,13 +289,21 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
         raise expected("make_data", "privacy.num_examples", condition, num_examples, "correct it")
 
 
-def sizes_text(data: DataSet, plan: PrivacyPlan) -> str:
-    """Return the name and the public sizes of the data, for records. `runner` calls it.
+def _has_private_sizes(given: DataTable, data: DataSet) -> bool:
+    """Return whether the exact sizes of the parts are private: those of the user's data, and of a split by unit.
 
-    The sizes of parts that are decided for each unit are private, so that only the plan's count is named.
+    A function of the user may hide how it divided its parts, and public examples that are taken out change the split.
+    """
+    return is_own(given) or data.split == "unit"
+
+
+def sizes_text(given: DataTable, data: DataSet, plan: PrivacyPlan) -> str:
+    """Return the name and the public sizes of the data, for records. `runner` and `paid_runner` call it.
+
+    Where sizes are private, only the plan's count is named.
     """
     units = " persons" if data.by_person else " users" if plan.privacy_unit == "user" else ""
-    if data.split == "unit":
+    if _has_private_sizes(given, data):
         return f"{data.name}: {plan.num_examples:,} training{units or ' examples'} or more, the public count"
     return (
         f"{data.name}: {len(data.train):,} training{units}, {len(data.validation):,} validation, "
