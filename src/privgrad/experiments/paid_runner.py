@@ -40,7 +40,6 @@ from privgrad.repetitions import draw_repetitions
 from privgrad.training import fit
 
 
-
 def at_noise(spec: Spec, noise_multiplier: float) -> Spec:
     """Return the spec of single trainings with this noise, in place of a total epsilon. The report calls it too."""
     privacy = {"total_epsilon": None, "budget": None, "noise_multiplier": noise_multiplier}

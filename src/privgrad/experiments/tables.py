@@ -249,8 +249,8 @@ class RunTable(Table):
     is constant. `augmentation_multiplicity` is the number of randomly shifted views of each image; `flip` also mirrors
     half of them. `ema_decay` is the decay of an average of the weights, which is then evaluated in place of the
     weights. `device` is the model's device; "auto" takes the GPU if there is one. `diagnose` records the effect of
-    clipping and noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard. `metrics`
-    are measured on the test part besides loss and score; see `metrics.metrics_of`.
+    clipping and noise on gradients in final runs, NOT private. `tensorboard` also writes evaluations for TensorBoard.
+    `metrics` are measured on the test part besides loss and score; see `metrics.metrics_of`.
     """
 
     seeds: list[int] = Field(default=[0], min_length=1)
