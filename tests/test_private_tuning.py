@@ -237,6 +237,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a learning rate in trials": ({"methods": [METHOD | {"lr": [0.1, 1.0]}]}, "noise_step to be given for trials"),
     "a method without privacy": ({"methods": [METHOD | {"non_private": True, "lr": 1.0}]}, "finite epsilon"),
     "shape below zero": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "shape": -0.5}}, "tuning.shape"),
+    "a shape with no run": ({"tuning": {"way": "select", "noise_steps": [0.1], "shape": float("inf")}}, "tuning.shape"),
     "fewer than one run": ({"tuning": {"way": "select", "noise_steps": [0.1, 0.2], "mean_runs": 0.5}}, "mean_runs"),
     "several candidates without tuning": (
         {"tuning": None, "methods": [METHOD | {"noise_step": 0.1}, METHOD | {"name": "b", "noise_step": 0.2}]},

@@ -205,7 +205,7 @@ class TuningTable(Table):
     way: Literal["trials", "select"] | None = None
     score_on: Literal["training", "held-out", "public"] = "training"
     mean_runs: float = Field(default=8.0, ge=1)
-    shape: float = Field(default=1.0, ge=0)
+    shape: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # an infinite one allows no run at all
     by: Literal["accuracy", "loss", "train_loss"] = "accuracy"
     extend: bool = False
 
