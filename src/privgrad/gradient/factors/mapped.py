@@ -133,8 +133,8 @@ def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
     kernel = across.view(1, *weight.shape[1:]).expand(geometry.groups, *weight.shape[1:])
     sizes = (geometry.stride, geometry.padding, geometry.dilation)
     shares = torch.convolution(x, kernel, None, *sizes, False, [0] * len(geometry.kernel), geometry.groups) + constant
-    grads = b.unflatten(1, (geometry.groups, -1)) * shares[:, :, None]
-    return grads.flatten(1, 2).flatten(2).sum(2).unflatten(0, (-1, weight.parts)).sum(1)
+    grads = b.reshape(len(b), geometry.groups, -1, *b.shape[2:]) * shares[:, :, None]
+    return grads.reshape(weight.examples, weight.parts, weight.shape[0], -1).sum((1, 3))
 
 
 class Mapped(Factor):
