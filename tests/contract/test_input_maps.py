@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import input_maps as plain
+import inputs_side as plain
 import pytest
 import torch
 import torch.nn.functional as F

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from privgrad.gradient.factors.base import Dense, Examples, Factor, Scaled
 from privgrad.gradient.factors.conv import Convolution
-from privgrad.gradient.factors.norms import added_up, at_least_float32
+from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.row_ranges import RowRanges
 
@@ -66,13 +66,10 @@ class InputMap:
         across, own = self.constant
         return x @ across.to(x) + own.to(x)
 
-    def of_gradients(self, weight_BOI: Tensor, bias_BO: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the mapped gradients of a weight and its bias, from gradients that are written out."""
+    def of_gradients(self, weight_BOI: Tensor, bias_BO: Tensor | None) -> Tensor:
+        """Return the mapped gradients of a weight, from gradients of weight and bias that are written out."""
         mapped = self.linear(weight_BOI)
-        if bias_BO is None:
-            return mapped, None
-        across, own = (part.to(weight_BOI) for part in self.constant)
-        return mapped + bias_BO[..., None] * across, weight_BOI @ across + bias_BO * own
+        return mapped if bias_BO is None else mapped.addcmul_(bias_BO[..., None], self.constant[0].to(mapped))
 
 
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
@@ -110,11 +107,12 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap) -> tuple[Factor,
     if isinstance(weight, Convolution) and weight.by_inner_products:
         patches, patches_bias = _mapped_outer(weight.of_patches(), own)
         return Viewed(patches, weight.shape), patches_bias
-    if isinstance(weight, Dense):
-        grads, grads_bias = _written_out(weight, bias, own)
-        return Dense(grads), None if grads_bias is None else Dense(grads_bias)
     mapped = Mapped(weight, bias, own)
-    return mapped, None if bias is None else Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
+    if bias is None:
+        return mapped, None
+    if isinstance(weight, Convolution):
+        return mapped, Dense(_bias_of_convolution(weight, own))
+    return mapped, Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
 
 
 def _mapped_outer(weight: Outer, own: InputMap) -> tuple[Outer, Dense | None]:
@@ -125,16 +123,24 @@ def _mapped_outer(weight: Outer, own: InputMap) -> tuple[Outer, Dense | None]:
     return (Outer(grads, mapped) if own.transposed else Outer(mapped, grads)), bias
 
 
-def _written_out(weight: Factor, bias: Factor | None, own: InputMap) -> tuple[Tensor, Tensor | None]:
-    """Return the mapped gradients of a weight and its bias, written out in full."""
-    grads_BP = weight.dense()
-    grads_BOI = grads_BP.mT if own.transposed else grads_BP.flatten(2)
-    mapped, mapped_bias = own.of_gradients(grads_BOI, None if bias is None else at_least_float32(bias.dense()))
-    return (mapped.mT if own.transposed else mapped).reshape(grads_BP.shape), mapped_bias
+def _bias_of_convolution(weight: Convolution, own: InputMap) -> Tensor:
+    """Return the mapped gradients of a convolution's bias, shape (B, O), without writing out those of its weight.
+
+    Computes: the sum over positions of the output gradient times the mapped constant of the patch there.
+    """
+    geometry, x, b = weight.geometry, weight.x, weight.b
+    across, constant = (part.to(x) for part in own.constant)
+    kernel = across.view(1, *weight.shape[1:]).expand(geometry.groups, *weight.shape[1:])
+    sizes = (geometry.stride, geometry.padding, geometry.dilation)
+    shares = torch.convolution(x, kernel, None, *sizes, False, [0] * len(geometry.kernel), geometry.groups) + constant
+    grads = b.reshape(len(b), geometry.groups, -1, *b.shape[2:]) * shares[:, :, None]
+    return grads.reshape(weight.examples, weight.parts, weight.shape[0], -1).sum((1, 3))
 
 
 class Mapped(Factor):
     """The mapped gradients of a weight that has no closed form: they are written out, a few examples at a time.
+
+    Sums are computed in float64 before the matrix is applied: each gradient is then one exact term.
 
     Args:
         weight: the gradients g_i of the weight.
@@ -150,23 +156,40 @@ class Mapped(Factor):
         return Mapped(self.weight[examples], None if self.bias is None else self.bias[examples], self.own)
 
     def dense(self) -> Tensor:
-        return _written_out(self.weight, self.bias, self.own)[0]
+        bias = None if self.bias is None else at_least_float32(self.bias.dense())
+        return self._of_gradients(self.weight.dense(), bias)
 
     def bias_dense(self) -> Tensor:
         """Return the mapped gradients of the bias, shape (B, O)."""
-        return cast(Tensor, _written_out(self.weight, self.bias, self.own)[1])
+        grads_BOI, bias = self._inputs_last(self.weight.dense()), cast(Factor, self.bias).dense()
+        across, constant = (part.to(grads_BOI) for part in self.own.constant)
+        return grads_BOI @ across + bias * constant
 
     def parts(self) -> "list[Mapped]":
         """Split the factor into parts whose gradients fit into the cache."""
         return cast("list[Mapped]", self._split())
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        parts = self.parts()
-        weights = cast("tuple[Tensor, ...]", weight_B.split([part.examples for part in parts]))
-        return added_up([Dense(part.dense()).weighted_sum(own_B) for own_B, part in zip(weights, parts, strict=True)])
+        return self.exact_sum(weight_B).to(torch.promote_types(weight_B.dtype, torch.float32))
+
+    def exact_sum(self, weight_B: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.exact_sum(weight_B)[None]
+        return self._of_gradients(self.weight.exact_sum(weight_B)[None], bias)[0]
+
+    def sum_in_parts(self, weight_B: Tensor, most: int | None) -> Tensor:
+        del most  # the sum is in float64
+        return self.exact_sum(weight_B)
 
     def mask(self, kept_B: Tensor) -> "Mapped":
         return Mapped(self.weight.mask(kept_B), None if self.bias is None else self.bias.mask(kept_B), self.own)
+
+    def _inputs_last(self, grads_BP: Tensor) -> Tensor:
+        return grads_BP.mT if self.own.transposed else grads_BP.flatten(2)
+
+    def _of_gradients(self, grads_BP: Tensor, bias_BO: Tensor | None) -> Tensor:
+        """Return mapped gradients, in the parameter's shape, from gradients that are written out."""
+        mapped = self.own.of_gradients(self._inputs_last(grads_BP), bias_BO)
+        return (mapped.mT if self.own.transposed else mapped).reshape(grads_BP.shape)
 
 
 class Viewed(Factor):
