@@ -154,6 +154,17 @@ FAULTS: dict[str, Callable[[Planted, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("first", [torch.zeros(1, 1, SIZE, SIZE), torch.ones(1, 1, SIZE, SIZE)], ids=["black", "white"])
+def test_a_first_row_without_features_hides_nothing(first: Tensor):
+    class Centered(ft.Hog):
+        def features(self, rows: Any) -> Tensor:
+            made = super().features(rows)
+            return made - made.mean(0)
+
+    with pytest.raises(pg.PrivacyError, match="to depend on that row only"):
+        Centered(places=(2,))(first)
+
+
 @pytest.mark.parametrize("count", [1, 2, 50])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_refused(fault: str, count: int):

@@ -10,6 +10,7 @@ import pytest
 
 import privgrad as pg
 from mutants.draws import NOISE, SAMPLING
+from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
@@ -24,6 +25,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Per-example gradients, model and loss": GRADIENTS,
     "BAM and SAT": PERTURBING,
     "AdaDPS": PRECONDITIONING,
+    "Features": FEATURES,
     "Users": USERS,
     "Optimizers": OPTIMIZERS,
     "Accounting and plan": ACCOUNTING,

@@ -292,10 +292,13 @@ def _cat(*parts: Rows) -> Rows:
 
 
 def _changed(rows: Rows) -> Rows:
-    """Return other rows of half the range, as companions; zeros for a constant row, and ones for zeros."""
+    """Return other rows in the same range. Some values of a constant row become 0, or 1 if they are 0."""
     if not isinstance(rows, Tensor):
         return [f"{row} another text, which is longer {row}" for row in rows]
     flat = rows.flatten(1)
     high, low = flat.amax(1, keepdim=True), flat.amin(1, keepdim=True)
     halved = low + ((high - flat.flip(1)) / 2).to(flat.dtype)
-    return torch.where(high > low, halved, (flat == 0).to(flat.dtype)).reshape(rows.shape)
+    chosen = torch.rand(flat.shape[1], generator=torch.Generator().manual_seed(0)) < 0.5
+    chosen[0] = True
+    mixed = torch.where(chosen.to(flat.device), (flat == 0).to(flat.dtype), flat)
+    return torch.where(high > low, halved, mixed).reshape(rows.shape)
