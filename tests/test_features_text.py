@@ -194,7 +194,7 @@ def test_wrong_models_and_settings_of_frozen_text_are_refused(
         with pytest.raises(pg.PrivacyError, match=next(iter(wrong))):
             FrozenText(encoder, **wrong)  # pyright: ignore[reportArgumentType]
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(pg.PrivacyError, match="name to be a model of transformers"):
+    with pytest.raises(pg.PrivacyError, match="encoder to be a model of transformers"):
         FrozenText(str(tmp_path))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'"):
