@@ -21,7 +21,7 @@ from privgrad.data import DataSet
 from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.check_methods import require_option
-from privgrad.experiments.sources import called, encoder_folder, imported
+from privgrad.experiments.sources import called, imported
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import BlockTable, FeaturesTable
 from privgrad.features import Extractor, Public
@@ -34,13 +34,8 @@ _SYNTHETIC = 6000  # images
 _SYNTHETIC_IMAGES = {"silhouettes": features.silhouettes, "pink-noise": features.pink_noise}
 
 
-def frozen_text(*, encoder: str, **options: Any) -> Extractor:
-    """Return a FrozenText of a folder, or of a model on the hub; `options` are its other arguments."""
-    return features.FrozenText(encoder_folder(encoder), **options)
-
-
 BLOCKS: dict[str, Callable[..., Extractor]] = {
-    "frozen-text": frozen_text,
+    "frozen-text": features.FrozenText,
     "hog": features.Hog,
     "patches": features.Patches,
     "scattering": features.Scattering,
@@ -97,9 +92,7 @@ def _require_block(place: str, block: BlockTable) -> None:
         remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
         raise expected("load_spec", place, f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
     arguments = signature(_maker(place, name)).parameters
-    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
-        arguments = {**arguments, **signature(features.FrozenText).parameters}
-    valid = [argument for argument in arguments if argument not in ("name", "options", "public", "source")]
+    valid = [argument for argument in arguments if argument not in ("name", "public", "source")]
     for option in block.options:
         require_option(option, valid, f"{place}.{name}.{option}")
 
