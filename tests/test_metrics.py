@@ -37,6 +37,9 @@ from torch.utils.data import TensorDataset
 def share(labels, logits):
     return (logits.argmax(1) == labels).double().mean()
 
+def error(labels, outputs):
+    return (labels - outputs).square().mean()
+
 def fails(labels, logits):
     raise KeyError("column")
 
@@ -168,6 +171,15 @@ def test_a_person_counts_once_in_means_and_each_row_counts_in_auc():
     assert scores.mean().item() == pytest.approx(1 - found["squared_error"])
 
 
+def test_a_function_of_reconstructions_gets_vectors(tmp_path: Path):
+    privacy = PRIVACY | {"max_grad_norm": 0.01}
+    metrics = ["squared_error", "metrics_module:error"]
+    spec = spec_of(**RECONSTRUCT, privacy=privacy, run={"metrics": metrics})
+    (record,) = runner.compare(spec, tmp_path / "out", progress=False)
+    assert record["metrics"] == dict.fromkeys(metrics, pytest.approx(record["test_loss"]))
+    assert 0 < record["metrics"]["metrics_module:error"] < 1
+
+
 def test_tags_and_reconstructions():
     tags = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]])
     logits = torch.tensor([[4.0, 3, 2, 1], [4, 1, 3, 2], [1, 2, 3, 4]])
@@ -230,6 +242,14 @@ def test_the_bootstrap_draws_whole_persons():
 def test_a_metric_that_is_undefined_for_a_draw_has_no_interval():
     examples, data = given(torch.randn(8, 2), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0]))
     assert intervals_of(Given(), examples, data, ["auc"]) == {"auc": None}
+
+
+def test_a_perfect_result_does_not_claim_certainty():
+    labels = torch.arange(20) % 2
+    examples, data = given(nn.functional.one_hot(labels, 2).float(), labels)
+    found = intervals_of(Given(), examples, data, ["accuracy", "auc"])
+    assert found["accuracy"] == pytest.approx([0.839, 1.0], abs=1e-3)  # Wilson's
+    assert found["auc"] is None
 
 
 def test_research_records_tables_and_pages_show_the_metrics(tmp_path: Path):

@@ -5,7 +5,7 @@ typer calls `train` and `compare` for the commands of these names. They call `ex
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -39,11 +39,14 @@ def train(
     restart: Restart = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one method privately; write ledger, checkpoints and a report. Run it again to resume."""
+    """Train one method privately; write ledger, checkpoints and a report. Run it again to resume.
+
+    With --json, the last line of the output holds the metric under its name, epsilon and delta.
+    """
     loaded, folder = _prepare(spec, out, restart)
     with stoppable():
         records = runner.train(loaded, folder, seed=seed, progress=not as_json)
-    _report(loaded, records, folder, as_json=as_json)
+    _report(loaded, records, folder, as_json=as_json, headline=_headline(records[-1]))
 
 
 def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_json: AsJson = False) -> None:
@@ -95,15 +98,28 @@ def _compare_privately(spec: Spec, folder: Path, *, as_json: bool) -> None:
     STDOUT.print(Text(f"Weights: {outcome['model']}\nReport: {outcome['report']}"))
 
 
-def _report(spec: Spec, records: list[Record], folder: Path, *, as_json: bool) -> None:
-    """Write the report of all trainings in the folder, and print its summary or, with `as_json`, its numbers."""
+def _headline(record: Record) -> dict[str, Any]:
+    """Return the result of one training for `--json`: its metrics by name, the loss, epsilon and delta, the head."""
+    score = {record["score"]: record["test_accuracy"]} if record["score"] else {}
+    names = ("epsilon", "delta", "head", "seconds")
+    rest = {name: record[name] for name in names if record.get(name) is not None}
+    return {**score, **record.get("metrics", {}), "loss": record["test_loss"], **rest}
+
+
+def _report(
+    spec: Spec, records: list[Record], folder: Path, *, as_json: bool, headline: dict[str, Any] | None = None
+) -> None:
+    """Write the report of all trainings in the folder, and print its summary or, with `as_json`, its numbers.
+
+    `headline` is the result of a single training, for `as_json`.
+    """
     from privgrad.experiments.records import in_phase
     from privgrad.experiments.report.terminal import summary_table
     from privgrad.experiments.report.texts import total_text
 
     answer, metadata = report_of(spec, records, folder, command=command_line())
     if as_json:
-        print_json(answer)
+        print_json((headline or {}) | answer)
         return
     STDOUT.print(summary_table(records))
     if answer["research_seeds"]:

@@ -22,8 +22,9 @@ from privgrad.experiments.build import (
     make_model,
     preconditioner,
     public_gradient,
-    require_images,
+    require_model,
 )
+from privgrad.experiments.featuring import own
 from privgrad.experiments.measures import losses_for
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.plan import PrivacyPlan
@@ -54,7 +55,8 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
             remedy = did_you_mean(name, list(known), "choose one of them")
             raise expected("privgrad audit", "method", f"to be one of {', '.join(known)}", repr(name), remedy)
     data = make_data(spec)
-    require_images(spec, data)
+    for method in spec.methods:
+        require_model(*own(spec, method, data))
     inputs, labels, *users = data.train.tensors
     if (
         users
@@ -79,6 +81,7 @@ def games_of(spec: Spec, methods: Sequence[str] | None, epsilons: Sequence[float
 
 def _game(spec: Spec, method: MethodTable, data: DataSet, epsilon: float | None) -> Game:
     """Return the game of one method, at the cost `epsilon` or with the spec's own noise."""
+    spec, data = own(spec, method, data)
     candidate, count, delta = spec.grid(method)[0], 8 * method.group_size, spec.privacy.delta
     method = method.with_own(candidate)
     sigma = spec.plan(None, method, candidate.max_grad_norm).noise_multiplier

@@ -31,7 +31,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 class Architecture(NamedTuple):
     """A model that a spec can name: the function that makes it, and the kind of its inputs.
 
-    `make_model` and `require_images` call `make`.
+    `make_model` and `require_model` call `make`.
     """
 
     make: Callable[[ModelTable, DataSet], nn.Module]
@@ -48,6 +48,9 @@ MODELS: dict[str, Architecture] = {
     ),
     "cnn2": Architecture(lambda _, data: models.cnn2(**_images(data)), "images"),
     "cnn5": Architecture(lambda table, data: models.cnn5(**_images(data), activation=table.activation), "images"),
+    "head": Architecture(
+        lambda _, data: models.UnitLinear(_size(data), data.num_classes, input_dims=len(data.input_shape)), "vectors"
+    ),
     "language-model": Architecture(
         lambda table, data: models.LanguageModel(
             num_tokens=_vocabulary(data), length=data.input_shape[0], width=table.hidden
@@ -123,7 +126,7 @@ def make_data(spec: Spec) -> DataSet:
 
 
 def _require_suited(spec: Spec, loaded: DataSet) -> None:
-    """Raise PrivacyError unless each row of the data is one privacy unit, and the model takes inputs of their kind.
+    """Raise PrivacyError unless each row of the data is one privacy unit.
 
     The guarantee for users rests on the first check.
     """
@@ -147,15 +150,6 @@ def _require_suited(spec: Spec, loaded: DataSet) -> None:
         part = "validation" if len(loaded.test) else "test"
         remedy = f"give {part}_share, or return more {part} examples"
         raise expected("make_data", f"the {part} part of {name}", "to hold at least 1 example", 0, remedy)
-    takes_rows = spec.model.name in ("linear", "mlp") or ":" in spec.model.name
-    is_image = _architecture(spec).inputs == "images" and len(loaded.input_shape) == 3
-    if loaded.by_person and not (takes_rows or is_image):
-        remedy = 'choose "linear" or "mlp", or a function of yours'
-        condition = f"to take the rows of a person, as {name!r} has"
-        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
-    if _architecture(spec).inputs in ("images", "vectors") and not loaded.train.tensors[0].is_floating_point():
-        remedy = 'choose "bag-of-words", or another model for text'
-        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
 
 
 def _is_validated(spec: Spec) -> bool:
@@ -183,11 +177,20 @@ def public_examples(method: MethodTable, loaded: DataSet) -> TensorDataset:
     return TensorDataset(*(tensor[:count] for tensor in whole.tensors))
 
 
-def require_images(spec: Spec, data: DataSet) -> None:
-    """Raise PrivacyError unless a model for images accepts the data's images; most models take one size only.
+def require_model(spec: Spec, data: DataSet) -> None:
+    """Raise PrivacyError unless the model takes inputs of the data's kind, and images of their size.
 
-    `runner.open_folder` and `audit_spec` call it.
+    `runner.open_folder` and `audit_spec` call it, with each method's own model and features.
     """
+    name, takes_rows = spec.data.source, spec.model.name in ("head", "linear", "mlp") or ":" in spec.model.name
+    is_image = _architecture(spec).inputs == "images" and len(data.input_shape) == 3
+    if data.by_person and not (takes_rows or is_image):
+        remedy = 'choose "head", "linear" or "mlp", or a function of yours'
+        condition = f"to take the rows of a person, as {name!r} has"
+        raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
+    if _architecture(spec).inputs in ("images", "vectors") and not data.train.tensors[0].is_floating_point():
+        remedy = 'choose "bag-of-words" or another model for text, or add [features]'
+        raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
     if _architecture(spec).inputs != "images":
         return
     try:

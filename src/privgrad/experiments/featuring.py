@@ -20,27 +20,26 @@ from privgrad import features
 from privgrad.data import DataSet
 from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
-from privgrad.experiments.sources import called, encoder_folder, imported
+from privgrad.experiments.check_methods import require_option
+from privgrad.experiments.sources import called, imported
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tables import FeaturesTable
+from privgrad.experiments.tables import BlockTable, FeaturesTable
 from privgrad.features import Extractor, Public
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
-from privgrad.heads.head import Target, privacy_of
+from privgrad.heads.head import Target
 from privgrad.models import UnitLinear
-from privgrad.plan import PrivacyPlan
-from privgrad.training_run import FitResult
 
 _SYNTHETIC = 6000  # images
 _SYNTHETIC_IMAGES = {"silhouettes": features.silhouettes, "pink-noise": features.pink_noise}
 
-Make = Callable[[FeaturesTable, Callable[[], Public]], Extractor]
-BLOCKS: dict[str, Make] = {
-    "frozen-text": lambda table, _: features.FrozenText(encoder_folder(table.encoder)),
-    "hog": lambda *_: features.Hog(),
-    "patches": lambda _, public: features.Patches(public()),
-    "scattering": lambda *_: features.Scattering(),
-    "tf-idf": lambda _, public: features.TfIdf(public()),
+
+BLOCKS: dict[str, Callable[..., Extractor]] = {
+    "frozen-text": features.FrozenText,
+    "hog": features.Hog,
+    "patches": features.Patches,
+    "scattering": features.Scattering,
+    "tf-idf": features.TfIdf,
 }
 
 # The data with features, by the training part as loaded and by table: computed once for all trainings.
@@ -75,15 +74,32 @@ def require_features(spec: Spec) -> None:
     for place, table in places:
         if table is None:
             continue
-        for name in table.blocks:
-            if ":" in name:
-                imported(f"{place}.blocks", name)
-            elif name not in BLOCKS:
-                remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
-                raise expected("load_spec", f"{place}.blocks", f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
+        if spec.run.augmentation_multiplicity > 1:
+            remedy = "leave one of the two out: features are computed once"
+            condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
+            raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
+        for block in table.tables:
+            _require_block(f"{place}.blocks", block)
         if table.weights is not None and len(table.weights) != len(table.blocks):
             condition = f"to be {len(table.blocks)} numbers, one for each block"
             raise expected("load_spec", f"{place}.weights", condition, len(table.weights), "correct it")
+
+
+def _require_block(place: str, block: BlockTable) -> None:
+    """Raise PrivacyError unless a block has a known name, and options that are arguments of it."""
+    name = block.name
+    if ":" not in name and name not in BLOCKS:
+        remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
+        raise expected("load_spec", place, f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
+    arguments = signature(_maker(place, name)).parameters
+    valid = [argument for argument in arguments if argument not in ("name", "public", "source")]
+    for option in block.options:
+        require_option(option, valid, f"{place}.{name}.{option}")
+
+
+def _maker(place: str, name: str) -> Callable[..., Any]:
+    """Return the extractor's class, or the function of the user."""
+    return imported(place, name) if ":" in name else BLOCKS[name]
 
 
 def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
@@ -95,20 +111,22 @@ def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
         The features of a row depend on this row and on public rows only. A folder of features is private.
     """
     spec = spec.of(method)
-    table = spec.features
-    if table is None:
+    if spec.features is None or data.extractor is not None:
         return spec, data
     held = _MADE.setdefault(data.train, {})
-    key = table.model_dump_json()
+    dtype = torch.float16 if spec.model.name == "head" else torch.float32
+    key = f"{dtype} {spec.features.model_dump_json()}"
     if key not in held:
-        held[key] = _featured(table, data, spec.data.home)
+        held[key] = _featured(spec.features, data, spec.data.home, dtype)
     return spec, held[key]
 
 
-def _featured(table: FeaturesTable, data: DataSet, home: Path) -> DataSet:
+def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtype) -> DataSet:
     """Return the data with features in place of all inputs."""
-    extractor = _extractor(table, data)
-    folder = None if table.folder is None else home / Path(table.folder).expanduser() / extractor.digest()[:12]
+    extractor, folder = _extractor(table, data), None
+    if table.folder is not None:
+        name = extractor.digest()[:12] + ("" if dtype == torch.float16 else "-float32")
+        folder = home / Path(table.folder).expanduser() / name
     parts = {name: getattr(data, name) for name in ("train", "validation", "test", "public", "other_public")}
     made: dict[str, Any] = {}
     for name, part in parts.items():
@@ -116,18 +134,18 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path) -> DataSet:
             made[name] = made["train"]
         elif part is not None:
             place = None if folder is None else folder / name
-            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place)
+            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place, dtype)
             made[name] = TensorDataset(inputs, *part.tensors[1:])
     shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
     return replace(data, **made, input_shape=shape, vocabulary=None, public_inputs=None, extractor=extractor)
 
 
-def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None) -> Tensor:
-    """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons; float16."""
+def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None, dtype: torch.dtype) -> Tensor:
+    """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons."""
     rows = inputs.flatten(0, -dims - 1)
     if len(rows) == 0:
         width = extractor(torch.zeros(1, *rows.shape[1:], dtype=rows.dtype)).shape[1]
-        return torch.zeros(*inputs.shape[:-dims], width, dtype=torch.float16)
+        return torch.zeros(*inputs.shape[:-dims], width, dtype=dtype)
     made = features.cache(extractor, rows, folder, dtype=torch.float16)
     return made.view(*inputs.shape[:-dims], -1)
 
@@ -135,27 +153,24 @@ def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | No
 def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
     """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
     made: list[tuple[Extractor, float]] = []
-    for name, weight in zip(table.blocks, table.weights or [1.0] * len(table.blocks), strict=True):
-
-        def public(name: str = name) -> Public:
-            return _public(table.public or table.whiten, data, name)
-
-        block = _own_block(name, public) if ":" in name else BLOCKS[name](table, public)
+    for given, weight in zip(table.tables, table.weights or [1.0] * len(table.blocks), strict=True):
+        block = _block(given, table, data)
         if table.whiten is not None:
-            rows = _public(table.whiten, data, name)
+            rows = _public(table.whiten, data, given.name)
             width = block(rows.rows[:1]).shape[1]
             options = {"power": table.power, "ridge": table.ridge}
-            given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-            block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **given)
+            chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+            block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **chosen)
         made.append((block, weight))
     return features.join(*made)
 
 
-def _own_block(name: str, public: Callable[[], Public]) -> Extractor:
-    """Call the user's function for an extractor; it gets public rows if it has an argument `public`."""
-    function = imported("features.blocks", name)
-    given = {"public": public()} if "public" in signature(function).parameters else {}
-    made = called("features.blocks", name, function, **given)
+def _block(given: BlockTable, table: FeaturesTable, data: DataSet) -> Extractor:
+    """Return the extractor of one block; it gets public rows if it has an argument `public`."""
+    make, options = _maker("features.blocks", given.name), given.options
+    if "public" in signature(make).parameters:
+        options["public"] = _public(table.public or table.whiten, data, given.name)
+    made = called("features.blocks", given.name, make, **options)
     if not isinstance(made, Extractor):
         remedy = "return an Extractor, such as privgrad.features.Frozen(network, name=..., source=...)"
         raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(made).__name__}", remedy)
@@ -186,15 +201,20 @@ def _public(name: str | None, data: DataSet, block: str) -> Public:
     raise expected("make_data", "features.public", "to have public rows in the data", data.name, remedy)
 
 
-def save_head(model: nn.Module, plan: PrivacyPlan, result: FitResult, data: DataSet, folder: Path) -> Path | None:
-    """Save a trained head with its extractor in a new folder, unless the model is another one; return the folder.
+def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[str, Any]) -> str | None:
+    """Save a trained head with its extractor in a new folder, and return it; None if the model is another one.
 
-    `runner` and `paid_runner` call it for final models. A folder that exists belongs to the same training.
+    `runner` and `paid_runner` call it for final models. A folder that holds a head is that of the same training.
+
+    Args:
+        model: of a training.
+        data: with its features.
+        folder: of the head.
+        privacy: the facts that the head holds, with epsilon.
     """
     if not isinstance(model, UnitLinear):
         return None
-    kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
-    head = Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy_of(plan, result.ledger))
     if not (folder / "head.json").exists():
-        head.save(folder)
-    return folder
+        kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
+        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy).save(folder)
+    return str(folder)

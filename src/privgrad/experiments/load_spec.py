@@ -17,6 +17,7 @@ from privgrad.data import LOADERS
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.experiments.build import MODELS
 from privgrad.experiments.check_methods import require_equal_grids, require_method, require_option
+from privgrad.experiments.featuring import require_features, with_head_defaults
 from privgrad.experiments.metrics import require_names
 from privgrad.experiments.prices import require_payable
 from privgrad.experiments.sources import (
@@ -94,6 +95,7 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     Raises:
         PrivacyError: an unknown option, a wrong value, or public examples that are also the private ones.
     """
+    raw = with_head_defaults(raw)
     _require_known(raw, Spec, (), raw)
     try:
         spec = Spec.model_validate(raw)
@@ -101,8 +103,11 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
         raise _explained(error, (), raw, path) from error
     _require_data(spec.data, ("data",), raw, path)
     spec.data.place(Path(path).parent)
-    if ":" not in spec.model.name:
-        _require_name("model.name", spec.model.name, MODELS, path)
+    own_models = [(f"methods.{one.name}.model.name", one.model.name) for one in spec.methods if one.model is not None]
+    for place, name in (("model.name", spec.model.name), *own_models):
+        if ":" not in name:
+            _require_name(place, name, MODELS, path)
+    require_features(spec)
     for method in spec.methods:
         _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)
     require_unit(spec.data, spec.privacy.privacy_unit)

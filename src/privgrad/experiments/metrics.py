@@ -93,7 +93,7 @@ def require_suited(spec: Spec, data: DataSet) -> None:
     for name in spec.run.metrics:
         _require_suited("run.metrics", name, data, data.test)
     by = "accuracy" if spec.tuning is None else spec.tuning.by
-    if by not in ("accuracy", "loss", "train_loss"):
+    if by not in ("accuracy", "loss", "train_loss") and any(map(spec.is_tuned, spec.methods)):
         _require_suited("tuning.by", by, data, data.validation if spec.privacy.total_epsilon is None else data.test)
 
 
@@ -114,9 +114,9 @@ def _require_suited(place: str, name: str, data: DataSet, part: TensorDataset) -
     if family(name) in ("auc", "f1"):
         _sklearn()
     if ":" in name:
-        labels = labels[labels != NO_LABEL] if kind == "classes" else labels
-        shape = (len(labels), data.num_classes) if kind == "classes" else labels.shape
-        _pooled(name, labels, torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        shape = (*labels.shape, data.num_classes) if kind == "classes" else labels.shape
+        random = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        _pooled(name, *_labeled(labels, random, data))
 
 
 def _kind(data: DataSet) -> Kind:
@@ -166,7 +166,8 @@ def intervals_of(
     """Return 95 % confidence intervals of metrics, by the number of rows of `examples`; a row may be a person.
 
     The metrics of PER_PERSON have that of `interval`. The other ones have a percentile bootstrap over the rows, with
-    500 draws and a fixed seed; None if a metric is undefined for one of the draws.
+    500 draws and a fixed seed. It is None if a metric is undefined for one of the draws, and if all draws are equal:
+    those of a perfect result would claim certainty.
     """
     per_person, pooled = ([name for name in names if is_paid(name) == paid] for paid in (True, False))
     most = math.inf if _kind(data) == "numbers" else 1.0
@@ -204,7 +205,7 @@ def _bootstrap(drawn: Callable[[Tensor], float], count: int) -> list[float] | No
     except PrivacyError:  # a function of the user that is undefined for a draw
         return None
     low, high = (float(np.quantile(found, tail)) for tail in ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2))
-    return [low, high] if math.isfinite(low + high) else None
+    return [low, high] if math.isfinite(low + high) and not math.isclose(low, high) else None
 
 
 def _gathered(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
@@ -216,7 +217,12 @@ def _gathered(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple
 
 
 def _labeled(labels: Tensor, logits: Tensor, data: DataSet) -> tuple[Tensor, Tensor]:
-    """Return labels and outputs of the rows that the persons have, one below the other; all for other data."""
+    """Return labels and outputs of the rows that the persons have, one below the other; all for other data.
+
+    Labels that are no classes become vectors, as the outputs.
+    """
+    if data.score is None:
+        return labels.flatten(1), logits.flatten(1)
     if not data.by_person:
         return labels, logits
     has_label = labels != NO_LABEL

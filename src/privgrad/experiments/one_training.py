@@ -26,6 +26,7 @@ from privgrad.experiments.measures import losses_for
 from privgrad.experiments.records import own_text, rate_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
+from privgrad.heads.head import declared
 from privgrad.optim.adaptive import Debiased
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
@@ -98,6 +99,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         warm_start(method.warm_start, model, public_examples(method, data), data)
     optimizer = method.make(model.named_parameters(), run.candidate, public=public, steps=plan.steps)
     made = preconditioner(method.precondition, public, model, data)
+    features = None if data.extractor is None else declared(data.extractor)
     private_grad = PrivateGradient(
         model,
         losses_for(data, views=spec.run.augmentation_multiplicity),
@@ -107,8 +109,10 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         engine=spec.run.engine,
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
+        side_information=features,
     )
     source = made.source if made is not None else public.source if public is not None else None
+    source = "; ".join(filter(None, (source, features))) or None
     return Prepared(model, plan, private_grad, optimizer, method, source)
 
 

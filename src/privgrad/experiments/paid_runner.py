@@ -22,6 +22,7 @@ from torch import nn
 from privgrad.budget import Budget
 from privgrad.data import DataSet
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
+from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, describe, read_records
 from privgrad.experiments.measures import unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
@@ -212,7 +213,8 @@ def _select(spec: Spec, cost: Price, data: DataSet, out: Path, bar: Progress) ->
     folder = out / "runs" / record["folder"]
     # Without the times of the files, which show the place of the winner.
     shutil.copytree(raw / "runs" / str(-place), folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    _publish(out, record | _tested(spec, model, data) | {"epsilon": cost.epsilon}, model)
+    method = next(one for one in spec.methods if one.name == record["method"])
+    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, out)
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -242,6 +244,7 @@ def _train_scored(
     """
     assert spec.tuning is not None
     record, model = _train(spec, run, data, out, folder, bar)
+    _, data = own(spec, run.method, data)
     people = {"training": data.train, "held-out": data.validation, "public": data.public}[spec.tuning.score_on]
     assert people is not None
     values = unit_scores(model, people, data, spec.tuning.by)
@@ -265,6 +268,7 @@ def _train_scored(
 
 def _train(spec: Spec, run: Run, data: DataSet, out: Path, folder: Path, bar: Progress) -> tuple[Record, nn.Module]:
     """Train once without any evaluation, and return the record and the model that is to be measured."""
+    spec, data = own(spec, run.method, data)
     made = prepare(spec, run, data)
     if not math.isfinite(made.private_grad.epsilon(steps=1)):
         remedy = "leave the method out, or give it side information that is public"
@@ -305,13 +309,16 @@ def _train_last(spec: Spec, run: Run, cost: Price, data: DataSet, out: Path, bar
     """Train the chosen candidate, measure it on the test set, and write its record and its weights."""
     if find_record(read_records(out), run) is None:
         record, model = _train(spec, run, data, out, out / "runs" / run.name, bar)
-        _publish(out, record | _tested(spec, model, data) | {"epsilon": cost.epsilon}, model)
+        _publish(spec, run.method, record | {"epsilon": cost.epsilon}, model, data, out)
 
 
-def _publish(out: Path, record: Record, model: nn.Module) -> None:
-    """Write the weights of the final model, and then its record."""
+def _publish(spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, out: Path) -> None:
+    """Measure the final model on the test set, write its weights, and then its record."""
+    spec, data = own(spec, method, data)
+    facts = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+    made = {"head": save_head(model, data, out / "head", facts)}
     torch.save(model.state_dict(), out / "model.pt")
-    append(out, [record])
+    append(out, [record | _tested(spec, model, data) | made])
 
 
 def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:

@@ -20,7 +20,8 @@ from torch import nn
 from privgrad.data import DataSet
 from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
-from privgrad.experiments.build import make_data, require_images
+from privgrad.experiments.build import make_data, require_model
+from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
 from privgrad.experiments.measures import measure, outcomes
 from privgrad.experiments.metrics import metrics_of
@@ -29,6 +30,7 @@ from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, measurement_of, wider
+from privgrad.heads.head import privacy_of
 from privgrad.private_gradient import RawStep
 from privgrad.progress import bars
 from privgrad.training import fit
@@ -143,6 +145,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
 def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool | Progress) -> Record:
     """Do one run with `fit`, in its own folder, and return its record."""
     folder = out / "runs" / run.name
+    spec, data = own(spec, run.method, data)
     made = prepare(spec, run, data)
     plan, private_grad, optimizer = made.plan, made.private_grad, made.optimizer
     by_train_loss = spec.tuning is not None and spec.tuning.by == "train_loss"
@@ -182,6 +185,10 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     _warn_of_raw(run, result, clipped.fraction)
     record = _record(run, made, data, result, clipped.fraction, validated=validated)
     record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
+    if run.phase == "final":
+        record["head"] = save_head(
+            result.averaged or made.model, data, folder / "head", privacy_of(plan, result.ledger)
+        )
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
         record["raw_train_loss"] = float(outcomes(result.averaged or made.model, data.train, data)[0].mean())
     return record
@@ -291,7 +298,8 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
         description: text of the folder's spec.json; None takes `describe`.
     """
     data = make_data(spec)
-    require_images(spec, data)
+    for method in spec.methods:
+        require_model(*own(spec, method, data))
     spec.plan(None)
     claim(out, description or describe(spec))
     return data

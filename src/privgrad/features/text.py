@@ -5,9 +5,8 @@ two facts. Vocabulary and document frequencies come from public texts only. A te
 that text only.
 """
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from privgrad.errors import described, expected, require_choice, require_integer
 from privgrad.features.extractor import Extractor, Public, Rows, public_rows
+from privgrad.features.whitened import unit_rows
 
 Analyzer = Literal["word", "char", "char_wb"]
 
@@ -59,7 +59,7 @@ def texts_of(rows: Rows) -> Sequence[str]:
 class TfIdf(Extractor):
     """Term frequencies of public words, weighted by public document frequencies; each row has norm 1 or is zero.
 
-    Computes: scikit-learn's TfidfVectorizer, fitted on public texts.
+    Computes: the features of scikit-learn's TfidfVectorizer, fitted on public texts.
 
     Args:
         public: public texts, as texts, rows of bytes or a Public. Words that they lack are ignored.
@@ -76,6 +76,8 @@ class TfIdf(Extractor):
     """
 
     options: ClassVar[tuple[str, ...]] = ("words", "ngrams", "analyzer", "sublinear")
+    words: list[str]
+    sublinear: bool
 
     def __init__(
         self,
@@ -92,38 +94,40 @@ class TfIdf(Extractor):
         if len(ngrams) != 2 or not 1 <= ngrams[0] <= ngrams[1]:
             raise expected("TfIdf", "ngrams", "to be two rising numbers >= 1", tuple(ngrams), "give (1, 1) for words")
         known = public_rows("TfIdf", public, source)
-        self.ngrams, self.analyzer, self.sublinear = list(ngrams), analyzer, sublinear
-        fitted = self._vectorizer(max_features=vocabulary)
+        settings: dict[str, Any] = {"ngrams": list(ngrams), "analyzer": analyzer, "sublinear": sublinear}
+        counter = _counter(settings, max_features=vocabulary)
         try:
-            fitted.fit(texts_of(known.rows))
+            counts = counter.fit_transform(texts_of(known.rows))
         except ValueError as error:  # an empty vocabulary
             raise expected("TfIdf", "the public texts", "to hold words", error, "give public texts") from error
-        super().__init__(known.source, idf=torch.from_numpy(fitted.idf_).float())
-        self.words: list[str] = fitted.get_feature_names_out().tolist()
+        documents = torch.from_numpy((counts > 0).sum(0)).flatten()
+        super().__init__(known.source, idf=((1 + len(known.rows)) / (1 + documents)).log().float() + 1)
+        self._set({"words": counter.get_feature_names_out().tolist(), **settings})
 
-    @cached_property
-    def _fitted(self) -> Any:
-        """The vectorizer of the public words."""
-        known = self._vectorizer(vocabulary=self.words)
-        known.idf_ = self.get_buffer("idf").cpu().numpy()
-        return known
+    @classmethod
+    def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
+        """Return the extractor of a config; see Extractor."""
+        made = super().rebuilt(config, parts)
+        made._set(config["options"])
+        return made
+
+    def _set(self, options: Mapping[str, Any]) -> None:
+        for name in self.options:
+            setattr(self, name, options[name])
+        self._counter = _counter(options, vocabulary=options["words"])
 
     def features(self, rows: Rows) -> Tensor:
         """Return the features of n texts, or of rows of bytes."""
-        return (
-            torch.from_numpy(self._fitted.transform(texts_of(rows)).toarray()).float().to(self.get_buffer("idf").device)
-        )
+        idf = self.get_buffer("idf")
+        counts = torch.from_numpy(self._counter.transform(texts_of(rows)).toarray()).to(idf)
+        return unit_rows(idf * (torch.where(counts > 0, 1 + counts.log(), 0) if self.sublinear else counts))
 
-    def _vectorizer(self, **vocabulary: Any) -> Any:
-        """Return scikit-learn's vectorizer with these settings."""
-        try:
-            from sklearn.feature_extraction.text import TfidfVectorizer
-        except ImportError as error:
-            remedy = "pip install scikit-learn"
-            raise expected("TfIdf", "scikit-learn", "to be installed", error, remedy) from error
-        return TfidfVectorizer(
-            ngram_range=tuple(self.ngrams),
-            analyzer=self.analyzer,
-            sublinear_tf=self.sublinear,
-            **vocabulary,
-        )
+
+def _counter(options: Mapping[str, Any], **more: Any) -> Any:
+    """Return scikit-learn's vectorizer of counts with the options of an extractor."""
+    try:
+        from sklearn.feature_extraction.text import CountVectorizer
+    except ImportError as error:
+        remedy = "pip install scikit-learn"
+        raise expected("TfIdf", "scikit-learn", "to be installed", error, remedy) from error
+    return CountVectorizer(ngram_range=tuple(options["ngrams"]), analyzer=options["analyzer"], **more)
