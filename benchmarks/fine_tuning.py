@@ -118,11 +118,18 @@ class Task:
         self.train, self.test = ids(data.train.tensors[0]), ids(data.test.tensors[0][:TESTED])
         self.train_tags, self.test_tags = data.train.tensors[1], data.test.tensors[1][:TESTED]
         self.public = ids(data.public_inputs[:PUBLIC])
+        self._states: dict[str, Tensor] = {}
 
     def model(self, part: str, seed: int) -> Tagger:
         torch.manual_seed(seed)
         dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return Tagger(self.library.AutoModel.from_pretrained(self.folder, **dropout), part, self.tags)
+
+    def inputs(self, model: Tagger) -> Tensor:
+        """Return the training inputs; frozen layers are the same in each training of a part."""
+        if model.part not in self._states:
+            self._states[model.part] = _prepared(model, self.train)
+        return self._states[model.part]
 
 
 def _prepared(model: Tagger, ids: Tensor) -> Tensor:
@@ -140,7 +147,7 @@ def run(task: Task, part: str, factor: float, seed: int) -> dict[str, Any]:
         step = chosen.noise_step * factor
         optimizer = pg.optim.SGD(model.named_parameters(), noise_step=step, momentum=chosen.momentum)
         private_grad = pg.PrivateGradient(model, losses, chosen.plan, clip=chosen.clip)
-        examples = TensorDataset(_prepared(model, task.train), task.train_tags)
+        examples = TensorDataset(task.inputs(model), task.train_tags)
         pg.fit(private_grad, optimizer, examples, scheduler=chosen.schedule, progress=False)
     with torch.no_grad():
         likely = torch.cat([model(model.prepared(ids)).topk(5, dim=1).indices for ids in task.test.split(64)])

@@ -14,7 +14,7 @@ import privgrad as pg
 from privgrad.data.debian_index import _LISTS
 from privgrad.user_cache import cache
 from scripts import example
-from test_data_text import save_letter_tokenizer
+from test_data_text import needs_lists, save_letter_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -82,6 +82,18 @@ def test_text_with_a_pretrained_encoder(tmp_path: Path, monkeypatch: pytest.Monk
     run = example("text_minilm", monkeypatch)
     assert 0 <= run(str(tmp_path / "encoder"), examples=120, steps=12, folder=str(tmp_path / "run")) <= 1
     assert (tmp_path / "run" / "ledger.jsonl").exists()
+
+
+@needs_lists
+def test_tags_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """A small encoder with random weights in MiniLM's place."""
+    transformers = pytest.importorskip("transformers")
+    save_letter_tokenizer(tmp_path / "encoder")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=81, **sizes)).save_pretrained(tmp_path / "encoder")
+    run = example("text_tags", monkeypatch)
+    assert 0 < run(str(tmp_path / "encoder"), examples=700, steps=4, folder=str(tmp_path / "run")) < 1
+    assert "at epsilon" in capsys.readouterr().out
 
 
 def test_several_processes(tmp_path: Path):

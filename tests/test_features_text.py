@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import privgrad as pg
+from pages import ROOT
 from privgrad import data
 from privgrad.data import MINILM
+from privgrad.experiments import featuring
+from privgrad.experiments.build import make_data
+from privgrad.experiments.load_spec import check_spec
 from privgrad.features import FrozenText, Public, TfIdf, join, load_extractor, save_extractor, text_rows
 from privgrad.features.text import texts_of
 from test_data_text import needs_lists, save_letter_tokenizer, write_lists
@@ -194,7 +199,7 @@ def test_wrong_models_and_settings_of_frozen_text_are_refused(
         with pytest.raises(pg.PrivacyError, match=next(iter(wrong))):
             FrozenText(encoder, **wrong)  # pyright: ignore[reportArgumentType]
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(pg.PrivacyError, match="name to be a model of transformers"):
+    with pytest.raises(pg.PrivacyError, match="encoder to be a model of transformers"):
         FrozenText(str(tmp_path))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(pg.PrivacyError, match=r"pip install 'privgrad\[hf\]'"):
@@ -262,3 +267,27 @@ def test_a_column_of_text_is_the_input(tmp_path: Path):
     for length in (0, True, "long"):
         with pytest.raises(pg.PrivacyError, match=r"columns\.note\.length to be a whole number >= 1"):
             data.table(path, columns={"note": {"kind": "text", "length": length}}, unit="row", **declared)
+
+
+# Experiments
+
+
+@pytest.mark.parametrize("name", ["texts_tags", "texts_sections"])
+def test_the_recipes_of_texts_train(name: str, encoder: str, tmp_path: Path):
+    """On small lists, with a small encoder."""
+    write_lists(tmp_path)
+    raw = tomllib.loads((ROOT / f"examples/recipes/{name}.toml").read_text())
+    raw["data"] |= {"path": str(tmp_path), "limit": 40, "validation": 4}
+    raw["features"]["folder"] = str(tmp_path / "features")
+    raw["features"]["blocks"][-1] |= {"encoder": encoder, "max_length": 32}
+    raw["privacy"] |= {"num_examples": 36, "expected_batch_size": 12, "steps": 2, "delta": 1e-3}
+    spec = check_spec(raw, name)
+    data = make_data(spec)
+    _, featured = featuring.own(spec, spec.methods[0], data)
+    extractor = featured.extractor
+    assert extractor is not None
+    texts = data.test.tensors[0]
+    assert torch.equal(extractor(texts).half(), featured.test.tensors[0])
+    assert data.public_inputs is not None
+    words = 0 if name == "texts_tags" else len(TfIdf(data.public_inputs, "others").words)
+    assert featured.input_shape == (words + 16,)

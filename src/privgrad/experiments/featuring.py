@@ -20,9 +20,10 @@ from privgrad import features
 from privgrad.data import DataSet
 from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
-from privgrad.experiments.sources import called, encoder_folder, imported
+from privgrad.experiments.check_methods import require_option
+from privgrad.experiments.sources import called, imported
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tables import FeaturesTable
+from privgrad.experiments.tables import BlockTable, FeaturesTable
 from privgrad.features import Extractor, Public
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
@@ -32,13 +33,13 @@ from privgrad.models import UnitLinear
 _SYNTHETIC = 6000  # images
 _SYNTHETIC_IMAGES = {"silhouettes": features.silhouettes, "pink-noise": features.pink_noise}
 
-Make = Callable[[FeaturesTable, Callable[[], Public]], Extractor]
-BLOCKS: dict[str, Make] = {
-    "frozen-text": lambda table, _: features.FrozenText(encoder_folder(table.encoder)),
-    "hog": lambda *_: features.Hog(),
-    "patches": lambda _, public: features.Patches(public()),
-    "scattering": lambda *_: features.Scattering(),
-    "tf-idf": lambda _, public: features.TfIdf(public()),
+
+BLOCKS: dict[str, Callable[..., Extractor]] = {
+    "frozen-text": features.FrozenText,
+    "hog": features.Hog,
+    "patches": features.Patches,
+    "scattering": features.Scattering,
+    "tf-idf": features.TfIdf,
 }
 
 # The data with features, by the training part as loaded and by table: computed once for all trainings.
@@ -77,15 +78,28 @@ def require_features(spec: Spec) -> None:
             remedy = "leave one of the two out: features are computed once"
             condition, got = "to be 1 with features", spec.run.augmentation_multiplicity
             raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
-        for name in table.blocks:
-            if ":" in name:
-                imported(f"{place}.blocks", name)
-            elif name not in BLOCKS:
-                remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
-                raise expected("load_spec", f"{place}.blocks", f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
+        for block in table.tables:
+            _require_block(f"{place}.blocks", block)
         if table.weights is not None and len(table.weights) != len(table.blocks):
             condition = f"to be {len(table.blocks)} numbers, one for each block"
             raise expected("load_spec", f"{place}.weights", condition, len(table.weights), "correct it")
+
+
+def _require_block(place: str, block: BlockTable) -> None:
+    """Raise PrivacyError unless a block has a known name, and options that are arguments of it."""
+    name = block.name
+    if ":" not in name and name not in BLOCKS:
+        remedy = did_you_mean(name, list(BLOCKS), 'choose one, or "package.module:function"')
+        raise expected("load_spec", place, f"to be of {', '.join(BLOCKS)}", repr(name), remedy)
+    arguments = signature(_maker(place, name)).parameters
+    valid = [argument for argument in arguments if argument not in ("name", "public", "source")]
+    for option in block.options:
+        require_option(option, valid, f"{place}.{name}.{option}")
+
+
+def _maker(place: str, name: str) -> Callable[..., Any]:
+    """Return the extractor's class, or the function of the user."""
+    return imported(place, name) if ":" in name else BLOCKS[name]
 
 
 def own(spec: Spec, method: MethodTable, data: DataSet) -> tuple[Spec, DataSet]:
@@ -139,27 +153,24 @@ def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | No
 def _extractor(table: FeaturesTable, data: DataSet) -> Extractor:
     """Return the extractor of a table: its blocks, whitened if the table says so, side by side."""
     made: list[tuple[Extractor, float]] = []
-    for name, weight in zip(table.blocks, table.weights or [1.0] * len(table.blocks), strict=True):
-
-        def public(name: str = name) -> Public:
-            return _public(table.public or table.whiten, data, name)
-
-        block = _own_block(name, public) if ":" in name else BLOCKS[name](table, public)
+    for given, weight in zip(table.tables, table.weights or [1.0] * len(table.blocks), strict=True):
+        block = _block(given, table, data)
         if table.whiten is not None:
-            rows = _public(table.whiten, data, name)
+            rows = _public(table.whiten, data, given.name)
             width = block(rows.rows[:1]).shape[1]
             options = {"power": table.power, "ridge": table.ridge}
-            given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-            block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **given)
+            chosen: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+            block = features.Whitened(block, rows, keep=min(table.keep, width, len(rows.rows) - 1), **chosen)
         made.append((block, weight))
     return features.join(*made)
 
 
-def _own_block(name: str, public: Callable[[], Public]) -> Extractor:
-    """Call the user's function for an extractor; it gets public rows if it has an argument `public`."""
-    function = imported("features.blocks", name)
-    given = {"public": public()} if "public" in signature(function).parameters else {}
-    made = called("features.blocks", name, function, **given)
+def _block(given: BlockTable, table: FeaturesTable, data: DataSet) -> Extractor:
+    """Return the extractor of one block; it gets public rows if it has an argument `public`."""
+    make, options = _maker("features.blocks", given.name), given.options
+    if "public" in signature(make).parameters:
+        options["public"] = _public(table.public or table.whiten, data, given.name)
+    made = called("features.blocks", given.name, make, **options)
     if not isinstance(made, Extractor):
         remedy = "return an Extractor, such as privgrad.features.Frozen(network, name=..., source=...)"
         raise expected("make_data", "features.blocks", "to return an Extractor", f"a {type(made).__name__}", remedy)

@@ -96,25 +96,42 @@ class ModelTable(Table):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
+class BlockTable(Table):
+    """One block of [features] with options: those of the extractor, or arguments of the user's function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str  # of featuring.BLOCKS, or "package.module:function"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of the block. `featuring` reads them."""
+        return dict(self.model_extra or {})
+
+
 class FeaturesTable(Table):
     """The table [features]: features that replace the inputs, computed once before the training.
 
     `blocks` are side by side, with the norms `weights`: names of `featuring.BLOCKS`, or "package.module:function" for a
-    function of the user that returns an Extractor. `public` names the rows for the constants of blocks: synthetic
-    images, or the public examples and inputs of the data set. With `whiten`, each block is whitened by such rows, and
-    keeps at most `keep` directions; `public` is then the same by default. `encoder` is the pretrained transformer of
-    "frozen-text". `folder` stores the features, which are as private as the data.
+    function of the user that returns an Extractor. A block with options is a table. `public` names the rows for the
+    constants of blocks: synthetic images, or the public examples and inputs of the data set. With `whiten`, each block
+    is whitened by such rows, and keeps at most `keep` directions; `public` is then the same by default. `folder` stores
+    the features, which are as private as the data.
     """
 
-    blocks: list[str] = Field(min_length=1)
+    blocks: list[str | BlockTable] = Field(min_length=1)
     weights: Grid | None = None
     public: Literal["silhouettes", "pink-noise", "data"] | None = None
     whiten: Literal["silhouettes", "pink-noise", "data"] | None = None
     keep: int = Field(default=2048, ge=1)
     power: float | None = Field(default=None, ge=0, le=0.5)
     ridge: float | None = Field(default=None, gt=0)
-    encoder: str | None = None
     folder: str | None = None
+
+    @property
+    def tables(self) -> list[BlockTable]:
+        """Return the blocks as tables. `featuring` reads them."""
+        return [BlockTable(name=block) if isinstance(block, str) else block for block in self.blocks]
 
 
 class PrivacyTable(Table):

@@ -32,12 +32,12 @@ class FrozenText(Extractor):
     sentence-transformers computes for models that only pool and normalize. Further layers of such a model are left out.
 
     Args:
-        name: a folder, or a name on the hub, of an encoder or a decoder; see `privgrad.pretrained`.
+        encoder: a folder, or a name on the hub, of a model of transformers; see `privgrad.pretrained`.
         max_length: tokens of a text, >= 1; longer texts are cut.
         pooling: "mean" over all tokens, "cls" for the first token, or "last" for the last one. The model's card names
             the right one.
         dtype: "float32"; or "bfloat16", which is three times faster on recent processors, with an error of about 1 %.
-        source: what the weights were trained on, for the ledger. None is "weights of <name>".
+        source: what the weights were trained on, for the ledger. None is "weights of <encoder>".
     Raises:
         PrivacyError: transformers is not installed, the model is not available, or an argument is out of its range.
     Privacy:
@@ -48,12 +48,12 @@ class FrozenText(Extractor):
         Reimers, Gurevych 2019 (arXiv 1908.10084).
     """
 
-    options: ClassVar[tuple[str, ...]] = ("name", "max_length", "pooling", "dtype", "weights")
+    options: ClassVar[tuple[str, ...]] = ("encoder", "max_length", "pooling", "dtype", "weights")
     _model: Any
 
     def __init__(
         self,
-        name: str,
+        encoder: str,
         *,
         max_length: int = 128,
         pooling: Pooling = "mean",
@@ -63,8 +63,8 @@ class FrozenText(Extractor):
         require_integer("FrozenText", "max_length", max_length, 1)
         require_choice("FrozenText", "pooling", pooling, _POOLINGS)
         require_choice("FrozenText", "dtype", dtype, tuple(_DTYPES))
-        super().__init__(f"weights of {name}" if source is None else source)
-        self.name, self.max_length, self.pooling, self.dtype = name, max_length, pooling, dtype
+        super().__init__(f"weights of {encoder}" if source is None else source)
+        self.encoder, self.max_length, self.pooling, self.dtype = encoder, max_length, pooling, dtype
         self._load()
         self.weights = self._digest()
 
@@ -78,7 +78,7 @@ class FrozenText(Extractor):
         made = super().rebuilt(config, parts)
         made._load()
         if (found := made._digest()) != made.weights:
-            remedy = f"restore the weights that {made.name} had"
+            remedy = f"restore the weights that {made.encoder} had"
             raise expected("FrozenText", "the weights", f"to have digest {made.weights[:12]}", found[:12], remedy)
         return made
 
@@ -122,7 +122,7 @@ class FrozenText(Extractor):
             remedy = "pip install 'privgrad[hf]'"
             raise expected("FrozenText", "transformers", "to be installed", error, remedy) from error
         library: Any = transformers
-        folder = pretrained(self.name)
+        folder = pretrained(self.encoder)
         try:
             tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: nn.Module = library.AutoModel.from_pretrained(
@@ -131,7 +131,7 @@ class FrozenText(Extractor):
         except Exception as error:  # a damaged folder can raise anything
             got = f"{folder}: {str(error).partition(chr(10))[0]}"
             remedy = "give the folder of a transformer and its tokenizer, as save_pretrained writes it"
-            raise expected("FrozenText", "name", "to be a model of transformers", got, remedy) from error
+            raise expected("FrozenText", "encoder", "to be a model of transformers", got, remedy) from error
         self.tolerance = _TOLERANCES[self.dtype]
         self._tokenizer: Any = tokenizer
         self._padding: int = tokenizer.pad_token_id or 0
