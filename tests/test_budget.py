@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,38 @@ def test_a_changed_line_is_found(tmp_path: Path):
     budget.commit("a", [ONE])
     budget.path.write_text(budget.path.read_text().replace("20.0", "90.0"))
     with pytest.raises(pg.PrivacyError, match="checksum"):
+        budget.spent()
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
+    "the same name again, for less": lambda line: [line, line | {"releases": [[999.0, 1.0, "poisson", 1]]}],
+    "no release": lambda line: [line | {"releases": []}],
+    "a release without steps": lambda line: [line | {"releases": [[20.0, 1.0, "poisson", 0]]}],
+    "a negative count": lambda line: [line | {"releases": [[20.0, 1.0, "poisson", -1], [20.0, 1.0, "poisson", 1]]}],
+    "a Split without groups": lambda line: [line | {"releases": [{"groups": []}]}],
+    "a Split in a Split": lambda line: [line | {"releases": [{"groups": [[{"groups": [[[9.0, 1.0]]]}]]}]}],
+    "a text for true": lambda line: [line | {"is_seeded": "false"}],
+    "a day that is none": lambda line: [line | {"date": "yesterday"}],
+    "a person who is a number": lambda line: [line | {"by": 3}],
+    "values of another name": lambda line: [line, {"draw": "b", "values": [1.0]}],
+    "values twice": lambda line: [line, *2 * [{"draw": "a", "values": [1.0]}]],
+    "values that are not finite": lambda line: [line, {"draw": "a", "values": [math.inf]}],
+    "the beginning of another name": lambda line: [line, {"draw": "b", "begun": True}],
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_lines_that_no_budget_writes_are_refused_although_their_checksums_match(how: str, tmp_path: Path):
+    budget = make(tmp_path)
+    budget.commit("a", [ONE])
+    first, second = (json.loads(line) for line in budget.path.read_text().splitlines())
+    head, text = "", b""
+    for line in (first, *HOSTILE[how](second)):
+        plain = {key: value for key, value in line.items() if key != "checksum"}
+        sealed, head = ledger_file._sealed(head, json.dumps(plain).encode())
+        text += sealed + b"\n"
+    budget.path.write_bytes(text)
+    with pytest.raises(pg.PrivacyError, match="to be a line of a ledger"):
         budget.spent()
 
 
