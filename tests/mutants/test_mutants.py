@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import privgrad as pg
+from mutants.budgets import BUDGET
 from mutants.draws import NOISE, SAMPLING
 from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
@@ -28,6 +29,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Optimizers": OPTIMIZERS,
     "Accounting and plan": ACCOUNTING,
     "Ledger": LEDGER,
+    "Budget": BUDGET,
     "Checkpoints": CHECKPOINTS,
     "Several processes": PROCESSES,
 }
