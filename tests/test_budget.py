@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from privgrad.budget_file import Commitment
 from privgrad.cli import app
 from privgrad.mechanisms import Split
 from privgrad.privacy_filter import filter_epsilon
-from privgrad.statement import budget_statement
+from privgrad.statement import budget_statement, statement
 
 ONE = Release(20.0, 1.0)
 NUMBERS: dict[str, Any] = {"total_epsilon": 1.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
+MEAN: dict[str, Any] = {"bound": 1.0, "noise_multiplier": 20.0, "num_examples": 32}
 MANY = multiprocessing.get_context("fork")
 
 
@@ -78,8 +80,11 @@ def test_the_same_commitment_again_costs_nothing(tmp_path: Path):
     before = budget.path.read_bytes()
     budget.commit("a", [Release(20.0, 1.0, count=2)], by="somebody else")
     assert budget.path.read_bytes() == before
+    for other in ([ONE], [Release(20.0, 1.0, count=3)], [Release(21.0, 1.0, count=2)]):
+        with pytest.raises(pg.PrivacyError, match="choose another name"):
+            budget.commit("a", other)
     with pytest.raises(pg.PrivacyError, match="choose another name"):
-        budget.commit("a", [ONE])
+        budget.commit("a", [ONE, ONE], place="elsewhere")
 
 
 def test_calibrated_noise_uses_the_rest(tmp_path: Path):
@@ -137,6 +142,38 @@ def test_a_changed_line_is_found(tmp_path: Path):
         budget.spent()
 
 
+HOSTILE: dict[str, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {
+    "the same name again, for less": lambda line: [line, line | {"releases": [[999.0, 1.0, "poisson", 1]]}],
+    "no release": lambda line: [line | {"releases": []}],
+    "a release without steps": lambda line: [line | {"releases": [[20.0, 1.0, "poisson", 0]]}],
+    "a negative count": lambda line: [line | {"releases": [[20.0, 1.0, "poisson", -1], [20.0, 1.0, "poisson", 1]]}],
+    "a Split without groups": lambda line: [line | {"releases": [{"groups": []}]}],
+    "a Split in a Split": lambda line: [line | {"releases": [{"groups": [[{"groups": [[[9.0, 1.0]]]}]]}]}],
+    "a text for true": lambda line: [line | {"is_seeded": "false"}],
+    "a day that is none": lambda line: [line | {"date": "yesterday"}],
+    "a person who is a number": lambda line: [line | {"by": 3}],
+    "values of another name": lambda line: [line, {"draw": "b", "values": [1.0]}],
+    "values twice": lambda line: [line, *2 * [{"draw": "a", "values": [1.0]}]],
+    "values that are not finite": lambda line: [line, {"draw": "a", "values": [math.inf]}],
+    "the beginning of another name": lambda line: [line, {"draw": "b", "begun": True}],
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_lines_that_no_budget_writes_are_refused_although_their_checksums_match(how: str, tmp_path: Path):
+    budget = make(tmp_path)
+    budget.commit("a", [ONE])
+    first, second = (json.loads(line) for line in budget.path.read_text().splitlines())
+    head, text = "", b""
+    for line in (first, *HOSTILE[how](second)):
+        plain = {key: value for key, value in line.items() if key != "checksum"}
+        sealed, head = ledger_file._sealed(head, json.dumps(plain).encode())
+        text += sealed + b"\n"
+    budget.path.write_bytes(text)
+    with pytest.raises(pg.PrivacyError, match="to be a line of a ledger"):
+        budget.spent()
+
+
 def trained(ledger: pg.Ledger, plan: pg.PrivacyPlan) -> int:
     """Train until something is refused; the number of releases."""
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
@@ -164,6 +201,22 @@ def test_a_training_makes_the_committed_releases_and_no_more(tmp_path: Path, fas
     reopened.close()
     with budget.open_ledger(tmp_path / "run/ledger.jsonl", plan)._one_at_a_time():
         assert len(budget.commitments) == 1
+
+
+def test_the_ledger_of_a_commitment_states_no_epsilon_of_its_own(tmp_path: Path, fast: None):
+    budget, plan, path = make(tmp_path, total_epsilon=50.0), make_plan(), tmp_path / "run/ledger.jsonl"
+    ledger = budget.open_ledger(path, plan, name="run")
+    trained(ledger, plan)
+    ledger.close()
+    with pytest.raises(pg.PrivacyError, match=r"part of 'run' in the budget budget\.jsonl; run `privgrad statement`"):
+        statement([pg.Ledger(path, read_only=True)], delta=1e-3)
+    for command in ("statement", "epsilon"):
+        refused = CliRunner().invoke(app, [command, str(path), "--delta", "1e-3"])
+        assert isinstance(refused.exception, pg.PrivacyError)
+    alone = pg.release_mean([[1.0]], **MEAN, budget=budget, name="mean", ledger=tmp_path / "mean.jsonl")
+    assert alone.shape == (1,)
+    with pytest.raises(pg.PrivacyError, match="part of 'mean'"):
+        statement([pg.Ledger(tmp_path / "mean.jsonl", read_only=True)], delta=1e-3)
 
 
 def test_a_training_under_another_plan_is_refused(tmp_path: Path, fast: None):
@@ -372,6 +425,10 @@ def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
     size, alpha = 2.0, 0.01
     wanted = min(math.exp(size) * alpha + 1e-3, 1 - math.exp(-size) * (1 - 1e-3 - alpha))
     assert numbers["attack_success"] == pytest.approx(wanted)
+    high = make(tmp_path / "high", total_epsilon=1e6)
+    for name in "ab":
+        high.commit(name, [ONE])
+    assert budget_statement(high).numbers["attack_success"] == 1.0
     refused = CliRunner().invoke(app, ["statement", str(budget.path), str(budget.path)])
     assert isinstance(refused.exception, pg.PrivacyError)
 
@@ -388,8 +445,8 @@ def test_a_committed_ledger_does_not_move_to_a_file_without_its_limit(tmp_path: 
 
 
 def splits(count: int) -> list[Commitment]:
-    """Commitments in each of which a person pays for a training or for scores; none is like another."""
-    pairs = [(Release(90.0 + k, 0.1, count=9), Release(99.0 + k, 1.0)) for k in range(count)]
+    """Commitments in each of which a person pays for a training or for scores; every other one has scores first."""
+    pairs = [(Release(90.0 + k, 0.1, count=9), Release(99.0 + k, 1.0))[:: 1 - 2 * (k % 2)] for k in range(count)]
     return [Commitment(f"{k}", (Split(((one,), (other,))),), "", "") for k, (one, other) in enumerate(pairs)]
 
 

@@ -22,7 +22,10 @@ from tests.fuzz.changes import changed
 from tests.fuzz.readers import READERS, Reader, ReaderError, Target
 
 
-@pytest.mark.parametrize(("name", "executions"), [("spec", 60), ("ledger", 120), ("checkpoint", 40), ("data", 60)])
+@pytest.mark.usefixtures("by_rdp")
+@pytest.mark.parametrize(
+    ("name", "executions"), [("spec", 60), ("ledger", 120), ("budget", 200), ("checkpoint", 40), ("data", 60)]
+)
 def test_changed_files_are_read_or_refused_and_nothing_else(tmp_path: Path, name: str, executions: int):
     targets = [Target(reader, tmp_path / str(index)) for index, reader in enumerate(READERS[name])]
     refused = 0

@@ -13,7 +13,7 @@ from scipy.special import gammaln
 from scipy.stats import chisquare
 
 import privgrad as pg
-from privgrad import accounting
+from privgrad import accounting, privacy_filter
 from privgrad.accounting import Release, Selection, attack_success, calibrate, calibrate_noise_multiplier, epsilon
 from privgrad.privacy_filter import filter_epsilon
 from privgrad.repetitions import draw_repetitions, halting_exponent
@@ -57,6 +57,19 @@ def test_totals_are_those_of_event_trees(releases: list[Release | Selection]):
     assert by_pld == epsilon(releases, delta=1e-5, accountant="rdp") if has_selection else by_pld < wanted
     assert filter_epsilon(releases, first=releases, delta=1e-5, total_epsilon=wanted) >= wanted * (1 - 1e-9)
     assert filter_epsilon(releases, first=releases, delta=1e-5, total_epsilon=wanted) <= 1.06 * wanted + 0.05
+
+
+@pytest.mark.parametrize("sigma", [0.8, 5.0, 80.0])
+@pytest.mark.parametrize("total", [0.5, 3.0])
+def test_the_orders_of_a_filter_share_delta(sigma: float, total: float):
+    """The proof adds up one delta per order. For a Gaussian, RDP of order a is a / (2 sigma^2), and epsilon by hand."""
+    costs = {order: order / (2 * sigma**2) for order in accounting._RDP_ORDERS}
+    shares = privacy_filter._shares(costs, 1e-5, total)
+    assert sum(delta for _, delta in shares) <= 1e-5 * (1 + 1e-12)
+    assert len({order for order, _ in shares}) == len(shares) >= 10
+    found = filter_epsilon([Release(sigma, 1.0)], first=[Release(sigma, 1.0)], delta=1e-5, total_epsilon=total)
+    by_hand = [costs[a] + math.log1p(-1 / a) - math.log(delta * a) / (a - 1) for a, delta in shares]
+    assert found == pytest.approx(max(0.0, min(by_hand)))
 
 
 def test_the_best_of_several_runs_costs_less_than_all_and_more_than_one():

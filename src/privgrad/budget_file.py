@@ -5,8 +5,10 @@ commitment that was read as a cheaper one would leave room that is not there.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -84,16 +86,20 @@ class BudgetState:
         if number == 1:
             require_facts(line["budget"])
             self.facts.update(line["budget"])
-        elif "begun" in line:
-            self.begun.add(line["draw"])
-        elif "values" in line:
-            self.values[line["draw"]] = [float(value) for value in line["values"]]
+            return
+        name = line["draw"]
+        if "releases" in line:
+            _require(name not in self.commitments, "a name that is new in the budget")
+            self.commitments[name] = _commitment_of(line)
+            return
+        _require(name in self.commitments, "the name of a commitment")
+        if "begun" in line:
+            self.begun.add(name)
         else:
-            releases = tuple(map(_release_of, line["releases"]))
-            for own in each_group("Budget", releases):
-                mechanisms_of("Budget", own)
-            terms = line["by"], line["date"], line["ledger"], line["is_seeded"], line["released"]
-            self.commitments[line["draw"]] = Commitment(line["draw"], releases, *terms)
+            _require(name not in self.values, "values that are recorded once")
+            values = [float(value) for value in line["values"]]
+            _require(all(map(math.isfinite, values)), "finite values")
+            self.values[name] = values
 
 
 def line_of(commitment: Commitment) -> dict[str, Any]:
@@ -107,6 +113,29 @@ def line_of(commitment: Commitment) -> dict[str, Any]:
         "is_seeded": commitment.is_seeded,
         "released": commitment.released,
     }
+
+
+def _commitment_of(line: Mapping[str, Any]) -> Commitment:
+    """Return the commitment that `line_of` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError, OverflowError: it is none. `LedgerFile` turns them into a PrivacyError.
+    """
+    releases = tuple(map(_release_of, line["releases"]))
+    _require(any(mechanisms_of("Budget", own) for own in each_group("Budget", releases)), "at least one release")
+    texts = line["draw"], line["by"], line["released"], line["date"]
+    _require(all(isinstance(text, str) for text in texts) and line["draw"], "a name and texts")
+    date.fromisoformat(line["date"])
+    _require(line["ledger"] is None or isinstance(line["ledger"], str), "the path of a ledger")
+    _require(isinstance(line["is_seeded"], bool), "true or false")
+    terms = line["by"], line["date"], line["ledger"], line["is_seeded"], line["released"]
+    return Commitment(line["draw"], releases, *terms)
+
+
+def _require(is_so: Any, content: str) -> None:
+    """Raise ValueError unless a line holds what it should."""
+    if not is_so:
+        raise ValueError(f"the line does not hold {content}")
 
 
 def _flat(release: Release | Selection | Split) -> list[Release | Selection]:
@@ -127,10 +156,15 @@ def _plain(release: Release | Selection | Split) -> Any:
 
 def _release_of(plain: Any) -> Release | Selection | Split:
     """Return the release that `_plain` wrote."""
+    if "groups" in plain:
+        return Split(tuple(tuple(map(_single_of, group)) for group in plain["groups"]))
+    return _single_of(plain)
+
+
+def _single_of(plain: Any) -> Release | Selection:
+    """Return a release that is no Split."""
     if isinstance(plain, list):
         return Release(*cast("list[Any]", plain))
-    if "groups" in plain:
-        return Split(tuple(tuple(_release_of(one) for one in group) for group in plain["groups"]))  # type: ignore[misc]
     shape = float("inf") if plain["shape"] is None else plain["shape"]
     return Selection(tuple(Release(*one) for one in plain["best_of"]), plain["mean"], shape, plain["count"])
 

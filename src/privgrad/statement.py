@@ -121,14 +121,16 @@ def budget_statement(budget: Budget) -> Statement:
     held, spent, delta = budget.commitments, budget.spent(), budget.delta
     kinds = {type(release) for one in held for group in each_group("statement", one.releases) for release in group}
     # Several commitments may depend on results: then the cap is the guarantee, because it was fixed beforehand.
-    size, alpha = budget.total_epsilon if held[1:] else spent, _FALSE_POSITIVES
+    size, alpha = max(spent, budget.total_epsilon if held[1:] else 0.0), _FALSE_POSITIVES
     numbers: dict[str, Any] = {
         "epsilon": size,
         "total_epsilon": budget.total_epsilon,
         "spent": spent,
         "delta": delta,
         # Of epsilon and delta alone: the profile by PLD needs plans that were fixed beforehand.
-        "attack_success": min(math.exp(size) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha)),
+        "attack_success": min(
+            1.0, math.exp(min(size, 700.0)) * alpha + delta, 1 - math.exp(-size) * (1 - delta - alpha)
+        ),
         "false_positive_rate": alpha,
         "releases": len(held),
         "seeded_releases": sum(one.is_seeded for one in held),

@@ -19,6 +19,8 @@ from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad import data, ledger_file
 from privgrad.checkpoint import write_checkpoint
 from privgrad.experiments.load_spec import load_spec
+from privgrad.mechanisms import Release, Selection, Split
+from privgrad.statement import budget_statement
 from test_data_images import pack, write_cifar, write_fashion
 from test_data_sparse import write_imdb, write_tweets
 from test_data_text import write_brown, write_lists, write_snli
@@ -209,6 +211,32 @@ def _unsealed(content: bytes) -> bytes:
     return b"\n".join(line.rpartition(ledger_file._SEAL)[0] + b"}" for line in content.splitlines())
 
 
+# Budgets
+
+
+def _write_budget(folder: Path) -> None:
+    """Fill a budget with a commitment of every kind, recorded values, and a ledger that has begun."""
+    numbers: dict[str, Any] = {"total_epsilon": 50.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
+    budget = pg.Budget(folder / "budget.jsonl", **numbers)
+    plan, one = make_plan(noise_multiplier=9.0), Release(30.0, 1.0)
+    ledger = budget.open_ledger(folder / "ledger.jsonl", plan, name="training", by="Ada")
+    pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    ledger.close()
+    best = Selection((Release(30.0, 0.5, count=3), one), 2.0, float("inf"))
+    budget.commit("groups", [Split(((one, best), (one,)))], by="Ben", place="somewhere")
+    budget.commit_release("mean", one, released="mean [2], bound 1.0", is_seeded=True)
+    budget.record("mean", [0.5, -1e-300])
+
+
+def _read_budget(folder: Path) -> None:
+    budget = pg.Budget(folder / "budget.jsonl")
+    str(budget_statement(budget))
+    budget.released("mean")
+    budget.commit(f"number {len(budget.commitments)}", [Release(40.0, 1.0)])
+    budget.open_ledger(folder / "ledger.jsonl", make_plan(noise_multiplier=9.0), name="training").close()
+    assert budget.spent() <= budget.total_epsilon
+
+
 # Checkpoints
 
 
@@ -287,6 +315,7 @@ def _write_brown(folder: Path) -> None:
 READERS: dict[str, Sequence[Reader]] = {
     "spec": [Reader(_write_specs, _read_specs)],
     "ledger": [Reader(_write_ledger, _read_ledger, _unsealed, _resealed)],
+    "budget": [Reader(_write_budget, _read_budget, _unsealed, _resealed, pattern="*.jsonl")],
     "checkpoint": [
         Reader(_train, _train, _undigested, _digested, pattern="*.pt"),
         Reader(_write_hostile_checkpoint, _train, _undigested, _digested, pattern="*.pt", refused=True),

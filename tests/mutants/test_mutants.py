@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import privgrad as pg
+from mutants.budgets import BUDGET
 from mutants.draws import NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
@@ -32,6 +33,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Optimizers": OPTIMIZERS,
     "Accounting and plan": ACCOUNTING,
     "Ledger": LEDGER,
+    "Budget": BUDGET,
     "Checkpoints": CHECKPOINTS,
     "Several processes": PROCESSES,
 }
