@@ -244,6 +244,14 @@ def test_a_metric_that_is_undefined_for_a_draw_has_no_interval():
     assert intervals_of(Given(), examples, data, ["auc"]) == {"auc": None}
 
 
+def test_a_perfect_result_does_not_claim_certainty():
+    labels = torch.arange(20) % 2
+    examples, data = given(nn.functional.one_hot(labels, 2).float(), labels)
+    found = intervals_of(Given(), examples, data, ["accuracy", "auc"])
+    assert found["accuracy"] == pytest.approx([0.839, 1.0], abs=1e-3)  # Wilson's
+    assert found["auc"] is None
+
+
 def test_research_records_tables_and_pages_show_the_metrics(tmp_path: Path):
     spec, out = spec_of(), tmp_path / "out"
     (record,) = runner.compare(spec, out, progress=False)

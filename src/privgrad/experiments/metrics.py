@@ -166,7 +166,8 @@ def intervals_of(
     """Return 95 % confidence intervals of metrics, by the number of rows of `examples`; a row may be a person.
 
     The metrics of PER_PERSON have that of `interval`. The other ones have a percentile bootstrap over the rows, with
-    500 draws and a fixed seed; None if a metric is undefined for one of the draws.
+    500 draws and a fixed seed. It is None if a metric is undefined for one of the draws, and if all draws are equal:
+    those of a perfect result would claim certainty.
     """
     per_person, pooled = ([name for name in names if is_paid(name) == paid] for paid in (True, False))
     most = math.inf if _kind(data) == "numbers" else 1.0
@@ -204,7 +205,7 @@ def _bootstrap(drawn: Callable[[Tensor], float], count: int) -> list[float] | No
     except PrivacyError:  # a function of the user that is undefined for a draw
         return None
     low, high = (float(np.quantile(found, tail)) for tail in ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2))
-    return [low, high] if math.isfinite(low + high) else None
+    return [low, high] if math.isfinite(low + high) and not math.isclose(low, high) else None
 
 
 def _gathered(model: nn.Module, examples: TensorDataset, data: DataSet) -> tuple[Tensor, Tensor]:
