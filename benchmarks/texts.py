@@ -59,7 +59,7 @@ def main(
             start = time.process_time()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the research seed
-                plan = pg.PrivacyPlan.for_budget(target, max_grad_norm=0.1, seed=seed, **PLANS[task])
+                plan = pg.PrivacyPlan.for_budget(target_epsilon=target, max_grad_norm=0.1, seed=seed, **PLANS[task])
                 options: dict[str, Any] = {"noise_step": NOISE_STEP, "schedule": "constant"}
                 labels, classes = data.train.tensors[1], data.num_classes
                 head = pg.fit_head(
