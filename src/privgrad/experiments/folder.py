@@ -5,6 +5,7 @@ that no release is forgotten.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -68,7 +69,10 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
             raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
         return
     out.mkdir(parents=True, exist_ok=True)
-    path.write_text(description)
+    if held != description:
+        whole = path.with_suffix(".new")  # a process that is killed leaves no half of a file
+        whole.write_text(description)
+        os.replace(whole, path)
 
 
 def _difference(held: str, description: str) -> str | None:
