@@ -450,7 +450,7 @@ def splits(count: int) -> list[Commitment]:
     return [Commitment(f"{k}", (Split(((one,), (other,))),), "", "") for k, (one, other) in enumerate(pairs)]
 
 
-def test_the_work_for_two_hundred_splits_is_twice_that_for_a_hundred(monkeypatch: pytest.MonkeyPatch):
+def test_the_work_for_two_hundred_splits_is_twice_that_for_a_hundred(monkeypatch: pytest.MonkeyPatch, fast: None):
     """A person may be in 2^200 combinations of groups."""
     real, calls = accounting._renyi_costs, [0]
 
