@@ -198,7 +198,7 @@ def test_rows_fill_a_block(monkeypatch: pytest.MonkeyPatch):
     real = ft.Hog.features
     monkeypatch.setattr(ft.Hog, "features", lambda self, rows: (sizes.append(len(rows)), real(self, rows))[1])
     ft.Hog()(images(70))
-    assert set(sizes) == {64}
+    assert set(sizes) == {32}
 
 
 def test_nested_extractors_decide_block_and_tolerance():

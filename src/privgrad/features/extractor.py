@@ -78,7 +78,7 @@ class Extractor(nn.Module, ABC):
     """
 
     options: ClassVar[tuple[str, ...]] = ()
-    block: int = 64
+    block: int = 32
     tolerance: float = 1e-6
 
     def __init_subclass__(cls, **keywords: Any) -> None:
