@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad import data
 from privgrad.accounting import Release
 
 ROOT = Path(__file__).parent.parent
@@ -188,6 +189,22 @@ def _experiment_of_the_page() -> dict[str, str]:
     return {"mine.toml": block.text}
 
 
+def _saved_head() -> dict[str, Any]:
+    """The head of the recipe that the page trains first, with fewer steps."""
+    images, labels = data.digits(standardize=False).train.tensors
+    facts: dict[str, Any] = {
+        "num_classes": 10,
+        "source": "no data",
+        "target_epsilon": 3.0,
+        "delta": 1e-5,
+        "num_examples": 1437,
+    }
+    head = pg.fit_head(images.flatten(1), labels, **facts, steps=2, progress=False)
+    head.model.input_dims = 3
+    head.save("runs/digits/runs/head-u0.15-final-seedNone/head")
+    return {}
+
+
 def _own_data() -> dict[str, str]:
     """The page's experiment, and the file that its first block writes, with fewer patients."""
     (block,) = blocks("docs/own-data.md", "toml")
@@ -247,6 +264,7 @@ GIVEN = {
         names={"From a folder of photographs to a private model": _features},
         smaller={"2000": "200", "keep=1024": "keep=100", "1500": "80"},
     ),
+    "docs/recipes.md": Given(names={"The saved head": _saved_head}, packages=("sklearn",)),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
     "docs/guide.md": Given(

@@ -146,7 +146,7 @@ def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | No
     if len(rows) == 0:
         width = extractor(torch.zeros(1, *rows.shape[1:], dtype=rows.dtype)).shape[1]
         return torch.zeros(*inputs.shape[:-dims], width, dtype=dtype)
-    made = features.cache(extractor, rows, folder, dtype=torch.float16)
+    made = features.cache(extractor, rows, folder, dtype=dtype)
     return made.view(*inputs.shape[:-dims], -1)
 
 

@@ -35,7 +35,7 @@ Rows = Tensor | np.ndarray[Any, Any] | Sequence[str]
 
 @dataclass(frozen=True)
 class Target:
-    """What a head predicts.
+    """The target of a head: classes, tags or a bounded number.
 
     Attributes:
         kind: "class", "tags" or "number".
