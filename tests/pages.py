@@ -237,6 +237,18 @@ def _recipe() -> dict[str, str]:
     return {name: (ROOT / name).read_text().replace("steps = 200", "steps = 3")}
 
 
+def _encoder() -> dict[str, Any]:
+    """A small encoder with random weights, in the folder `encoder`."""
+    import transformers
+
+    from test_data_text import save_letter_tokenizer
+
+    save_letter_tokenizer(Path("encoder"))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=81, **sizes)).save_pretrained("encoder")
+    return {}
+
+
 def _recipe_here() -> dict[str, Any]:
     write_files("docs/private-tuning.md", Path())
     return {}
@@ -263,6 +275,11 @@ GIVEN = {
     "docs/features.md": Given(
         names={"From a folder of photographs to a private model": _features},
         smaller={"2000": "200", "keep=1024": "keep=100", "1500": "80"},
+    ),
+    "docs/features-text.md": Given(
+        names={"": _encoder},
+        smaller={'"sentence-transformers/all-MiniLM-L6-v2"': '"encoder"', "max_length=128": "max_length=32"},
+        packages=("sklearn", "transformers"),
     ),
     "docs/recipes.md": Given(names={"The saved head": _saved_head}, packages=("sklearn",)),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),

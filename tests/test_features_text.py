@@ -15,7 +15,7 @@ from pages import ROOT
 from privgrad import data
 from privgrad.data import MINILM
 from privgrad.experiments import featuring
-from privgrad.experiments.build import make_data
+from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.load_spec import check_spec
 from privgrad.features import FrozenText, Public, TfIdf, join, load_extractor, save_extractor, text_rows
 from privgrad.features.text import texts_of
@@ -291,3 +291,15 @@ def test_the_recipes_of_texts_train(name: str, encoder: str, tmp_path: Path):
     assert data.public_inputs is not None
     words = 0 if name == "texts_tags" else len(TfIdf(data.public_inputs, "others").words)
     assert featured.input_shape == (words + 16,)
+
+
+def test_a_model_that_does_not_take_texts_is_refused(tmp_path: Path):
+    write_lists(tmp_path)
+    raw = tomllib.loads((ROOT / "examples/recipes/texts_tags.toml").read_text())
+    raw["data"] |= {"path": str(tmp_path), "limit": 40, "validation": 4}
+    raw["privacy"] |= {"num_examples": 36, "expected_batch_size": 12, "steps": 2, "delta": 1e-3}
+    del raw["features"]
+    for name in ("linear", "bag-of-words"):
+        spec = check_spec(raw | {"model": {"name": name}}, name)
+        with pytest.raises(pg.PrivacyError, match=r"model.name to take texts, as 'debian-texts' has.*add \[features\]"):
+            require_model(spec, make_data(spec))

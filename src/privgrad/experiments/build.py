@@ -188,6 +188,9 @@ def require_model(spec: Spec, data: DataSet) -> None:
         remedy = 'choose "head", "linear" or "mlp", or a function of yours'
         condition = f"to take the rows of a person, as {name!r} has"
         raise expected("load_spec", "model.name", condition, repr(spec.model.name), remedy)
+    if data.train.tensors[0].dtype == torch.int8 and _architecture(spec).inputs != "own":  # see features.text_rows
+        remedy = 'add [features] with blocks = ["tf-idf"] or "frozen-text", and choose the model "head"'
+        raise expected("load_spec", "model.name", f"to take texts, as {name!r} has", repr(spec.model.name), remedy)
     if _architecture(spec).inputs in ("images", "vectors") and not data.train.tensors[0].is_floating_point():
         remedy = 'choose "bag-of-words" or another model for text, or add [features]'
         raise expected("load_spec", "model.name", f"to take word ids, as {name!r} has", repr(spec.model.name), remedy)
