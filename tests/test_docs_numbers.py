@@ -1,4 +1,4 @@
-"""The numbers that docs/choosing.md and docs/tuning.md print are those of the records that they name."""
+"""The numbers that docs/choosing.md, docs/tuning.md and docs/features.md print are those of the records they name."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import privgrad as pg
 from pages import ROOT, blocks
 from privgrad import accounting, models
 
-CHOOSING, TUNING = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md"))
+CHOOSING, TUNING, FEATURES = (ROOT / "docs" / name for name in ("choosing.md", "tuning.md", "features.md"))
 FOLDER = re.compile(r"\]\(\.\./results/([\w-]+)/\)")
 # "DP-Adam 58.5 % ± 0.2", "DP-GD 2.96 ± 0.12", "AdaDPS (Adam) 0.0868"; "0.32: 63.9 %"
 MEASURED = re.compile(r"(?P<name>\D.*?) (?P<mean>\d[\d.]*)(?P<percent> %)?(?: ± (?P<std>[\d.]+))?")
@@ -103,6 +103,23 @@ def test_the_defaults_without_tuning_stand_in_the_records():
         assert printed(mean, measured) == measured
         assert {run["noise_step"] for run in runs} == {float(step)}
         assert runs[0]["noise_step"] * runs[0]["input_norm"] == pytest.approx(float(product), abs=5e-3)
+
+
+def test_what_the_page_on_features_says_was_measured_stands_in_the_records():
+    held = [json.loads(line) for line in (ROOT / "results/features/runs.jsonl").read_text().splitlines()]
+    lines = re.findall(
+        r"^\| (patches.*) \| ([\d.]+) \| ([\d.]+) % ± ([\d.]+) \| (\d+), (\d+) \|$", FEATURES.read_text(), re.M
+    )
+    assert len(lines) == 4
+    for extractor, epsilon, *numbers in lines:
+        runs = [run for run in held if run["extractor"] == extractor and round(run["epsilon"], 1) == float(epsilon)]
+        accuracies = [100 * run["accuracy"] for run in runs]
+        seconds = runs[0]["statistics_cpu_seconds"] + runs[0]["features_cpu_seconds"]
+        training = statistics.mean(run["training_cpu_seconds"] for run in runs)
+        found = [statistics.mean(accuracies), statistics.stdev(accuracies), seconds, training]
+        assert [printed(value, like) for value, like in zip(found, numbers, strict=True)] == numbers
+        assert len(runs) == 3
+        assert all(run["measured_on"] == "test" and run["epsilon"] <= float(epsilon) for run in runs)
 
 
 def rate(run: dict[str, Any]) -> float:

@@ -198,7 +198,7 @@ def test_rows_fill_a_block(monkeypatch: pytest.MonkeyPatch):
     real = ft.Hog.features
     monkeypatch.setattr(ft.Hog, "features", lambda self, rows: (sizes.append(len(rows)), real(self, rows))[1])
     ft.Hog()(images(70))
-    assert set(sizes) == {64}
+    assert set(sizes) == {32}
 
 
 def test_nested_extractors_decide_block_and_tolerance():
@@ -319,6 +319,14 @@ def test_saved_extractors_compute_the_same(name: str, tmp_path: Path):
         extractor.config(),
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "constants.safetensors"]
+
+
+def test_an_extractor_may_be_in_several_places(tmp_path: Path):
+    hog = ft.Hog(places=(2,))
+    whitened, rows = ft.Whitened(hog, PUBLIC, keep=5), images(4)
+    extractor = ft.join(whitened, whitened, hog)
+    ft.save_extractor(extractor, tmp_path)
+    assert torch.equal(ft.load_extractor(tmp_path)(rows), extractor(rows))
 
 
 def test_digests_differ():
