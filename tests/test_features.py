@@ -321,6 +321,14 @@ def test_saved_extractors_compute_the_same(name: str, tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "constants.safetensors"]
 
 
+def test_an_extractor_may_be_in_several_places(tmp_path: Path):
+    hog = ft.Hog(places=(2,))
+    whitened, rows = ft.Whitened(hog, PUBLIC, keep=5), images(4)
+    extractor = ft.join(whitened, whitened, hog)
+    ft.save_extractor(extractor, tmp_path)
+    assert torch.equal(ft.load_extractor(tmp_path)(rows), extractor(rows))
+
+
 def test_digests_differ():
     digests = {maker().digest() for name, maker in MAKERS.items() if name != "scattering"}
     digests |= {

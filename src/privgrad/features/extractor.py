@@ -138,7 +138,7 @@ class Extractor(nn.Module, ABC):
 
     def config(self) -> dict[str, Any]:
         """Return what rebuilds the extractor besides its constants, for JSON: class, source, options, parts."""
-        parts = {name: part.config() for name, part in self.named_children() if isinstance(part, Extractor)}
+        parts = {name: part.config() for name, part in self._modules.items() if isinstance(part, Extractor)}
         options = {name: getattr(self, name) for name in self.options}
         return {"class": type(self).__name__, "source": self.source, "options": options, "parts": parts}
 
@@ -164,7 +164,7 @@ class Extractor(nn.Module, ABC):
         Override it if weights are found elsewhere, as those of Frozen are; `digest` names them all the same.
         """
         found = dict(self.named_buffers(recurse=False))
-        for name, part in self.named_children():
+        for name, part in self._modules.items():  # a part may be there twice
             if isinstance(part, Extractor):
                 found |= {f"{name}.{path}": value for path, value in part.constants().items()}
         return found

@@ -48,7 +48,7 @@ def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / CONFIG).unlink(missing_ok=True)  # written last: without it, the folder holds no extractor
-    _safetensors().save_file({name: value.contiguous() for name, value in constants.items()}, place / CONSTANTS)
+    _safetensors().save_file({name: value.contiguous().clone() for name, value in constants.items()}, place / CONSTANTS)
     (place / CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
