@@ -164,7 +164,7 @@ def test_real_digits_without_tuning_and_with_the_source_in_ledger_and_head(tmp_p
 
 def test_two_private_trainings_differ_and_a_seed_is_declared():
     features, labels, arguments, _ = classes()
-    facts = {"target_epsilon": 2.0, "delta": 1e-3, "num_examples": 60, "steps": 3} | arguments | FACTS
+    facts: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "num_examples": 60, "steps": 3} | arguments | FACTS
     first, second = (pg.fit_head(features, labels, **facts).model.linear.weight for _ in range(2))
     assert not torch.equal(first, second)
     assert pg.fit_head(features, labels, seed=1, **facts).privacy["research_seed"]
@@ -190,7 +190,7 @@ def test_the_norm_of_a_row_does_not_matter():
         pg.fit_head(rows, labels, plan=make_plan(1.0), **arguments, **FACTS).model.linear.weight
         for rows in (features, features * lengths)
     ]
-    assert torch.allclose(*weights, atol=1e-5)
+    assert torch.allclose(weights[0], weights[1], atol=1e-5)
 
 
 # --- save and load ----------------------------------------------------------------------------------------------------

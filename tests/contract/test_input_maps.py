@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_arguments_are_refused(name: str):
     changed, message = REFUSED[name]
-    options = {"examples": torch.zeros(4, 5), "source": "drawn", **changed}
+    options: dict[str, Any] = {"examples": torch.zeros(4, 5), "source": "drawn", **changed}
     with pytest.raises(pg.PrivacyError, match=message):
         pg.precondition.inputs(options.pop("examples"), **options)
 

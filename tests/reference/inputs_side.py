@@ -1,5 +1,7 @@
 """Inputs-side preconditioning in plain float64, one layer and one example at a time: METHODS 7."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,11 +38,14 @@ def contributions(
 ) -> dict[str, Tensor]:
     """Return the sum of the clipped, preconditioned gradients of a model of Linear and Conv2d layers, by name."""
     seen: dict[str, Tensor] = {}
-    handles = [
-        layer.register_forward_pre_hook(lambda layer, args, path=path: seen.update({path: patches(layer, args[0])}))
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d)
-    ]
+
+    def watch(path: str, layer: nn.Module) -> Any:
+        def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen[path] = patches(layer, args[0])
+
+        return layer.register_forward_pre_hook(see)
+
+    handles = [watch(path, layer) for path, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
     with torch.no_grad():
         model(public)
     for handle in handles:
