@@ -89,7 +89,7 @@ def test_tags_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     """A small encoder with random weights in MiniLM's place."""
     transformers = pytest.importorskip("transformers")
     save_letter_tokenizer(tmp_path / "encoder")
-    sizes: dict[str, Any] = {
+    sizes: dict[str, int] = {
         "hidden_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
