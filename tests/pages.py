@@ -244,8 +244,7 @@ def _encoder() -> dict[str, Any]:
     from test_data_text import save_letter_tokenizer
 
     save_letter_tokenizer(Path("encoder"))
-    sizes: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes["intermediate_size"] = 16
+    sizes: dict[str, Any] = {
         "hidden_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
