@@ -275,7 +275,7 @@ OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
     [
         (X, Y, {"target_epsilon": None}, "expected target_epsilon to be given, got None"),
         (X, Y, {"delta": None, "num_examples": None}, "expected delta, num_examples to be given, got None"),
-        (X, Y, {"plan": make_plan()}, "got both plan and delta, num_examples, target_epsilon"),
+        (X, Y, {"plan": make_plan()}, "got plan and delta, num_examples, target_epsilon"),
         (X, Y, {"num_classes": None}, "num_classes or bounds to be given"),
         (X, Y, {"bounds": (0, 1)}, "num_classes or bounds to be given, not both"),
         (X, Y, {"num_classes": 2}, "integers from 0 to 1, got the label 2"),
@@ -289,7 +289,12 @@ OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
         (X.tolist(), Y, {}, "features to be a tensor or a numpy array"),
         (X[:, None], Y[:, None], {"privacy_unit": "example"}, "privacy_unit to be 'user'"),
         (X, Y, {"source": None}, "extractor or source to be given"),
-        (X, Y, {"extractor": Scaled(0.0, 1.0)}, "extractor or source to be given, not both, got both"),
+        (
+            X,
+            Y,
+            {"extractor": Scaled(0.0, 1.0)},
+            "extractor or source to be given, not both, got Scaled and 'random numbers'",
+        ),
         (X, Y, {"num_examples": 61, "expected_batch_size": 30}, "at least 61 examples, got 60"),
         (X, Y, {"schedule": "fast"}, "to be 'constant', 'linear' or 'cosine'"),
         (X, Y, {"delta": 2.0}, "delta in"),
