@@ -244,7 +244,12 @@ def _encoder() -> dict[str, Any]:
     from test_data_text import save_letter_tokenizer
 
     save_letter_tokenizer(Path("encoder"))
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     transformers.BertModel(transformers.BertConfig(vocab_size=81, **sizes)).save_pretrained("encoder")
     return {}
 

@@ -89,7 +89,12 @@ def test_tags_of_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     """A small encoder with random weights in MiniLM's place."""
     transformers = pytest.importorskip("transformers")
     save_letter_tokenizer(tmp_path / "encoder")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: dict[str, int] = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     transformers.BertModel(transformers.BertConfig(vocab_size=81, **sizes)).save_pretrained(tmp_path / "encoder")
     run = example("text_tags", monkeypatch)
     assert 0 < run(str(tmp_path / "encoder"), examples=700, steps=4, folder=str(tmp_path / "run")) < 1
