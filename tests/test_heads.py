@@ -325,6 +325,9 @@ def test_a_budget_pays_once_and_a_second_call_resumes(tmp_path: Path):
     again = pg.fit_head(X, Y, output_dir=tmp_path / "rest", **arguments)
     assert torch.equal(again.model.linear.weight, rest.model.linear.weight)
     assert again.privacy == rest.privacy
+    with pytest.raises(pg.SamplingError, match="at least 60 examples"):
+        pg.fit_head(X[:50], Y[:50], target_epsilon=0.1, output_dir=tmp_path / "few", **arguments)
+    assert len(budget.commitments) == 2  # what is refused is not committed
     with pytest.raises(pg.BudgetExceededError):
         pg.fit_head(X, Y, target_epsilon=1.0, output_dir=tmp_path / "more", **arguments)
     assert not (tmp_path / "more" / "ledger.jsonl").exists()

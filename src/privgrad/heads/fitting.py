@@ -119,7 +119,8 @@ def fit_head(
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
-    ledger = None
+    data, ledger = TensorDataset(rows, target.prepared(given).to(rows.device)), None
+    plan.batches(data)  # refuses data of another size before anything is committed
     if budget is not None:
         if place is None:
             remedy = "give a folder: a budget needs the ledger of each training"
@@ -130,7 +131,6 @@ def fit_head(
         private_grad = PrivateGradient(
             model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
         )
-        data = TensorDataset(rows, target.prepared(given).to(rows.device))
         result = fit(private_grad, optimizer, data, scheduler=curve, output_dir=output_dir, progress=progress)
     finally:
         if ledger is not None:
