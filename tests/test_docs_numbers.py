@@ -1,4 +1,4 @@
-"""The numbers that docs/choosing.md, docs/tuning.md and docs/features.md print are those of the records they name."""
+"""The numbers that some pages of docs/ print are those of the records that they name."""
 
 import json
 import re
@@ -122,9 +122,49 @@ def test_what_the_page_on_features_says_was_measured_stands_in_the_records():
         assert all(run["measured_on"] == "test" and run["epsilon"] <= float(epsilon) for run in runs)
 
 
+def test_what_heads_on_texts_have_reached_stands_in_the_records():
+    held = [json.loads(line) for line in (ROOT / "results/texts/runs.jsonl").read_text().splitlines()]
+    page, seen = (ROOT / "docs/features-text.md").read_text(), 0
+    for task, *cells in re.findall(r"^\| (tags|sections), .*? \| .*? \| (.*?) \| (.*?) \|", page, re.M):
+        for epsilon, cell in zip((3.0, 1.0), cells, strict=True):
+            scores = [100 * run["score"] for run in held if (run["task"], run["target_epsilon"]) == (task, epsilon)]
+            spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else " (one run)"
+            assert cell == f"{statistics.mean(scores):.1f} %{spread}"
+            seen += len(scores)
+    assert seen == len(held)
+    assert all(run["epsilon"] <= run["target_epsilon"] for run in held)
+
+
 def rate(run: dict[str, Any]) -> float:
     """The rate that was tuned: the noise step, or else the learning rate."""
     return run["noise_step"] if run["lr"] is None else run["lr"]
+
+
+def test_what_recipes_have_reached_stands_in_the_records():
+    page, seen = (ROOT / "docs" / "recipes.md").read_text(), 0
+    for name, cells in re.findall(r"\| \[(\w+)\.toml\]\S+ \|(.*)", page):
+        held = [json.loads(line) for line in (ROOT / f"results/recipes/{name}.jsonl").read_text().splitlines()]
+        accuracies = [100 * run["test_accuracy"] for run in held]
+        told = re.search(r"([\d.]+) % ± ([\d.]+)(?:, AUC ([\d.]+))?", cells)
+        assert told is not None
+        assert (told[1], told[2]) == (f"{statistics.mean(accuracies):.1f}", f"{statistics.stdev(accuracies):.1f}")
+        if told[3]:
+            assert told[3] == f"{statistics.mean(run['metrics']['auc'] for run in held):.3f}"
+        assert len(held) >= 3
+        assert all(run["seed"] is None and run["epsilon"] <= float(cells.split("|")[2].split(",")[0]) for run in held)
+        seen += 1
+    assert seen == 5
+
+
+def test_what_a_wrong_noise_step_of_a_head_costs_stands_in_the_records():
+    held = [json.loads(line) for line in (ROOT / "results/heads/runs.jsonl").read_text().splitlines()]
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    table = page[page.index("| noise step | income") :].splitlines()[2:7]
+    columns = [("loan", "constant"), ("loan", "cosine"), ("age", "cosine"), ("hours-per-week", "cosine")]
+    for line, factor in zip(table, (0.25, 0.5, 1.0, 2.0, 4.0), strict=True):
+        for cell, key in zip(line.split("|")[2:], columns, strict=False):
+            own = [run for run in held if (run["task"], run["decay"], run["factor"]) == (*key, factor)]
+            assert cell.strip() == f"{statistics.mean(run.get('R2', run.get('accuracy')) for run in own):.3f}", line
 
 
 def test_what_tuning_says_of_rates_stands_in_the_records():

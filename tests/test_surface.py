@@ -20,8 +20,8 @@ from privgrad.processes import Processes
 NAMES = {
     "privgrad": "Batch Budget BudgetExceededError FitResult Head Ledger NoisyGradient PrivacyError PrivacyPlan "
     "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip compare "
-    "federated fit fit_head optim perturb precondition release_histogram release_mean release_second_moment release_sum "
-    "side_information suggest",
+    "federated fit fit_head optim perturb precondition release_histogram release_mean release_second_moment "
+    "release_sum side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -48,7 +48,8 @@ SIGNATURES = {
     widened: "parameter",
     data.DataSet: "name train validation test num_classes input_shape frequency_edges vocabulary public_counts public "
     "other_public score counts_provenance split by_person public_inputs extractor",
-    data.image_folder: "path classes size channels standardize unit max_rows test test_share validation_share split_key",
+    data.image_folder: "path classes size channels standardize unit max_rows test test_share "
+    "validation_share split_key",
     data.table: "path columns label classes unit max_rows row_id test test_share test_every validation_share "
     "split_key table",
     pg.compare: "spec out data model progress",
@@ -63,8 +64,8 @@ SIGNATURES = {
     pg.release_histogram: "rows num_bins noise_multiplier num_examples bound privacy_unit delta ledger budget name "
     "seed",
     pg.Head.load: "folder modules",
-    pg.fit_head: "features labels num_classes bounds extractor source plan target_epsilon delta num_examples privacy_unit "
-    "budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir seed progress",
+    pg.fit_head: "features labels num_classes bounds extractor source plan target_epsilon delta num_examples "
+    "privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir seed progress",
     pg.Ledger: "path read_only",
     pg.Ledger.epsilon: "self delta accountant assume_poisson",
     pg.optim.AdamBC: "params lr noise_step betas debias_floor gamma_prime floor_rule",

@@ -1,4 +1,4 @@
-"""Frozen encoders for images_frozen_encoder.toml. Each function returns an Extractor, with the source of its weights."""
+"""Frozen encoders for images_frozen_encoder.toml. Each function returns an Extractor with the source of its weights."""
 
 import torch
 import torch.nn.functional as F
