@@ -122,6 +122,19 @@ def test_what_the_page_on_features_says_was_measured_stands_in_the_records():
         assert all(run["measured_on"] == "test" and run["epsilon"] <= float(epsilon) for run in runs)
 
 
+def test_what_heads_on_texts_have_reached_stands_in_the_records():
+    held = [json.loads(line) for line in (ROOT / "results/texts/runs.jsonl").read_text().splitlines()]
+    page, seen = (ROOT / "docs/features-text.md").read_text(), 0
+    for task, *cells in re.findall(r"^\| (tags|sections), .*? \| .*? \| (.*?) \| (.*?) \|", page, re.M):
+        for epsilon, cell in zip((3.0, 1.0), cells, strict=True):
+            scores = [100 * run["score"] for run in held if (run["task"], run["target_epsilon"]) == (task, epsilon)]
+            spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else " (one run)"
+            assert cell == f"{statistics.mean(scores):.1f} %{spread}"
+            seen += len(scores)
+    assert seen == len(held)
+    assert all(run["epsilon"] <= run["target_epsilon"] for run in held)
+
+
 def rate(run: dict[str, Any]) -> float:
     """The rate that was tuned: the noise step, or else the learning rate."""
     return run["noise_step"] if run["lr"] is None else run["lr"]
