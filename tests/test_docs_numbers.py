@@ -193,7 +193,7 @@ def test_what_tuning_says_of_rates_stands_in_the_records():
 def test_what_tuning_says_of_batches_stands_in_the_records():
     last = {
         (run["B"], run["T"]): run["acc"]
-        for run in map(json.loads, (ROOT / "results/fashion_mnist/tuning.jsonl").read_text().splitlines())
+        for run in map(json.loads, (ROOT / "results/fashion_mnist-old/tuning.jsonl").read_text().splitlines())
         if run["lr"] == 0.001
     }
     text = " ".join(TUNING.read_text().split())

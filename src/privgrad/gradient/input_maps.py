@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_callable, require_integer, require_positive
+from privgrad.errors import described, expected, require_callable, require_integer, require_positive
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.conv import Convolution
@@ -140,10 +140,13 @@ class Inputs(Preconditioner):
             dtype = torch.promote_types(parameters[name].dtype, torch.float32)
             maps[name] = InputMap(matrix.to(parameters[name].device, dtype), bias, transposed)
         if not maps:
+            assert self._bound is not None
             remedy = (
                 "leave the preconditioner out: it is for linear layers, convolutions, attention and recurrent layers"
             )
-            raise expected("precondition.inputs", "the model", "to have a layer with inputs", "none", remedy)
+            raise expected(
+                "precondition.inputs", "the model", "to have a layer with inputs", described(self._bound[0]), remedy
+            )
         self.layers = dict.fromkeys(parameters, "unchanged")
         for name, own in maps.items():
             self.layers[name] = "inputs" if own.matrix.dim() == 2 else "inputs, diagonal"
