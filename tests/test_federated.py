@@ -459,7 +459,7 @@ def test_a_spec_says_what_of_users_is_missing_or_too_much(monkeypatch: pytest.Mo
     with pytest.raises(pg.PrivacyError, match="'debian-maintainers' to be by example, got data by user"):
         make_data(check_spec(spec_of("example"), "a.toml"))
     linear = check_spec(spec_of(model="linear", local=local), "a.toml")
-    with pytest.raises(pg.PrivacyError, match="model.name to take word ids, .* got 'linear'"):
+    with pytest.raises(pg.PrivacyError, match=r"model.name to take word ids, .* got 'linear'"):
         require_model(linear, make_data(linear))
     digits = spec_of(model="linear", local=local) | {"data": {"name": "digits"}}
     with pytest.raises(pg.PrivacyError, match="'digits' to be by user, got data by example"):
