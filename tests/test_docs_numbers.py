@@ -143,6 +143,8 @@ def rate(run: dict[str, Any]) -> float:
 def test_what_recipes_have_reached_stands_in_the_records():
     page, seen = (ROOT / "docs" / "recipes.md").read_text(), 0
     for name, cells in re.findall(r"\| \[(\w+)\.toml\]\S+ \|(.*)", page):
+        if name.startswith("texts_"):  # docs/features-text.md has their numbers
+            continue
         held = [json.loads(line) for line in (ROOT / f"results/recipes/{name}.jsonl").read_text().splitlines()]
         accuracies = [100 * run["test_accuracy"] for run in held]
         told = re.search(r"([\d.]+) % ± ([\d.]+)(?:, AUC ([\d.]+))?", cells)

@@ -164,7 +164,7 @@ def test_real_digits_without_tuning_and_with_the_source_in_ledger_and_head(tmp_p
 
 def test_two_private_trainings_differ_and_a_seed_is_declared():
     features, labels, arguments, _ = classes()
-    facts = {"target_epsilon": 2.0, "delta": 1e-3, "num_examples": 60, "steps": 3} | arguments | FACTS
+    facts: dict[str, Any] = {"target_epsilon": 2.0, "delta": 1e-3, "num_examples": 60, "steps": 3} | arguments | FACTS
     first, second = (pg.fit_head(features, labels, **facts).model.linear.weight for _ in range(2))
     assert not torch.equal(first, second)
     assert pg.fit_head(features, labels, seed=1, **facts).privacy["research_seed"]
@@ -190,7 +190,7 @@ def test_the_norm_of_a_row_does_not_matter():
         pg.fit_head(rows, labels, plan=make_plan(1.0), **arguments, **FACTS).model.linear.weight
         for rows in (features, features * lengths)
     ]
-    assert torch.allclose(*weights, atol=1e-5)
+    assert torch.allclose(weights[0], weights[1], atol=1e-5)
 
 
 # --- save and load ----------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
     [
         (X, Y, {"target_epsilon": None}, "expected target_epsilon to be given, got None"),
         (X, Y, {"delta": None, "num_examples": None}, "expected delta, num_examples to be given, got None"),
-        (X, Y, {"plan": make_plan()}, "got both plan and delta, num_examples, target_epsilon"),
+        (X, Y, {"plan": make_plan()}, "got plan and delta, num_examples, target_epsilon"),
         (X, Y, {"num_classes": None}, "num_classes or bounds to be given"),
         (X, Y, {"bounds": (0, 1)}, "num_classes or bounds to be given, not both"),
         (X, Y, {"num_classes": 2}, "integers from 0 to 1, got the label 2"),
@@ -289,7 +289,12 @@ OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
         (X.tolist(), Y, {}, "features to be a tensor or a numpy array"),
         (X[:, None], Y[:, None], {"privacy_unit": "example"}, "privacy_unit to be 'user'"),
         (X, Y, {"source": None}, "extractor or source to be given"),
-        (X, Y, {"extractor": Scaled(0.0, 1.0)}, "extractor or source to be given, not both, got both"),
+        (
+            X,
+            Y,
+            {"extractor": Scaled(0.0, 1.0)},
+            "extractor or source to be given, not both, got Scaled and 'random numbers'",
+        ),
         (X, Y, {"num_examples": 61, "expected_batch_size": 30}, "at least 61 examples, got 60"),
         (X, Y, {"schedule": "fast"}, "to be 'constant', 'linear' or 'cosine'"),
         (X, Y, {"delta": 2.0}, "delta in"),
@@ -320,6 +325,9 @@ def test_a_budget_pays_once_and_a_second_call_resumes(tmp_path: Path):
     again = pg.fit_head(X, Y, output_dir=tmp_path / "rest", **arguments)
     assert torch.equal(again.model.linear.weight, rest.model.linear.weight)
     assert again.privacy == rest.privacy
+    with pytest.raises(pg.SamplingError, match="at least 60 examples"):
+        pg.fit_head(X[:50], Y[:50], target_epsilon=0.1, output_dir=tmp_path / "few", **arguments)
+    assert len(budget.commitments) == 2  # what is refused is not committed
     with pytest.raises(pg.BudgetExceededError):
         pg.fit_head(X, Y, target_epsilon=1.0, output_dir=tmp_path / "more", **arguments)
     assert not (tmp_path / "more" / "ledger.jsonl").exists()

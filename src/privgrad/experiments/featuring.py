@@ -5,6 +5,7 @@ on `_public`: the constants of features come from synthetic or public rows, neve
 rests on `features.Extractor`, which treats each row alone.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
@@ -215,6 +216,7 @@ def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[st
     if not isinstance(model, UnitLinear):
         return None
     if not (folder / "head.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
         Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy).save(folder)
     return str(folder)

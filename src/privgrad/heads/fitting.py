@@ -113,13 +113,14 @@ def fit_head(
     if plan is None:
         plan = _plan(numbers, own, unit, budget, place)
     elif both := sorted(name for name, value in (numbers | own).items() if value is not None):
-        raise expected("fit_head", "plan", "to replace the numbers", f"both plan and {', '.join(both)}", "give one")
+        raise expected("fit_head", "plan", "to replace the numbers", f"plan and {', '.join(both)}", "give one")
     origin = _origin(extractor, source)
     curve = Schedule(schedule) if isinstance(schedule, str) else schedule
     step = head_noise_step(curve.decay, of_numbers=target.kind == "number") if noise_step is None else noise_step
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
-    ledger = None
+    data, ledger = TensorDataset(rows, target.prepared(given).to(rows.device)), None
+    plan.batches(data)  # refuses data of another size before anything is committed
     if budget is not None:
         if place is None:
             remedy = "give a folder: a budget needs the ledger of each training"
@@ -130,7 +131,6 @@ def fit_head(
         private_grad = PrivateGradient(
             model, target.losses, plan, perturb=SampleGradient(unit), ledger=ledger, side_information=origin
         )
-        data = TensorDataset(rows, target.prepared(given))
         result = fit(private_grad, optimizer, data, scheduler=curve, output_dir=output_dir, progress=progress)
     finally:
         if ledger is not None:
@@ -230,7 +230,7 @@ def _plan(
 def _origin(extractor: Extractor | None, source: str | None) -> str:
     """Return the source of the features, for the ledger."""
     if (extractor is None) == (source is None):
-        got = "both" if source is not None else None
+        got = None if extractor is None else f"{type(extractor).__name__} and {source!r}"
         remedy = "give the extractor, or say where the constants of the features come from, such as 'no data'"
         raise expected("fit_head", "extractor or source", "to be given, not both", got, remedy)
     if extractor is None:

@@ -121,7 +121,10 @@ class Head(nn.Module):
 
     @property
     def epsilon(self) -> float:
-        """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee."""
+        """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee.
+
+        With a research seed, this number holds for people who do not know the seed.
+        """
         epsilon = self.privacy["epsilon"]
         return math.inf if epsilon is None else epsilon
 
