@@ -96,7 +96,7 @@ def _require_scores(spec: Spec, data: DataSet) -> None:
 
     Privacy:
         A test result has no noise, so no training people may be among the test people.
-        People who are held out pay for scores alone. So a rule about each person must decide who is held out.
+        Held-out people pay for scores alone. A rule about each person by itself must therefore choose them.
         A part of fixed size would change with every person who comes or goes.
     """
     if data.measured_on == "training":

@@ -151,7 +151,7 @@ def _tensor(name: str, values: object) -> Tensor:
 
 
 def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
-    """Return what the labels are; raise PrivacyError unless they fit the features and the public facts."""
+    """Return the kind of the labels; raise PrivacyError unless they fit the features and the public facts."""
     if not rows.is_floating_point() or rows.ndim not in (2, 3):
         got = f"{rows.dtype} of shape {tuple(rows.shape)}"
         condition = "to be floating point, of shape (n, width), or (n, rows, width) for persons"

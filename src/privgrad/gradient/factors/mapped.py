@@ -84,7 +84,7 @@ def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]
         if name not in chunk:
             continue
         if own.bias is not None and own.bias not in chunk:
-            own = replace(own, matrix=own.matrix[:-1] if own.matrix.dim() == 1 else own.matrix[:-1, :-1], bias=None)
+            own = replace(own, matrix=own.inner, bias=None)
         bias = None if own.bias is None else chunk[own.bias]
         found[name], mapped_bias = _mapped(chunk[name], bias, own)
         if own.bias is not None and mapped_bias is not None:
