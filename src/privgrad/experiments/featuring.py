@@ -22,6 +22,7 @@ from privgrad.data import DataSet
 from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.check_methods import require_option
+from privgrad.experiments.public_inputs import SYNTHETIC_IMAGES, synthetic_images
 from privgrad.experiments.sources import called, imported
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import BlockTable, FeaturesTable
@@ -30,10 +31,6 @@ from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
 from privgrad.heads.head import Target
 from privgrad.models import UnitLinear
-
-_SYNTHETIC = 6000  # images
-_SYNTHETIC_IMAGES = {"silhouettes": features.silhouettes, "pink-noise": features.pink_noise}
-
 
 BLOCKS: dict[str, Callable[..., Extractor]] = {
     "frozen-text": features.FrozenText,
@@ -187,12 +184,11 @@ def _public(name: str | None, data: DataSet, block: str) -> Public:
     if name is None:
         remedy = 'set it to "silhouettes", "pink-noise" or "data"'
         raise expected("make_data", "features.public", f"to be given for the block {block!r}", None, remedy)
-    if name in _SYNTHETIC_IMAGES:
-        shape = data.input_shape
-        if len(shape) != 3 or shape[0] not in (1, 3) or shape[1] != shape[2]:
+    if name in SYNTHETIC_IMAGES:
+        if (images := synthetic_images(name, data)) is None:
             condition, remedy = "to be square images with 1 or 3 channels", 'set public or whiten to "data"'
-            raise expected("make_data", f"the inputs of {data.name}", condition, f"shape {shape}", remedy)
-        return _SYNTHETIC_IMAGES[name](_SYNTHETIC, shape[1], channels=3 if shape[0] == 3 else 1)
+            raise expected("make_data", f"the inputs of {data.name}", condition, f"shape {data.input_shape}", remedy)
+        return images
     if data.public_inputs is not None:
         return Public(data.public_inputs, f"{len(data.public_inputs):,} public inputs of {data.name}")
     for part, origin in ((data.public, "taken out of the training set"), (data.other_public, "from elsewhere")):
