@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -408,6 +409,7 @@ def test_the_command_shows_who_spent_what(tmp_path: Path, fast: None):
     table = CliRunner().invoke(app, ["budget", str(budget.path)]).stdout
     assert "imputation" in table
     assert f"spent: epsilon {budget.spent():.4g} of 2" in table
+    assert "all of them are counted by a Renyi filter" in " ".join(table.split())
 
 
 def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
@@ -415,12 +417,14 @@ def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
     budget.commit("imputation", [ONE], by="Ada")
     text = str(budget_statement(budget))
     assert "Quote this number" in text
+    assert "With a second commitment, quote the budget, epsilon = 2." in text
     budget.commit("training", [Release(30.0, 1.0, count=2)], by="Ben")
     found = CliRunner().invoke(app, ["statement", str(budget.path), "--json"])
     numbers = json.loads(found.stdout)
     assert (numbers["epsilon"], numbers["spent"]) == (2.0, budget.spent())
     text = str(budget_statement(budget))
-    assert "training, committed by Ben on" in text
+    assert "2 of its commitments cost" in text
+    assert re.search("training: a training with up to 2 noisy gradients, by Ben on .* Alone it costs epsilon", text)
     assert "Renyi filter" in text
     size, alpha = 2.0, 0.01
     wanted = min(math.exp(size) * alpha + 1e-3, 1 - math.exp(-size) * (1 - 1e-3 - alpha))

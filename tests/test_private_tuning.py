@@ -347,7 +347,7 @@ name = "linear"
 total_epsilon = 4.0
 delta = 1e-3
 max_grad_norm = 0.1
-num_examples = 60
+num_examples = 90
 expected_batch_size = 20
 steps = 3
 privacy_unit = "user"
@@ -369,13 +369,14 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     ]
     (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
     text = VISITS.replace("SHARE", "0.2" if people == "held-out" else "0.0").replace("WAY", way)
-    (tmp_path / "visits.toml").write_text(text.replace("PEOPLE", people))
+    count = 90 if people == "held-out" else 130
+    (tmp_path / "visits.toml").write_text(text.replace("PEOPLE", people).replace("= 90", f"= {count}"))
     outcome = pg.compare(tmp_path / "visits.toml", out=tmp_path / "out", progress=False)
     assert outcome["epsilon"] <= 4.0
     assert outcome["budget_spent"] == pytest.approx(outcome["epsilon"])
     (final,) = (tmp_path / "out" / "runs").glob("*final*/ledger.jsonl")
     ledger = Ledger(final, read_only=True)
-    assert (ledger.plan_facts["privacy_unit"], ledger.plan_facts["num_examples"], ledger.releases) == ("user", 60, 3)
+    assert (ledger.plan_facts["privacy_unit"], ledger.plan_facts["num_examples"], ledger.releases) == ("user", count, 3)
     page = Path(outcome["report"]).read_text()
     assert "person" in page
     assert ("people who are held out" in page) == (people == "held-out")
@@ -387,7 +388,16 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
         p.read_text() for p in (tmp_path / "out").glob("*.*") if p.suffix in (".jsonl", ".html", ".json")
     )
     assert not any(f"p{p}," in published for p in range(200))
-    assert "60 training persons or more" in published
+    assert f"{count} training persons or more" in published
+
+
+def test_a_number_of_people_that_is_far_too_small_shows_in_the_score(tmp_path: Path):
+    rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(400)]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
+    text = VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training")
+    (tmp_path / "visits.toml").write_text(text)
+    with pytest.warns(UserWarning, match="noisy score of DP-SGD is .*num_examples is far below the number of units"):
+        pg.compare(tmp_path / "visits.toml", out=tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +419,7 @@ def test_errors_of_the_data_come_before_the_prices(rows: list[str] | None, messa
     assert message in str(run.exception)
     assert "Ways to spend" not in run.output
     assert not out.exists()
-    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *(f"p{k},3,a,no" for k in range(99))]))
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *(f"p{k},3,a,no" for k in range(150))]))
     run = CliRunner().invoke(app, ["compare", str(path), "--out", str(out)])
     assert "Ways to spend" in run.output
 

@@ -60,6 +60,7 @@ def bins(rows: Tensor, **options: Any) -> Tensor:
     return pg.release_histogram(rows[:, 0].floor() % 5, num_bins=5, **options)
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 @pytest.mark.parametrize("release", [pg.release_sum, pg.release_mean, pg.release_second_moment, counts, bins])
 def test_one_unit_moves_the_sum_by_its_sensitivity_at_most(
     release: Callable[..., Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,8 +113,17 @@ def test_sums_are_those_of_the_clipped_rows(n: int, tmp_path: Path, monkeypatch:
 def test_units_outside_all_bins_count_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = exact(monkeypatch)
     rows = [0.0, 1.0, 1.5, -1.0, 2.0, math.nan, math.inf, 1e30]
-    pg.release_histogram(rows, num_bins=2, noise_multiplier=1.0, num_examples=9, ledger=tmp_path / "bins.jsonl")
+    with pytest.warns(UserWarning, match="NOT PRIVATE: release_histogram: 6 of 8 rows are in no bin from 0 to 1"):
+        pg.release_histogram(rows, num_bins=2, noise_multiplier=1.0, num_examples=9, ledger=tmp_path / "bins.jsonl")
     assert seen[-1][0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("release", [pg.release_sum, pg.release_mean, pg.release_second_moment, counts])
+def test_rows_that_count_as_zero_are_told_to_the_user_alone(release: Callable[..., Tensor], tmp_path: Path):
+    rows = torch.tensor([[1.0, math.nan, 0.0], [1.0, math.inf, 0.0], [1.0, 1.0, 1.0]])
+    with pytest.warns(UserWarning, match="NOT PRIVATE: release_.*: 2 of 3 rows are not finite and count as zero"):
+        release(rows, **NUMBERS, ledger=tmp_path / "ledger.jsonl")
+    assert "2 of 3" not in (tmp_path / "ledger.jsonl").read_text()
 
 
 def test_the_noise_has_its_size(tmp_path: Path):

@@ -15,7 +15,7 @@ import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.accounting import Release, attack_success
 from privgrad.cli import app
-from privgrad.statement import statement
+from privgrad.statement import budget_statement, statement
 
 
 def trained(steps: int = 2, path: Path | None = None, **changed: Any) -> pg.Ledger:
@@ -38,7 +38,7 @@ def test_the_statement_quotes_the_accountant():
     assert f"epsilon = {found.numbers['epsilon']:.3g} and delta = 0.001" in text
     assert f"Quote epsilon = {found.numbers['epsilon']:.4g}" in text
     assert "2 noisy gradients" in text
-    assert "at least 32 rows" in text
+    assert "declared to have 32 rows or more" in text
     assert "A person with several rows is protected less" in text
     assert "would satisfy" not in text
     assert statement([ledger], delta=1e-6).numbers["epsilon"] > found.numbers["epsilon"]
@@ -72,7 +72,7 @@ def test_what_weakens_the_protection_is_said_first():
     cases: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "would satisfy differential privacy .* A seed produced the noise"),
         ({"sampling": "fixed"}, "would satisfy differential privacy .* The batches had a fixed size"),
-        ({"noise_multiplier": 0.0}, "This training protects nobody: its epsilon is infinite"),
+        ({"noise_multiplier": 0.0}, "These releases protect nobody: their epsilon is infinite"),
     ]
     for changed, said in cases:
         first, _, _ = str(statement([trained(**changed)])).partition("Whose data")
@@ -90,7 +90,7 @@ def test_people_are_called_people():
     ledger.bind(plan.public_facts)
     text = str(statement([ledger]))
     assert "Nothing has been released" in text
-    assert "at least 30 people" in text
+    assert "declared to have 30 people or more" in text
     assert "all data of this person" in text
     with pytest.raises(
         pg.PrivacyError, match="the same unit, got add or remove one example and add or remove one user"
@@ -144,3 +144,14 @@ def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):
     both = str(statement([mean, trained()]))
     assert "The training released 2 noisy gradients." in both
     assert "quote the RDP number" in both
+
+
+def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
+    options: dict[str, Any] = {"total_epsilon": 9.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
+    budget = pg.Budget(tmp_path / "budget.jsonl", **options)
+    pg.release_sum(torch.ones(32, 2), bound=1.0, noise_multiplier=9.0, num_examples=32, budget=budget, name="sums")
+    text = str(budget_statement(budget))
+    assert "Its only commitment costs" in text
+    assert "sums: a noisy sum of shape [2], bound 1.0, by" in text
+    budget.commit("two trainings", [Release(9.0, 0.1, count=5), Release(9.0, 0.1, count=5)])
+    assert "two trainings: trainings that were compared, and their scores, by" in str(budget_statement(budget))

@@ -6,6 +6,7 @@ this file: each function bounds one unit's part. `release_record` adds the noise
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ Rows = Tensor | np.ndarray | Sequence[Any]
 
 _CHUNK = 4096  # rows that are added up in one call of torch; few enough that rounding stays far below the noise's grid
 _MOST_ROWS = 1 << 29
+_NOT_FINITE = "not finite and count as zero"
 _LARGEST = 1e100  # bound, and one over the smallest: squares and quotients stay far inside of float64
 
 
@@ -154,6 +156,7 @@ def release_histogram(
             )
         bins = torch.where((values >= 0) & (values < num_bins) & (values == values.floor()), values, num_bins)
         bins = bins.nan_to_num(num_bins).long().flatten()
+        _warn_of_lost(function, bins == num_bins, f"in no bin from 0 to {num_bins - 1} and do not count")
 
         def count() -> Tensor:
             return torch.bincount(bins, minlength=num_bins + 1)[:num_bins].double()
@@ -164,6 +167,7 @@ def release_histogram(
         if shape != (num_bins,):
             got = f"(n, {', '.join(map(str, shape))})"
             raise expected(function, "rows", f"of shape (n, {num_bins})", got, "give the counts of each unit")
+        _warn_of_lost(function, ~values.isfinite().all(1), _NOT_FINITE)
 
         def count() -> Tensor:
             return _sum(values, bound)
@@ -219,6 +223,7 @@ def release_second_moment(
     if len(shape) != 1:
         got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
         raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
+    _warn_of_lost(function, ~values.isfinite().all(1), _NOT_FINITE)
     (d,) = shape
     size = d * (d + 1) // 2
 
@@ -248,8 +253,15 @@ def _of_rows(
     function = f"release_{kind}"
     _require_bound(function, bound)
     values, shape = _rows(function, rows)
+    _warn_of_lost(function, ~values.isfinite().all(1), _NOT_FINITE)
     planned = Planned(kind, float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
     return release_once(planned, lambda: _sum(values, bound), where).reshape(shape)
+
+
+def _warn_of_lost(function: str, lost: Tensor, fate: str) -> None:
+    """Warn of rows that a release leaves out, by a mask of shape (n,). NOT private: the warning is printed only."""
+    if count := int(lost.sum()):
+        warnings.warn(f"NOT PRIVATE: {function}: {count:,} of {len(lost):,} rows are {fate}", stacklevel=4)
 
 
 def _require_bound(function: str, bound: float) -> None:

@@ -14,18 +14,19 @@ from typing import Any
 
 from privgrad.accounting import attack_success, epsilon
 from privgrad.budget import Budget
+from privgrad.budget_file import Commitment
 from privgrad.errors import require_delta
 from privgrad.ledger import Ledger
-from privgrad.mechanisms import Selection, Split, each_group
+from privgrad.mechanisms import Release, Selection, Split, each_group
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _NOT_COVERED = (
-    "Computations on the data before the training, such as a vocabulary, a scaling or chosen features.",
-    "Trainings and tuning that are not in these ledgers.",
+    "Computations on the data before these releases, such as a vocabulary, a scaling or chosen features.",
+    "Releases, trainings and tuning that are not recorded here. Later ones from the same data raise epsilon.",
     "The people whose data were used to evaluate the model without noise.",
     "Numbers that were chosen with these data in view, such as the clipping norm or the number of steps.",
-    "The duration of the training, its memory and its error messages.",
+    "The duration of a training, its memory and its messages. A file checkpoint.pt holds the duration: keep it.",
 )
 
 
@@ -142,11 +143,14 @@ def budget_statement(budget: Budget) -> Statement:
         "versions": _versions(),
     }
     by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
-    one_by_one = tuple(f"{one.name}, committed by {one.by} on {one.date}." for one in held)
     computed = (
         f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
-        f"Releases are committed under {len(held)} names. Together they cost epsilon = {spent:.4g}.",
-        "This number counts all steps that they may make, also those that were not made.",
+        f"{len(held)} of its commitments cost epsilon = {spent:.4g} together."
+        if held[1:]
+        else f"Its only commitment costs epsilon = {spent:.4g}."
+        if held
+        else "Nothing is committed yet.",
+        "A commitment counts all releases that it may make, also those that were not made.",
         *(
             (
                 f"Quote epsilon = {size:.4g}, the budget. It holds although later ones could be chosen after a look at "
@@ -154,11 +158,28 @@ def budget_statement(budget: Budget) -> Statement:
                 "The smaller number holds if all of them were planned before the first result.",
             )
             if held[1:]
-            else (f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",)
+            else (
+                f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",
+                f"With a second commitment, quote the budget, epsilon = {budget.total_epsilon:g}.",
+            )
+            if held
+            else ()
         ),
-        *one_by_one,
+        *(_commitment_text(one, budget.delta) for one in held),
     )
     return Statement(_sections(numbers, (), computed), numbers)
+
+
+def _commitment_text(one: Commitment, delta: float) -> str:
+    """Return what one commitment of a budget may release, its cost if it were alone, and who made it."""
+    (first, *rest), alone = one.releases, epsilon(one.releases, delta=delta)
+    if one.released:
+        what = f"a noisy {one.released.replace(' [', ' of shape [', 1)}"
+    elif rest or not isinstance(first, Release):
+        what = "trainings that were compared, and their scores"
+    else:
+        what = f"a training with up to {first.count:,} noisy gradients"
+    return f"{one.name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {alone:.4g}."
 
 
 def _versions() -> dict[str, str]:
@@ -178,8 +199,8 @@ def _sections(
         Section(
             "Attackers",
             (
-                "The protection holds against anyone who sees the trained model, its checkpoints and the released "
-                "gradients.",
+                "The protection holds against anyone who sees all results: the trained models, and the noisy "
+                "gradients, sums and scores.",
                 f"It holds whatever else this person knows, even if it is all data but one {one}.",
                 "It does not hold against someone who can read the data or the memory of the training machine.",
             ),
@@ -204,9 +225,9 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: st
     if not numbers["releases"]:
         return ("Nothing has been released from the training data yet.", *reasons)
     if not math.isfinite(size):
-        return ("This training protects nobody: its epsilon is infinite.", *reasons)
+        return ("These releases protect nobody: their epsilon is infinite.", *reasons)
     if reasons:
-        return (f"This training would satisfy differential privacy with {eps}, except for the following.", *reasons)
+        return (f"These releases would satisfy differential privacy with {eps}, except for the following.", *reasons)
     data = "training and held-out data" if numbers.get("groups_of_people") else "training data"
     return (f"The {many} of the {data} are protected by differential privacy with {eps}.",)
 
@@ -214,10 +235,10 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: st
 def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) -> tuple[str, ...]:
     """Return what is protected."""
     lines = [
-        f"The data set has at least {numbers['num_examples']:,} {many}.",
+        f"The data set was declared to have {numbers['num_examples']:,} {many} or more. The true number is secret.",
         f"The unit of protection is one {one}"
         + (" with all data of this person." if is_user else ": one entry of the data set."),
-        f"The protection compares the training with one in which one {one} was added or removed.",
+        f"The protection compares the results with those on data in which one {one} was added or removed.",
     ]
     if numbers.get("groups_of_people"):
         lines += [
@@ -233,7 +254,7 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
     """Return what epsilon and delta mean for an attack."""
     success, wrong = numbers["attack_success"], numbers["false_positive_rate"]
     return (
-        f"Suppose an attacker wants to find out whether a given {one} was in the training data.",
+        f"Suppose an attacker wants to find out whether a given {one} was in the data.",
         f"Suppose the attacker is wrong for {wrong:.0%} of the {many} that were not.",
         f"Then the attacker is right for at most {success:.1%} of the {many} that were.",
         f"A guess, without the model, is right for {wrong:.0%}.",

@@ -58,4 +58,11 @@ def budget(
     STDOUT.print(table)
     spent, left = f"{answer['spent']:.4g}", f"{answer['left_for_one_release']:.4g}"
     STDOUT.print(f"spent: epsilon {spent} of {found.total_epsilon:g}", highlight=False)
+    if len(rows) > 1:
+        first = f"{rows[0]['epsilon']:.4g}"
+        STDOUT.print(
+            f"The first commitment alone cost {first}. Those after it may depend on its results, so all of them are "
+            "counted by a Renyi filter, which is less tight.",
+            highlight=False,
+        )
     STDOUT.print(f"left: one more Gaussian release of epsilon {left}", highlight=False)

@@ -7,6 +7,7 @@ of a person are in one row of the data set, and neither the codes of a row nor i
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -274,7 +275,21 @@ def _codes(file: Path, name: str, kind: Bins | OneHot | Text, values: Sequence[A
             options = [f"{choice}" for choice in kind.values]
             raise expected("table", place, "to be a declared value", repr(text), did_you_mean(text, options, remedy))
         categories.append(text if known or not is_missing(text) else None)
-    return kind(numbers) if isinstance(kind, Bins) else kind(categories)
+    if not isinstance(kind, Bins):
+        return kind(categories)
+    _warn_of_range(file, name, kind, numbers)
+    return kind(numbers)
+
+
+def _warn_of_range(file: Path, name: str, bins: Bins, numbers: Sequence[float]) -> None:
+    """Warn of numbers outside the declared range. NOT private: the warning is printed only."""
+    low, high = bins.edges[0], bins.edges[-1]
+    if outside := sum(number < low or number > high for number in numbers):
+        warnings.warn(
+            f"NOT PRIVATE: {outside:,} of {len(numbers):,} values in column {name!r} of {file.name} are outside of "
+            f"{low:g} to {high:g} and count as the nearest end. If that is not meant, correct the unit or the range",
+            stacklevel=5,
+        )
 
 
 def _classes(schema: Schema, file: Path, texts: Sequence[str]) -> list[int]:

@@ -111,6 +111,12 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     for method in spec.methods:
         _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)
     require_unit(spec.data, spec.privacy.privacy_unit)
+    size, count = spec.privacy.expected_batch_size, spec.privacy.num_examples
+    if size > count:
+        remedy = "lower it, or correct num_examples"
+        raise expected(
+            "load_spec", "privacy.expected_batch_size", f"to be at most num_examples = {count}", size, remedy
+        )
     own, other = spec.data, spec.data.elsewhere
     if other is not None and (other.source, other.options.get("path")) == (own.source, own.options.get("path")):
         condition, remedy = "to differ from data.name", "use data.public to count some of these examples as public"

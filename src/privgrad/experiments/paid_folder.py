@@ -33,7 +33,7 @@ class PaidFolder:
     Attributes:
         out: the folder.
         budget: holds all releases of the comparison.
-        name: of the commitment: random, and kept in the folder.
+        name: of the commitment: title, folder and a random number, kept in the folder.
     Privacy:
         When the constructor returns, all releases are committed. A comparison that resumes has committed the same
         releases already; then nothing is written. One that begins again in a new folder pays again, and a copied
@@ -51,7 +51,7 @@ class PaidFolder:
             privacy_unit=table.privacy_unit,
         )
         self.budget.require_covered("compare", table.num_examples, table.privacy_unit)
-        self.name = _name_of(out)
+        self.name = _name_of(out, spec.title)
         try:
             self.budget.commit(self.name, cost.releases, place=f"{out.absolute()}")
         except BudgetExceededError as error:
@@ -133,11 +133,11 @@ class PaidFolder:
         return self._marked_in(path).read_text().splitlines()[1:]
 
 
-def _name_of(out: Path) -> str:
+def _name_of(out: Path, title: str) -> str:
     """Return the name of the folder's commitment; the first call writes it to the folder."""
     path = out / NAME
     if not path.exists():
         complete = path.with_suffix(".new")
-        complete.write_text(f"{out.name} {secrets.token_hex(8)}\n")
+        complete.write_text(f"{' '.join(title.split())} (folder {out.name}, {secrets.token_hex(8)})\n")
         os.replace(complete, path)
     return path.read_text().splitlines()[0]

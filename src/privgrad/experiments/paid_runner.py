@@ -67,7 +67,7 @@ def compare(
         covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
         the comparison depends on that number too.
     """
-    is_new = not (out / "spec.json").exists()
+    was_there, is_new = out.exists(), not (out / "spec.json").exists()
     data = open_folder(at_noise(spec, 1.0), out, describe(spec))  # its checks hold for any noise
     try:
         _require_scores(spec, data)
@@ -78,6 +78,9 @@ def compare(
     except PrivacyError:
         for name in ("spec.json", NAME) if is_new else ():  # a corrected spec may take the folder
             (out / name).unlink(missing_ok=True)
+        if not was_there:
+            with suppress(OSError):  # it is not empty
+                out.rmdir()
         raise
     final = at_noise(spec, cost.noise_multiplier)
     with bars(shown=progress) as bar:
