@@ -158,6 +158,21 @@ def test_what_recipes_have_reached_stands_in_the_records():
     assert seen == 5
 
 
+def test_what_dp_ebm_has_reached_on_adult_stands_in_the_records():
+    held = [json.loads(line) for line in (ROOT / "results/recipes/adult-dp-ebm.jsonl").read_text().splitlines()]
+    told = re.findall(
+        r"\| DP-EBM .*rate ([\d.]+) \| (.*?) % ± (.*?) \| (.*?) \|", (ROOT / "docs/recipes.md").read_text()
+    )
+    assert len(told) == 2
+    for rate, *said in told:
+        own = [run for run in held if run["learning_rate"] == float(rate)]
+        assert len(own) == 5
+        assert all((run["epsilon"], run["delta"]) == (1.0, 1e-6) for run in own)
+        accuracies = [100 * run["accuracy"] for run in own]
+        found = [statistics.mean(accuracies), statistics.stdev(accuracies)]
+        assert said == [*(f"{value:.1f}" for value in found), f"{statistics.mean(run['auc'] for run in own):.3f}"]
+
+
 def test_what_a_wrong_noise_step_of_a_head_costs_stands_in_the_records():
     held = [json.loads(line) for line in (ROOT / "results/heads/runs.jsonl").read_text().splitlines()]
     page = (ROOT / "docs" / "recipes.md").read_text()
