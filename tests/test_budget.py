@@ -423,7 +423,7 @@ def test_the_statement_on_a_budget(tmp_path: Path, fast: None):
     numbers = json.loads(found.stdout)
     assert (numbers["epsilon"], numbers["spent"]) == (2.0, budget.spent())
     text = str(budget_statement(budget))
-    assert "2 of its commitments cost" in text
+    assert "Its 2 commitments cost" in text
     assert re.search("training: a training with up to 2 noisy gradients, by Ben on .* Alone it costs epsilon", text)
     assert "Renyi filter" in text
     size, alpha = 2.0, 0.01

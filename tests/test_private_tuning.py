@@ -304,7 +304,7 @@ def test_options_of_a_private_comparison_need_a_total(table: str, key: str, valu
     del raw["privacy"]["total_epsilon"], raw["tuning"]["way"]
     raw["privacy"][single] = 1.0
     raw[table][key] = value
-    remedy = rf"give total_epsilon in place of {single}, or leave {table}\.{key} out"
+    remedy = rf"give total_epsilon in place of {single} and run `privgrad compare`, or leave {table}\.{key} out"
     with pytest.raises(
         PrivacyError, match=rf"privacy\.total_epsilon to be given for {table}\.{key}, got None; {remedy}"
     ):
@@ -391,13 +391,34 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     assert f"{count} training persons or more" in published
 
 
-def test_a_number_of_people_that_is_far_too_small_shows_in_the_score(tmp_path: Path):
-    rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(400)]
+def test_a_number_of_people_that_is_far_too_small_is_noticed(tmp_path: Path):
+    rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(600)]
     (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
     text = VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training")
     (tmp_path / "visits.toml").write_text(text)
-    with pytest.warns(UserWarning, match="noisy score of DP-SGD is .*num_examples is far below the number of units"):
+    with pytest.warns(UserWarning, match="more than 4 times as many training units as num_examples = 90"):
         pg.compare(tmp_path / "visits.toml", out=tmp_path / "out", progress=False)
+
+
+def test_a_dry_run_shows_the_price_and_writes_nothing(tmp_path: Path):
+    rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200)]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
+    text = VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training")
+    path, before = tmp_path / "visits.toml", {"visits.csv", "visits.toml"}
+    path.write_text(text)
+    run = CliRunner().invoke(app, ["compare", str(path), "--dry-run", "--out", str(tmp_path / "out")])
+    assert "Ways to spend" in run.output
+    assert "It fits the budget" in run.output.replace("fits into", "fits")
+    assert {file.name for file in tmp_path.iterdir()} == before
+    Budget(tmp_path / "b.jsonl", total_epsilon=5.0, delta=1e-3, num_examples=200, privacy_unit="user")
+    path.write_text(text.replace("delta = 1e-3", 'delta = 1e-3\nbudget = "b.jsonl"'))  # relative to the TOML file
+    for room in (True, False):
+        run = CliRunner().invoke(app, ["compare", str(path), "--dry-run", "--json"])
+        answer = json.loads(run.stdout.splitlines()[-1])
+        assert answer["suits"] == room
+        assert answer["cap"] == 5.0
+        assert (answer["spent_with_it"] <= 5.0) == room
+        Budget(tmp_path / "b.jsonl").commit("another training", [Release(1.0, 1.0)])
 
 
 @pytest.mark.parametrize(

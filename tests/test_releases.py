@@ -22,6 +22,7 @@ from privgrad import release_record
 from privgrad.accounting import Release, epsilon
 from privgrad.ledger import Ledger
 
+pytestmark = pytest.mark.filterwarnings("ignore:NOT PRIVATE")  # tests of the warnings ask for them
 NUMBERS: dict[str, Any] = {"bound": 2.0, "noise_multiplier": 1.5, "num_examples": 50}
 
 
@@ -60,7 +61,6 @@ def bins(rows: Tensor, **options: Any) -> Tensor:
     return pg.release_histogram(rows[:, 0].floor() % 5, num_bins=5, **options)
 
 
-@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 @pytest.mark.parametrize("release", [pg.release_sum, pg.release_mean, pg.release_second_moment, counts, bins])
 def test_one_unit_moves_the_sum_by_its_sensitivity_at_most(
     release: Callable[..., Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,6 +124,17 @@ def test_rows_that_count_as_zero_are_told_to_the_user_alone(release: Callable[..
     with pytest.warns(UserWarning, match="NOT PRIVATE: release_.*: 2 of 3 rows are not finite and count as zero"):
         release(rows, **NUMBERS, ledger=tmp_path / "ledger.jsonl")
     assert "2 of 3" not in (tmp_path / "ledger.jsonl").read_text()
+
+
+def test_rows_above_the_bound_and_several_rows_of_a_unit_are_noticed(tmp_path: Path):
+    rows = torch.eye(4) * torch.tensor([[1.0], [1.0], [1.0], [900.0]])
+    with pytest.warns(UserWarning, match="1 of 4 rows are longer than bound = 2 and are scaled down"):
+        pg.release_sum(rows, **NUMBERS, ledger=tmp_path / "sum.jsonl")
+    numbers: dict[str, Any] = {"noise_multiplier": 1.5, "privacy_unit": "user", "num_examples": 2}
+    with pytest.warns(UserWarning, match="4 rows are given for num_examples = 2. All data of a unit must be in one"):
+        pg.release_histogram([0, 1, 1, 1], num_bins=2, **numbers, ledger=tmp_path / "bins.jsonl")
+    with pytest.warns(UserWarning, match="4 rows are given for num_examples = 2"):
+        pg.release_second_moment(rows, bound=900.0, **numbers, ledger=tmp_path / "moment.jsonl")
 
 
 def test_the_noise_has_its_size(tmp_path: Path):

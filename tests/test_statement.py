@@ -134,7 +134,7 @@ def test_the_command_prints_writes_and_counts(tmp_path: Path):
 
 
 def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):
-    numbers: dict[str, Any] = {"bound": 1.0, "noise_multiplier": 9.0, "num_examples": 32, "delta": 1e-3}
+    numbers: dict[str, Any] = {"bound": 2.0, "noise_multiplier": 9.0, "num_examples": 32, "delta": 1e-3}
     pg.release_mean(torch.ones(32, 2), **numbers, ledger=tmp_path / "mean.jsonl")
     mean = pg.Ledger(tmp_path / "mean.jsonl", read_only=True)
     alone = str(statement([mean]))
@@ -149,9 +149,9 @@ def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):
 def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
     options: dict[str, Any] = {"total_epsilon": 9.0, "delta": 1e-3, "num_examples": 32, "privacy_unit": "example"}
     budget = pg.Budget(tmp_path / "budget.jsonl", **options)
-    pg.release_sum(torch.ones(32, 2), bound=1.0, noise_multiplier=9.0, num_examples=32, budget=budget, name="sums")
+    pg.release_sum(torch.ones(32, 2), bound=2.0, noise_multiplier=9.0, num_examples=32, budget=budget, name="sums")
     text = str(budget_statement(budget))
     assert "Its only commitment costs" in text
-    assert "sums: a noisy sum of shape [2], bound 1.0, by" in text
+    assert "sums: a noisy sum with 2 values, by" in text
     budget.commit("two trainings", [Release(9.0, 0.1, count=5), Release(9.0, 0.1, count=5)])
     assert "two trainings: trainings that were compared, and their scores, by" in str(budget_statement(budget))

@@ -209,7 +209,7 @@ FOR_SUBCLASSES = {"__init__", "__getitem__", "__add__", "__mul__", "_update", "_
 }
 OPTIONS = {
     "train": "spec --out --seed --restart --json",
-    "compare": "spec --out --restart --json",
+    "compare": "spec --out --restart --dry-run --json",
     "reproduce": "item --list --out --data --smoke --so-far --method --restart --json",
     "epsilon": "ledger --delta --noise-multiplier --sample-rate --steps --json",
     "calibrate": "--target-epsilon --delta --sample-rate --steps --noise-multiplier --json",

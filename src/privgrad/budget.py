@@ -86,7 +86,11 @@ class Budget:
         differing = [name for name, value in given.items() if value is not None and self._facts[name] != value]
         if differing:
             condition = f"to be as recorded ({', '.join(str(self._facts[name]) for name in differing)})"
-            got, remedy = ", ".join(str(given[name]) for name in differing), "leave it out, or begin another budget"
+            got = ", ".join(str(given[name]) for name in differing)
+            remedy = "give the recorded one: a second budget for the same data would break the cap"
+            if "privacy_unit" in differing:
+                unit = self._facts["privacy_unit"]
+                remedy = f"set privacy_unit = {unit!r} if one row holds all data of a {unit}; {remedy}"
             raise expected("Budget", ", ".join(differing), condition, got, remedy)
 
     @property
@@ -119,13 +123,18 @@ class Budget:
         """The checksum of the file's last line, which depends on all lines before it."""
         return self._read().head
 
-    def spent(self) -> float:
+    def spent(self, *, besides: Iterable[Release | Selection | Split] = ()) -> float:
         """Return the epsilon of all commitments so far, at most total_epsilon.
+
+        Args:
+            besides: releases of one more commitment. The result is above total_epsilon if `commit` would refuse them.
 
         With several commitments that depended on results, the guarantee is total_epsilon, which was fixed beforehand.
         This number would be the guarantee if all of them had been planned before the first result.
         """
-        return cost_of(self.commitments, delta=self.delta, total_epsilon=self.total_epsilon)
+        further = tuple(besides)
+        held = [*self.commitments, *([Commitment("", further, "", "")] if further else [])]
+        return cost_of(held, delta=self.delta, total_epsilon=self.total_epsilon)
 
     def calibrate(self, *, sample_rate: float, steps: int) -> float:
         """Find the noise multiplier of a training that uses all that is left.
@@ -249,13 +258,11 @@ class Budget:
         """
         if privacy_unit != self.privacy_unit:
             condition = f"to be {self.privacy_unit!r}, as in the budget"
-            remedy = (
-                f"give privacy_unit={self.privacy_unit!r} if a row is one {self.privacy_unit}, or use another budget"
-            )
+            remedy = f"give privacy_unit={self.privacy_unit!r} if one row holds all data of one {self.privacy_unit}"
             raise expected(function, "privacy_unit", condition, repr(privacy_unit), remedy)
         if self.delta > 1 / num_examples:
             condition = f"to be at most {1 / self.delta:.6g}, 1 / delta of the budget"
-            remedy = "begin another budget with a smaller delta"
+            remedy = "lower the number, or choose a smaller delta for the next data set's budget"
             raise expected(function, "num_examples", condition, num_examples, remedy)
 
     def released(self, name: str) -> list[float] | None:
@@ -317,9 +324,8 @@ class Budget:
     def _require_same(self, before: Commitment, wanted: Commitment) -> None:
         """Raise PrivacyError unless a commitment of the same name is for the same releases and ledger."""
         if before.terms != wanted.terms:
-            condition = f"to be new in the budget, or to have its {before.releases} on ledger {before.ledger}"
-            got = f"{wanted.name} with {wanted.releases} on ledger {wanted.ledger}"
-            remedy = "choose another name, or resume the same training"
+            condition = f"to be new in the budget, or to be for {before.words}, as before"
+            got, remedy = f"{wanted.name} for {wanted.words}", "choose another name, or give what it was committed for"
             raise expected("Budget.commit", "name", condition, got, remedy)
 
     def _noise_left(self, sample_rate: float, steps: int) -> float | None:

@@ -57,6 +57,12 @@ class Commitment:
         return sum(release.count for own in (_flat(one) for one in self.releases) for release in own)
 
     @property
+    def words(self) -> str:
+        """The commitment in words, for errors."""
+        said = ", ".join(map(_worded, self.releases))
+        return f"{self.released or 'trainings'} with {said}" + (f" on ledger {self.ledger}" if self.ledger else "")
+
+    @property
     def terms(self) -> tuple[Any, ...]:
         """Return the parts that a second commitment of the same name must share. `Budget` compares them."""
         found = [mechanisms_of("Budget", own) for own in each_group("Budget", self.releases)]
@@ -141,6 +147,13 @@ def _require(is_so: Any, content: str) -> None:
 def _flat(release: Release | Selection | Split) -> list[Release | Selection]:
     """Return the releases of all groups of a Split, or the release itself."""
     return [one for group in release.groups for one in group] if isinstance(release, Split) else [release]
+
+
+def _worded(release: Release | Selection | Split) -> str:
+    """Return a release in words; only a single one has its numbers."""
+    if not isinstance(release, Release):
+        return "a selection" if isinstance(release, Selection) else "groups of people"
+    return f"{release.count} x sigma {release.noise_multiplier:g} at rate {release.sample_rate:g}"
 
 
 def _plain(release: Release | Selection | Split) -> Any:

@@ -25,6 +25,9 @@ Rows = Tensor | np.ndarray | Sequence[Any]
 _CHUNK = 4096  # rows that are added up in one call of torch; few enough that rounding stays far below the noise's grid
 _MOST_ROWS = 1 << 29
 _NOT_FINITE = "not finite and count as zero"
+_OFTEN = 0.05  # share of rows above the bound that may be an error
+_ROUNDED = 1.001  # times the bound: rows of norm 1 may be longer by rounding
+_SEVERAL = 1.5  # rows per unit that may be an error
 _LARGEST = 1e100  # bound, and one over the smallest: squares and quotients stay far inside of float64
 
 
@@ -156,9 +159,10 @@ def release_histogram(
             )
         bins = torch.where((values >= 0) & (values < num_bins) & (values == values.floor()), values, num_bins)
         bins = bins.nan_to_num(num_bins).long().flatten()
-        _warn_of_lost(function, bins == num_bins, f"in no bin from 0 to {num_bins - 1} and do not count")
 
         def count() -> Tensor:
+            _warn_of_lost(function, bins == num_bins, f"in no bin from 0 to {num_bins - 1} and do not count")
+            _warn_of_count(function, len(values), num_examples)
             return torch.bincount(bins, minlength=num_bins + 1)[:num_bins].double()
 
     else:
@@ -167,9 +171,9 @@ def release_histogram(
         if shape != (num_bins,):
             got = f"(n, {', '.join(map(str, shape))})"
             raise expected(function, "rows", f"of shape (n, {num_bins})", got, "give the counts of each unit")
-        _warn_of_lost(function, ~values.isfinite().all(1), _NOT_FINITE)
 
         def count() -> Tensor:
+            _warn_of_rows(function, values, bound, num_examples)
             return _sum(values, bound)
 
     sensitivity = 1.0 if bound is None else float(bound)
@@ -223,11 +227,11 @@ def release_second_moment(
     if len(shape) != 1:
         got = f"(n, {', '.join(map(str, shape))})" if shape else "(n,)"
         raise expected(function, "rows", "of shape (n, d)", got, "flatten each unit's values to one row")
-    _warn_of_lost(function, ~values.isfinite().all(1), _NOT_FINITE)
     (d,) = shape
     size = d * (d + 1) // 2
 
     def moment() -> Tensor:
+        _warn_of_rows(function, values, bound, num_examples)
         total = _sum(values, bound, lambda part: part.T @ part).reshape(d, d)
         return total[tuple(torch.triu_indices(d, d))] * _off_diagonal(d)
 
@@ -253,15 +257,41 @@ def _of_rows(
     function = f"release_{kind}"
     _require_bound(function, bound)
     values, shape = _rows(function, rows)
-    _warn_of_lost(function, ~values.isfinite().all(1), _NOT_FINITE)
+
+    def total() -> Tensor:
+        _warn_of_rows(function, values, bound, num_examples)
+        return _sum(values, bound)
+
     planned = Planned(kind, float(bound), noise_multiplier, num_examples, privacy_unit, shape, math.prod(shape))
-    return release_once(planned, lambda: _sum(values, bound), where).reshape(shape)
+    return release_once(planned, total, where).reshape(shape)
 
 
 def _warn_of_lost(function: str, lost: Tensor, fate: str) -> None:
     """Warn of rows that a release leaves out, by a mask of shape (n,). NOT private: the warning is printed only."""
     if count := int(lost.sum()):
-        warnings.warn(f"NOT PRIVATE: {function}: {count:,} of {len(lost):,} rows are {fate}", stacklevel=4)
+        warnings.warn(f"NOT PRIVATE: {function}: {count:,} of {len(lost):,} rows are {fate}", stacklevel=6)
+
+
+def _warn_of_rows(function: str, values: Tensor, bound: float, num_examples: int) -> None:
+    """Warn of rows that count as zero, of many rows above the bound, and of too many rows. NOT private."""
+    finite = values.isfinite().all(1)
+    _warn_of_lost(function, ~finite, _NOT_FINITE)
+    long = finite & (cast(Tensor, torch.linalg.vector_norm(values / bound, dim=1)) > _ROUNDED)
+    if float(long.sum()) > _OFTEN * len(values):
+        _warn_of_lost(
+            function, long, f"longer than bound = {bound:g} and are scaled down. Check the units of the values"
+        )
+    _warn_of_count(function, len(values), num_examples)
+
+
+def _warn_of_count(function: str, rows: int, num_examples: int) -> None:
+    """Warn of more rows than there should be units: a unit with several rows would not be protected. NOT private."""
+    if rows > _SEVERAL * num_examples:
+        warnings.warn(
+            f"NOT PRIVATE: {function}: {rows:,} rows are given for num_examples = {num_examples:,}. All data of a unit "
+            "must be in one row: add up the rows of each unit first, or raise num_examples",
+            stacklevel=6,
+        )
 
 
 def _require_bound(function: str, bound: float) -> None:

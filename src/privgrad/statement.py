@@ -9,6 +9,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -26,7 +27,8 @@ _NOT_COVERED = (
     "Releases, trainings and tuning that are not recorded here. Later ones from the same data raise epsilon.",
     "The people whose data were used to evaluate the model without noise.",
     "Numbers that were chosen with these data in view, such as the clipping norm or the number of steps.",
-    "The duration of a training, its memory and its messages. A file checkpoint.pt holds the duration: keep it.",
+    "The duration of a computation, its memory and its messages. A file checkpoint.pt holds the duration.",
+    "The low-order bits of numbers, unless the noise lies on a grid. The noise of most trainings does not.",
 )
 
 
@@ -106,6 +108,8 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
         "privacy_unit": unit,
         "num_examples": min(int(fact["num_examples"]) for fact in facts),
         "digests": [ledger.head for ledger in ledgers],
+        "file": "each ledger",
+        "date": _today(),
         "versions": _versions(),
     }
     return Statement(_sections(numbers, facts, _computed(numbers, ledgers)), numbers)
@@ -140,12 +144,14 @@ def budget_statement(budget: Budget) -> Statement:
         "num_examples": budget.num_examples,
         "groups_of_people": any(isinstance(release, Split) for one in held for release in one.releases),
         "digests": [budget.head],
+        "file": budget.path.name,
+        "date": _today(),
         "versions": _versions(),
     }
     by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
     computed = (
         f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
-        f"{len(held)} of its commitments cost epsilon = {spent:.4g} together."
+        f"Its {len(held)} commitments cost epsilon = {spent:.4g} together."
         if held[1:]
         else f"Its only commitment costs epsilon = {spent:.4g}."
         if held
@@ -153,8 +159,8 @@ def budget_statement(budget: Budget) -> Statement:
         "A commitment counts all releases that it may make, also those that were not made.",
         *(
             (
-                f"Quote epsilon = {size:.4g}, the budget. It holds although later ones could be chosen after a look at "
-                "earlier results (a Renyi filter).",
+                f"Quote epsilon = {size:.4g}, the budget. It holds even if a later commitment was chosen after a look "
+                "at earlier results (a Renyi filter).",
                 "The smaller number holds if all of them were planned before the first result.",
             )
             if held[1:]
@@ -174,12 +180,19 @@ def _commitment_text(one: Commitment, delta: float) -> str:
     """Return what one commitment of a budget may release, its cost if it were alone, and who made it."""
     (first, *rest), alone = one.releases, epsilon(one.releases, delta=delta)
     if one.released:
-        what = f"a noisy {one.released.replace(' [', ' of shape [', 1)}"
+        kind, _, rest = one.released.partition(" [")
+        count = math.prod(map(int, filter(None, rest.partition("]")[0].split(", "))))
+        what = f"a noisy {kind} with {count:,} value{'s' * (count != 1)}"
     elif rest or not isinstance(first, Release):
         what = "trainings that were compared, and their scores"
     else:
         what = f"a training with up to {first.count:,} noisy gradients"
     return f"{one.name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {alone:.4g}."
+
+
+def _today() -> str:
+    """Return the date in UTC, as YYYY-MM-DD."""
+    return datetime.now(UTC).date().isoformat()
 
 
 def _versions() -> dict[str, str]:
@@ -223,13 +236,12 @@ def _in_short(numbers: dict[str, Any], facts: Sequence[dict[str, Any]], many: st
     if not numbers["covered_by_accountant"]:
         reasons.append("The batches had a fixed size. The computation holds for random sizes only (Poisson sampling).")
     if not numbers["releases"]:
-        return ("Nothing has been released from the training data yet.", *reasons)
+        return ("Nothing has been released from the data yet.", *reasons)
     if not math.isfinite(size):
         return ("These releases protect nobody: their epsilon is infinite.", *reasons)
     if reasons:
         return (f"These releases would satisfy differential privacy with {eps}, except for the following.", *reasons)
-    data = "training and held-out data" if numbers.get("groups_of_people") else "training data"
-    return (f"The {many} of the {data} are protected by differential privacy with {eps}.",)
+    return (f"The {many} whose data these results use are protected by differential privacy with {eps}.",)
 
 
 def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) -> tuple[str, ...]:
@@ -247,6 +259,8 @@ def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) 
         ]
     if not is_user:
         lines.append("A person with several rows is protected less: each row counts by itself.")
+    else:
+        lines.append("All data of a person must be in one row of the prepared data. Nothing else checks this.")
     return tuple(lines)
 
 
@@ -258,7 +272,8 @@ def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
         f"Suppose the attacker is wrong for {wrong:.0%} of the {many} that were not.",
         f"Then the attacker is right for at most {success:.1%} of the {many} that were.",
         f"A guess, without the model, is right for {wrong:.0%}.",
-        "This bound holds for every possible attack. It is computed from the noise, not from an experiment.",
+        "This bound holds for every attack on what is covered. It is computed from the noise, not from an experiment.",
+        f"Delta = {numbers['delta']:g} limits the chance that this protection fails.",
     )
 
 
@@ -299,6 +314,6 @@ def _record(numbers: dict[str, Any]) -> tuple[str, ...]:
     versions = ", ".join(f"{name} {number}" for name, number in numbers["versions"].items())
     digests = ", ".join(head or "in memory, without a file" for head in numbers["digests"])
     return (
-        f"Checksum of the last line of each ledger: {digests}.",
-        f"Versions at the time of this statement: {versions}.",
+        f"Checksum of the last line of {numbers['file']}: {digests}.",
+        f"Date and versions of this statement: {numbers['date']}; {versions}.",
     )

@@ -62,7 +62,10 @@ def budget(
         first = f"{rows[0]['epsilon']:.4g}"
         STDOUT.print(
             f"The first commitment alone cost {first}. Those after it may depend on its results, so all of them are "
-            "counted by a Renyi filter, which is less tight.",
+            "counted by a Renyi filter, which is less tight. "
+            f"Quote epsilon {found.total_epsilon:g}, the budget.",
             highlight=False,
         )
-    STDOUT.print(f"left: one more Gaussian release of epsilon {left}", highlight=False)
+    STDOUT.print(
+        f"left: one more Gaussian release of epsilon {left} alone. Epsilons do not simply add up", highlight=False
+    )

@@ -16,7 +16,8 @@ from privgrad.experiments.comparing import paid_report_of, report_of
 from privgrad.experiments.folder import Record
 from privgrad.experiments.folder import restart as put_aside
 from privgrad.experiments.load_spec import load_spec
-from privgrad.experiments.prices import prices_of, way_of
+from privgrad.experiments.paid_folder import shared_budget
+from privgrad.experiments.prices import price, prices_of, way_of
 from privgrad.experiments.spec import Spec
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
@@ -49,12 +50,23 @@ def train(
     _report(loaded, records, folder, as_json=as_json, headline=_headline(records[-1]))
 
 
-def compare(spec: SpecPath, out: OutFolder = None, restart: Restart = False, as_json: AsJson = False) -> None:
+def compare(
+    spec: SpecPath,
+    out: OutFolder = None,
+    restart: Restart = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check SPEC and its data, show the price, and commit nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Compare methods, tuned on one grid. Run it again to resume.
 
     With privacy.total_epsilon the comparison is private: tuning and training together cost this total. Otherwise it is
     research: several seeds, which are public, and no privacy.
     """
+    if dry_run:
+        _check(load_spec(spec), as_json=as_json)
+        return
     loaded, folder = _prepare(spec, out, restart)
     if loaded.privacy.total_epsilon is not None:
         _compare_privately(loaded, folder, as_json=as_json)
@@ -80,6 +92,29 @@ def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
     if restart:
         move_aside(folder)
     return loaded, folder
+
+
+def _check(spec: Spec, *, as_json: bool) -> None:
+    """Make all checks of a comparison before it starts, and print what it would cost. Nothing is written."""
+    from privgrad.experiments.report.paid import price_table
+
+    if spec.privacy.total_epsilon is None:
+        runner.checked_data(spec)
+        answer: dict[str, Any] = {"suits": True}
+    else:
+        paid_runner.check(spec)
+        cost, budget = price(spec), shared_budget(spec)
+        spent = cost.epsilon if budget is None else budget.spent(besides=cost.releases)
+        cap = spec.privacy.total_epsilon if budget is None else budget.total_epsilon
+        answer = {"suits": spent <= cap, "way": cost.way, "epsilon": cost.epsilon, "spent_with_it": spent, "cap": cap}
+    if as_json:
+        print_json(answer)
+        return
+    if "cap" in answer:
+        STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
+        fits = "fits into" if answer["suits"] else "does NOT fit into"
+        STDOUT.print(f"It {fits} the budget: epsilon {answer['spent_with_it']:.4g} of {answer['cap']:g} with it.")
+    STDOUT.print("Spec, data and models suit each other. Nothing was written.")
 
 
 def _compare_privately(spec: Spec, folder: Path, *, as_json: bool) -> None:

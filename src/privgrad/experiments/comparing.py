@@ -3,7 +3,6 @@
 `privgrad compare` and `privgrad.compare` call it. The privacy guarantee does not rest on this file.
 """
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from privgrad.experiments.paid_folder import PaidFolder
 from privgrad.experiments.prices import price
 from privgrad.experiments.spec import Spec
 from privgrad.statement import budget_statement
-
-_SURE = 4.0  # standard deviations of a score's noise
 
 
 def compare_and_report(spec: Spec, out: Path, *, progress: bool, command: str = "") -> dict[str, Any]:
@@ -41,19 +38,6 @@ def report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> 
     return {"report": str(index), "methods": rows, "research_seeds": seeds, "total_epsilon": total}, metadata
 
 
-def _warn_of_count(records: list[Record]) -> None:
-    """Warn if a released score is above all shares, which shows that the public number of units is too small."""
-    for record in records:
-        score, std = record.get("validation_accuracy"), record.get("score_noise_std")
-        if score is not None and std and score > 1 + _SURE * std:
-            warnings.warn(
-                f"the noisy score of {record['method']} is {score:.0%}: num_examples is far below the number of units. "
-                "Give a larger public number for a better model at the same epsilon",
-                stacklevel=3,
-            )
-            return
-
-
 def paid_report_of(spec: Spec, records: list[Record], out: Path, *, command: str) -> dict[str, Any]:
     """Write the report and the statement of a private comparison, and return its outcome."""
     from privgrad.experiments.report.paid import write_page
@@ -61,7 +45,6 @@ def paid_report_of(spec: Spec, records: list[Record], out: Path, *, command: str
     cost = price(spec)
     place = PaidFolder(spec, cost, out)
     outcome = paid_runner.outcome_of(spec, cost, records, place)
-    _warn_of_count(records)
     written = budget_statement(place.budget)
     index = write_page(spec, cost, outcome, records, written, out, command=command)
     (out / "statement.html").write_text(written.to_html())

@@ -41,16 +41,18 @@ class PaidFolder:
     """
 
     def __init__(self, spec: Spec, cost: Price, out: Path) -> None:
-        table, shared = spec.privacy, spec.privacy.budget
+        table = spec.privacy
         self.out = out
-        self.budget = Budget(
-            out / "budget.jsonl" if shared is None else Path(shared).expanduser(),
-            total_epsilon=table.total_epsilon if shared is None else None,
-            delta=table.delta,
-            num_examples=table.num_examples if shared is None else None,
-            privacy_unit=table.privacy_unit,
-        )
-        self.budget.require_covered("compare", table.num_examples, table.privacy_unit)
+        if (shared := shared_budget(spec)) is None:
+            self.budget = Budget(
+                out / "budget.jsonl",
+                total_epsilon=table.total_epsilon,
+                delta=table.delta,
+                num_examples=table.num_examples,
+                privacy_unit=table.privacy_unit,
+            )
+        else:
+            self.budget = shared
         self.name = _name_of(out, spec.title)
         try:
             self.budget.commit(self.name, cost.releases, place=f"{out.absolute()}")
@@ -131,6 +133,23 @@ class PaidFolder:
     def _marks(self, path: Path) -> list[str]:
         """Return the names that are noted where that of `path` would be."""
         return self._marked_in(path).read_text().splitlines()[1:]
+
+
+def shared_budget(spec: Spec) -> Budget | None:
+    """Return the budget that a spec shares with other releases; None if it has none. Nothing is committed.
+
+    `privgrad compare --dry-run` also calls it.
+
+    Raises:
+        PrivacyError: the budget is absent, or is for other data.
+    """
+    table = spec.privacy
+    if table.budget is None:
+        return None
+    path = spec.data.home / Path(table.budget).expanduser()
+    found = Budget(path, delta=table.delta, privacy_unit=table.privacy_unit)
+    found.require_covered("compare", table.num_examples, table.privacy_unit)
+    return found
 
 
 def _name_of(out: Path, title: str) -> str:

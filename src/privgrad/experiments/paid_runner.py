@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -22,14 +23,14 @@ from torch import nn
 from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.featuring import own, save_head
-from privgrad.experiments.folder import Record, append, describe, read_records
+from privgrad.experiments.folder import Record, append, claim, describe, read_records
 from privgrad.experiments.measures import unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.paid_folder import NAME, PaidFolder
 from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text
-from privgrad.experiments.runner import open_folder
+from privgrad.experiments.runner import checked_data
 from privgrad.experiments.sources import sizes_text
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import candidate_of
@@ -68,10 +69,9 @@ def compare(
         the comparison depends on that number too.
     """
     was_there, is_new = out.exists(), not (out / "spec.json").exists()
-    data = open_folder(at_noise(spec, 1.0), out, describe(spec))  # its checks hold for any noise
+    data, cost = check(spec), price(spec)
+    claim(out, describe(spec))
     try:
-        _require_scores(spec, data)
-        cost = price(spec)
         if announce is not None:
             announce()
         place = PaidFolder(spec, cost, out)
@@ -92,6 +92,16 @@ def compare(
                 method, candidate = _best_of_trials(spec, cost, data, place, bar)
             _train_last(final, Run(method, candidate, None, "final"), cost, data, place, bar)
     return read_records(out)
+
+
+def check(spec: Spec) -> DataSet:
+    """Load the data, and raise the errors that `compare` raises before it commits anything. Nothing is written.
+
+    `privgrad compare --dry-run` calls it.
+    """
+    data = checked_data(at_noise(spec, 1.0))  # its checks hold for any noise
+    _require_scores(spec, data)
+    return data
 
 
 def _require_scores(spec: Spec, data: DataSet) -> None:
@@ -204,7 +214,8 @@ def _train_scored(
     if cost.score_noise is None:
         return record | {"validation_accuracy": values.mean().item(), "score_noise_std": 0.0}, model
     count, path = public_count(spec), folder / "score" / "ledger.jsonl"
-    with closing(place.ledger(path, Release(cost.score_noise, 1.0))) as ledger:
+    with closing(place.ledger(path, Release(cost.score_noise, 1.0))) as ledger, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "NOT PRIVATE")  # each row is a unit, and their public count may be lower
         score = release_mean(
             values.unsqueeze(1),
             bound=1.0,

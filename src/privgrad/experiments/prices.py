@@ -175,7 +175,7 @@ def require_total(spec: Spec) -> None:
     for name, value in (("tuning.way", spec.tuning and spec.tuning.way), ("privacy.budget", spec.privacy.budget)):
         if value is not None:
             other = "noise_multiplier" if spec.privacy.noise_multiplier is not None else "target_epsilon"
-            remedy = f"give total_epsilon in place of {other}, or leave {name} out"
+            remedy = f"give total_epsilon in place of {other} and run `privgrad compare`, or leave {name} out"
             raise expected("load_spec", "privacy.total_epsilon", f"to be given for {name}", None, remedy)
     if spec.tuning is not None and not spec.tuning.seeds:
         remedy = "add it to [tuning] (or, for private tuning, total_epsilon and a way), such as seeds = [0, 1]"

@@ -308,9 +308,15 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
         out: the folder.
         description: text of the folder's spec.json; None takes `describe`.
     """
+    data = checked_data(spec)
+    claim(out, description or describe(spec))
+    return data
+
+
+def checked_data(spec: Spec) -> DataSet:
+    """Load the data, and check that the models, the features and the plan suit them. `paid_runner` also calls it."""
     data = make_data(spec)
     for method in spec.methods:
         require_model(*own(spec, method, data))
     spec.plan(None)
-    claim(out, description or describe(spec))
     return data

@@ -7,6 +7,7 @@ function of the user is responsible for its own DataSet.
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -25,6 +26,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.pretrained import pretrained
 from privgrad.types import PrivacyUnit
 
+_FAR = 4  # times num_examples: more training units than this waste much of the epsilon
 _FILES = (table, image_folder)  # loaders of files, whose `path` is given by file or folder
 
 
@@ -281,6 +283,12 @@ def require_count(given: DataTable, loaded: DataSet, num_examples: int) -> None:
         )
         condition = f"to be at most the number of training {units} of {loaded.name}"
         raise expected("make_data", "privacy.num_examples", condition, num_examples, remedy)
+    if are_private and count > _FAR * num_examples:
+        warnings.warn(
+            f"NOT PRIVATE: {loaded.name} has more than {_FAR} times as many training units as num_examples = "
+            f"{num_examples:,}. A larger public number gives a better model at the same epsilon",
+            stacklevel=3,
+        )
     if not are_private and count != num_examples:
         condition = (
             f"to be {count}, the training examples of {loaded.name} without {given.validation} for validation and "
