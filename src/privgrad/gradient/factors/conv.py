@@ -60,10 +60,24 @@ class Geometry:
             kernel, stride, dilation = ((*flat, *sizes) for sizes in (self.kernel, self.stride, self.dilation))
             padding = (*(0 for _ in flat), *self.padding)
             return F.unfold(x.reshape(*x.shape[:2], *flat, *x.shape[2:]), kernel, dilation, padding, stride).mT
-        patches = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)])
+        return self._view(x).flatten(1, space).flatten(2)
+
+    def patches_at(self, x: Tensor, places: Tensor) -> Tensor:
+        """Return some of the patches, shape (places, I * kernel), without writing out the others.
+
+        Args:
+            x: inputs, shape (rows, I, *space).
+            places: indices of `patches(x).flatten(0, 1)`.
+        """
+        view = self._view(x)
+        return view[torch.unravel_index(places, view.shape[: x.dim() - 1])].flatten(1)
+
+    def _view(self, x: Tensor) -> Tensor:
+        """Return a view of all patches, shape (rows, *positions, I, *kernel)."""
+        patches, space = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)]), x.dim() - 2
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        return patches.movedim(1, 1 + space).flatten(1, space).flatten(2)
+        return patches.movedim(1, 1 + space)
 
 
 def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
