@@ -8,7 +8,7 @@ methods of `Convolution` that implement `base.Factor`. `weight_standardization` 
 `by_inner_products`, and `displacement` also calls the methods of `Geometry`.
 
 The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest
-on `by_patches`, `by_inner_products` and `worth_keeping`, which choose between equal results.
+on `by_patches`, `by_inner_products`, `has_fewer_patches` and `worth_keeping`: they choose between equal results.
 
 Shape suffixes: B examples, I inputs, O outputs.
 """
@@ -209,6 +209,11 @@ class Convolution(LinearMapFactor):
         """Whether norms by inner products of patches take fewer operations than the gradients themselves."""
         outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
         return self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
+
+    @property
+    def has_fewer_patches(self) -> bool:
+        """Whether an example has fewer patches than outputs, so that a map of its patches takes fewer operations."""
+        return self._few_positions and self._positions * self.parts < self.shape[0]
 
     def _of_rows(self, values_B: Tensor) -> Tensor:
         """Repeat each example's value for each of its rows."""

@@ -120,7 +120,7 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: Known) ->
         biases: list[tuple[int, Factor]] = [(row, part) for row, _, part in pairs if part is not None]
         joined = RowRanges(biases, weight.shape[:1]) if biases else None
         return RowRanges([(row, part) for row, part, _ in pairs], weight.shape), joined
-    if isinstance(weight, Convolution) and weight.by_inner_products:
+    if isinstance(weight, Convolution) and (weight.by_inner_products or weight.has_fewer_patches):
         patches, patches_bias = _mapped_outer(weight.of_patches(), own, known)
         return Viewed(patches, weight.shape), patches_bias
     mapped = Mapped(weight, bias, own)
