@@ -10,6 +10,9 @@ Shape suffixes: N rows, I inputs of a layer with the constant 1 for a bias.
 """
 
 import copy
+import functools
+import hashlib
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,7 +25,6 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.mapped import InputMap
-from privgrad.gradient.factors.norms import added_up, examples_per_block
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.module_state import evaluating, trainable
@@ -65,7 +67,7 @@ class Inputs(Preconditioner):
         seed: int,
     ) -> None:
         self.source = source
-        self._examples, self._forward = examples, forward
+        self._examples, self._forward, self._digest = examples, forward, _digest(examples)
         self._power, self._ridge, self._every, self._wide = power, ridge, every, wide
         self._batch_size, self._seed = batch_size, seed
         self.layers: dict[str, str] = {}
@@ -73,9 +75,12 @@ class Inputs(Preconditioner):
         self._step, self._made = -1, Transform()
 
     def __repr__(self) -> str:
-        """Return the text that checkpoints record; a resumed run must have the same."""
+        """Return the options and a hash of the public examples.
+
+        Checkpoints record it, and a resumed run must have the same; so must all processes that train together.
+        """
         options = f"power={self._power:g}, ridge={self._ridge:g}, every={self._every}, batch_size={self._batch_size}"
-        return f"inputs({self.source}; {options}, wide={self._wide}, seed={self._seed})"
+        return f"inputs({self._digest}; {self.source}; {options}, wide={self._wide}, seed={self._seed})"
 
     def begun(self, model: nn.Module) -> "Inputs":
         """Return a copy without matrices, for this model."""
@@ -161,11 +166,15 @@ class Inputs(Preconditioner):
             generator = torch.Generator().manual_seed(self._seed + interval)
             chosen = torch.randperm(count, generator=generator)[: self._batch_size]
         device, found = next(iter(trainable(model).values())).device, dict[str, tuple[_Moment, str | None]]()
+
+        def batch(part: Tensor) -> Any:
+            return map_examples(lambda tensor: tensor[part].to(device), self._examples)
+
         with evaluating(model):
             biases = _biases(model)
-            size = engine.microbatch_size(map_examples(lambda tensor: tensor[chosen[:1]], self._examples), len(chosen))
-            for part in chosen.split(size):
-                factors = engine.inputs(map_examples(lambda tensor: tensor[part].to(device), self._examples))  # noqa: B023
+            size = engine.microbatch_size(batch(chosen[:16]), len(chosen))
+            for part in cast("tuple[Tensor, ...]", chosen.split(size)):
+                factors = engine.inputs(batch(part))
                 for name in factors.keys() & parameters.keys():
                     bias = biases.get(name) if biases.get(name) in parameters else None
                     most = -(-_ROWS * len(part) // len(chosen))
@@ -192,7 +201,7 @@ def inputs(
     """Return a preconditioner that multiplies the inputs of each layer by a matrix from public data.
 
     Computes, for each layer with inputs a (the constant 1 appended if it has a bias; patches for convolutions; all
-        positions together): A = mean of a a^T on public examples at the current weights; A = Q L Q^T;
+        positions together, or 8,192 of them): A = mean of a a^T on public examples at the current weights; A = Q L Q^T;
         U = Q ((L + ridge mean(L)) ** -power) Q^T, times the number that makes its mean eigenvalue 1. Each example's
         gradient d a^T becomes d (U a)^T before it is clipped. No labels and no gradients of the examples are used.
 
@@ -240,6 +249,20 @@ def inputs(
         raise expected(name, "examples", "to be at least one", count, "give public data")
     numbers: dict[str, Any] = {"power": power, "ridge": ridge, "every": every, "batch_size": batch_size}
     return Inputs(examples, source, forward=forward, wide=wide, seed=seed, **numbers)
+
+
+def _digest(examples: Any) -> str:
+    """Return a hash of the examples' shapes and values."""
+    state = hashlib.blake2b(digest_size=8)
+
+    def add(tensor: Tensor) -> Tensor:
+        values = tensor.detach().cpu().contiguous()
+        state.update(f"{tuple(values.shape)} {values.dtype}".encode())
+        state.update(values.flatten().view(torch.uint8).numpy().data)
+        return tensor
+
+    map_examples(add, examples)
+    return state.hexdigest()
 
 
 def _output(model: nn.Module, examples: Any) -> Tensor:
@@ -321,7 +344,7 @@ def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: _Rows) ->
             return None
         found = [_second_moment(part, constant=constant, wide=wide, rows=rows) for part in parts]
         moments = [each for each in found if each is not None]
-        return added_up(moments) if len(moments) == len(parts) else None
+        return functools.reduce(operator.add, moments) if len(moments) == len(parts) else None
     if isinstance(factor, Outer):
         transposed = bool(factor.b_BTO.any())
         inputs = (factor.b_BTO if transposed else factor.a_BTI).flatten(0, 1)
@@ -332,9 +355,7 @@ def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: _Rows) ->
         x = x.reshape(len(x) * geometry.groups, -1, *x.shape[2:])  # all groups share one matrix
         plain = replace(geometry, groups=1)
         places = rows.of(len(x) * torch.Size(plain.positions(x.shape[2:])).numel()).to(x.device)
-        parts = places.split(16 * examples_per_block(int(factor.shape[1:].numel())))
-        total = added_up([_moment(plain.patches_at(x, part), wide, constant=constant) for part in parts])
-        return _Moment(total, len(places))
+        return _Moment(_moment(plain.patches_at(x, places), wide, constant=constant), len(places))
     return None
 
 
