@@ -74,7 +74,7 @@ class InputMap:
         return mapped if bias_BO is None else mapped.addcmul_(bias_BO[..., None], self.constant[0].to(mapped))
 
 
-class Known:
+class _Known:
     """The mapped inputs of a chunk: layers that share inputs and a matrix, such as an attention's, map them once."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]
         chunk: factors by parameter name. A parameter that no loss reaches is missing.
         maps: by the name of a weight.
     """
-    found, known = dict(chunk), Known()
+    found, known = dict(chunk), _Known()
     for name, own in maps.items():
         if name not in chunk:
             continue
@@ -108,7 +108,7 @@ def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]
     return found
 
 
-def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: Known) -> tuple[Factor, Factor | None]:
+def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -> tuple[Factor, Factor | None]:
     """Return the mapped factors of a weight and its bias."""
     if isinstance(weight, Scaled) and isinstance(weight.inner, Outer | RowRanges | Convolution):
         inner, inner_bias = _mapped(weight.inner, None if bias is None else bias * (1 / weight.share), own, known)
@@ -131,7 +131,7 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: Known) ->
     return mapped, Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
 
 
-def _mapped_outer(weight: Outer, own: InputMap, known: Known) -> tuple[Outer, Dense | None]:
+def _mapped_outer(weight: Outer, own: InputMap, known: _Known) -> tuple[Outer, Dense | None]:
     """Return the mapped factors of a linear map's weight and bias."""
     inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
     mapped = known.of_inputs(inputs, own)
