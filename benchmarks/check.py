@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +12,8 @@ from rich.table import Table
 
 from benchmarks.workloads import WORKLOADS
 
+COMPARED = ("plain", "inputs", "inputs-refreshed")
+EVERY = 100  # the default of precondition.inputs
 THRESHOLDS = Path(__file__).with_name("thresholds.toml")
 
 
@@ -25,6 +27,16 @@ def cells(
             row = measured.get((workload, method), {})
             yield workload, method, "time", row.get("ratio"), allowed[workload.partition("-")[0]]
             yield workload, method, "memory", row.get("peak_memory_ratio"), thresholds["memory"]
+    for workload, allowed in thresholds["over_plain"].items():
+        yield workload, "inputs", "over plain", over_plain(measured, workload), allowed
+
+
+def over_plain(measured: Mapping[tuple[str, str], dict[str, Any]], workload: str) -> float | None:
+    """Time of a step with preconditioned inputs over a plain one, with new matrices in one step of EVERY."""
+    plain, kept, refreshed = (measured.get((workload, method), {}).get("seconds") for method in COMPARED)
+    if plain is None or kept is None or refreshed is None:
+        return None
+    return (kept + (refreshed - kept) / EVERY) / plain
 
 
 def main(

@@ -44,7 +44,12 @@ def build(setup: Setup, method: str) -> Step:
     return step
 
 
-def seconds_in_turn(steps: Mapping[str, Step], setup: Setup, *, repetitions: int) -> dict[str, list[float]]:
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+def seconds_in_turn(
+    steps: Mapping[str, Step], setup: Setup, *, repetitions: int, clock: str = "wall"
+) -> dict[str, list[float]]:
     """Time every method's step, one after the other, round after round.
 
     A method that comes after one with gigabytes of gradients finds cold caches and pages, which no training does: short
@@ -54,6 +59,7 @@ def seconds_in_turn(steps: Mapping[str, Step], setup: Setup, *, repetitions: int
         steps: warm steps by method.
         setup: what they were built from.
         repetitions: rounds at least; more if the steps are short, fewer for a method that is slower than SLOW.
+        clock: "processor" counts the time of this process only, of all its threads: other work disturbs it less.
     Returns:
         Seconds of each step, by method.
     """
@@ -68,10 +74,10 @@ def seconds_in_turn(steps: Mapping[str, Step], setup: Setup, *, repetitions: int
             if not seconds[method] or seconds[method][-1] < SHORT:
                 step()
             setup.synchronize()
-            before = time.perf_counter()
+            before = CLOCKS[clock]()
             step()
             setup.synchronize()
-            seconds[method].append(time.perf_counter() - before)
+            seconds[method].append(CLOCKS[clock]() - before)
     return seconds
 
 

@@ -17,6 +17,7 @@ Step = Callable[[], object]
 MAX_GRAD_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 PUBLIC = 20  # examples
+PUBLIC_ROWS = 1024  # for the matrices of inputs
 
 
 class SkipError(Exception):
@@ -69,6 +70,11 @@ class Setup:
         x, y = batch
         with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bf16"):
             return self.workload.criterion(model(x), y)
+
+    def outputs(self, model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """The model's outputs, in the precision of `losses`."""
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bf16"):
+            return model(x)
 
     def require_room(self, model: nn.Module, examples: int | None = None) -> None:
         """Skip what would hold the gradients of so many examples (default: all) at once, and has not the room."""
@@ -151,6 +157,19 @@ def _public(setup: Setup, schedule: str) -> Callable[[nn.Module], dict[str, Any]
     return variant
 
 
+def _inputs(setup: Setup, **arguments: Any) -> Callable[[nn.Module], dict[str, Any]]:
+    """Matrices for the inputs of layers, from as many public rows as a computation takes by default."""
+
+    def variant(model: nn.Module) -> dict[str, Any]:
+        inputs, batch = getattr(_room("precondition"), "inputs", None), setup.batch[0]
+        if inputs is None:
+            raise SkipError("this privgrad has no privgrad.precondition.inputs")
+        rows = batch.repeat(-(-PUBLIC_ROWS // len(batch)), *[1] * (batch.dim() - 1))[:PUBLIC_ROWS]
+        return {"precondition": inputs(rows, source="the workload's own", forward=setup.outputs, **arguments)}
+
+    return variant
+
+
 def _perturbed(name: str, **arguments: Any) -> dict[str, Any]:
     return {"perturb": getattr(_room("perturb"), name)(**arguments)}
 
@@ -167,6 +186,8 @@ OURS: dict[str, Callable[[Setup], Step]] = {
     "plain": partial(private, variant=lambda model: {}),
     "on-grid": partial(private, variant=lambda model: {}, noise_on_grid=True),
     "preconditioned": partial(private, variant=_preconditioned),
+    "inputs": lambda setup: private(setup, _inputs(setup, every=10**6)),  # a step that keeps its matrices
+    "inputs-refreshed": lambda setup: private(setup, _inputs(setup, every=1)),  # one that computes them anew
     "public-ordinary": lambda setup: ordinary(replace(setup, examples=PUBLIC)),  # what the statistics may cost
     "public-by-step": lambda setup: private(setup, _public(setup, "step")),
     "public-by-pass": lambda setup: private(setup, _public(setup, "epoch"), steps_a_pass=10),

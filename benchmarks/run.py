@@ -41,7 +41,14 @@ def machine(setup: Setup) -> Row:
 
 
 def measure(
-    setup: Setup, methods: Sequence[str], *, repetitions: int, memory: bool, limit: float, tell: Callable[[str], None]
+    setup: Setup,
+    methods: Sequence[str],
+    *,
+    repetitions: int,
+    memory: bool,
+    limit: float,
+    clock: str,
+    tell: Callable[[str], None],
 ) -> Iterator[Row]:
     """One row for each method, the ordinary step first; a row of a method that cannot run says why.
 
@@ -65,7 +72,7 @@ def measure(
         except SkipError as reason:
             skipped[method] = str(reason)
     tell(f"{setup.name}: timing {', '.join(steps)}")
-    seconds = seconds_in_turn(steps, setup, repetitions=repetitions)
+    seconds = seconds_in_turn(steps, setup, repetitions=repetitions, clock=clock)
     steps.clear()
     gc.collect()
     for method in methods:
@@ -77,6 +84,7 @@ def measure(
             "microbatch_size": setup.microbatch_size if method in OURS else None,
             "device": setup.device,
             "dtype": setup.dtype,
+            "clock": clock,
             "ratio": None,
             "peak_memory_ratio": None,
         }
@@ -153,6 +161,9 @@ def main(
     dtype: Annotated[Literal["float32", "bf16"], typer.Option(help="bf16: forward pass under autocast.")] = "float32",
     threads: Annotated[int, typer.Option(help="Of torch on CPU; 0: all cores.")] = 0,
     repetitions: Annotated[int, typer.Option(help="Rounds at least; 3 for a step above 5 s.")] = 10,
+    clock: Annotated[
+        Literal["wall", "processor"], typer.Option(help="processor: time of this process, on a busy machine.")
+    ] = "wall",
     memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
     time_limit: Annotated[
         float, typer.Option(help="Seconds for two steps in a process that measures memory; a slower method is skipped.")
@@ -181,6 +192,7 @@ def main(
                 repetitions=repetitions,
                 memory=memory,
                 limit=time_limit,
+                clock=clock,
                 tell=lambda text: progress.update(task, description=text),
             ):
                 rows.append(row)

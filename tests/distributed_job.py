@@ -85,6 +85,11 @@ def public(model: nn.Module, processes: Processes) -> pg.PublicGradient:
     return pg.PublicGradient(model, loss_fn, PUBLIC, source="a test's", batch_size=4, processes=processes)
 
 
+def inputs(*, first: int = 0) -> pg.precondition.Preconditioner:
+    """Matrices that are computed again at steps 2 and 4."""
+    return pg.precondition.inputs(PUBLIC.tensors[0][first:], source="a test's", every=2, batch_size=4)
+
+
 def released(
     model: nn.Module, plan: pg.PrivacyPlan, processes: Processes = ALONE, optimizer: str = "AdamBC", **options: Any
 ) -> dict[str, Tensor]:
@@ -110,6 +115,7 @@ VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
     "sat": lambda model, processes: {"perturb": pg.perturb.SAT(0.05)},
     "automatic": lambda model, processes: {"clip": pg.clip.Automatic()},
     "preconditioned": lambda model, processes: {"precondition": pg.precondition.public_adam(public(model, processes))},
+    "inputs": lambda model, processes: {"precondition": inputs()},
 }
 
 
@@ -123,6 +129,22 @@ def same_training(processes: Processes, folder: Path) -> dict[str, dict[str, Ten
             plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
             ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
     return ends
+
+
+def input_maps(processes: Processes, folder: Path) -> Any:
+    """The matrices of each step in each process, of a whole model and of a sharded one."""
+    found: list[Any] = []
+    for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
+        model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
+        plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=inputs())
+        optimizer, mine = pg.optim.SGD(model.named_parameters(), lr=0.05), list[dict[str, Tensor]]()
+        for batch in plan.batches(DATA, processes=processes):
+            optimizer.step(grad=private_grad(batch))
+            maps = private_grad.state_dict()["precondition"]["maps"]
+            mine.append({name: own["matrix"] for name, own in maps.items()})
+        found += of_all(mine) if processes.count > 1 else [mine]
+    return found
 
 
 def every_optimizer(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
@@ -215,6 +237,10 @@ def refusals(processes: Processes, folder: Path) -> Any:
         mine = make_plan(seed=0, noise_multiplier=1.0 + processes.rank)
         pg.PrivateGradient(model, loss_fn, mine, processes=processes)
 
+    def other_public() -> None:
+        precondition = inputs(first=processes.rank)
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=precondition)
+
     def wrapped() -> None:
         pg.PrivateGradient(DistributedDataParallel(small_model()), loss_fn, plan, processes=processes)
 
@@ -249,7 +275,16 @@ def refusals(processes: Processes, folder: Path) -> Any:
         next(make_plan(sampling="fixed").batches(data, processes=processes))
 
     said: dict[str, str] = {}
-    cases = [untold, untold_batches, foreign_batch, other_plans, wrapped, wrapped_inside, wrapped_by_fsdp1]
+    cases = [
+        untold,
+        untold_batches,
+        foreign_batch,
+        other_plans,
+        other_public,
+        wrapped,
+        wrapped_inside,
+        wrapped_by_fsdp1,
+    ]
     cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, fixed]
     for case in cases:
         try:

@@ -1,6 +1,7 @@
 """Several processes over gloo: real ones, two and four of them."""
 
 import fcntl
+import itertools
 import math
 import os
 import subprocess
@@ -23,7 +24,7 @@ from distributed_job import FAULTS, VARIANTS, child, every_optimizer, fitted, lo
 from privgrad.integrations import distributed
 from privgrad.processes import ALONE
 
-JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals"]
+JOBS = ["same_training", "noise", "sampling", "empty_batches", "a_failure_is_everyones", "refusals", "input_maps"]
 
 
 def started(count: int, folder: Path, *jobs: str) -> None:
@@ -74,6 +75,19 @@ def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[
     alone = same_training(ALONE, tmp_path)
     for name, end in ends.items():
         require_equal(alone[f"{name.split(', ')[0]}, whole"], end)
+
+
+def test_all_processes_use_the_same_input_maps_at_each_step(together: tuple[int, dict[str, Any]], tmp_path: Path):
+    count, results = together
+    (alone,) = distributed_job.input_maps(ALONE, tmp_path)
+    steps = [torch.cat([matrix.flatten() for matrix in maps.values()]) for maps in alone]
+    assert [torch.equal(one, next_one) for one, next_one in itertools.pairwise(steps)] == [True, False, True, False]
+    assert len(results["input_maps"]) == 2 * count  # whole and sharded
+    for rank, mine in enumerate(results["input_maps"]):
+        first = results["input_maps"][rank - rank % count]
+        for step, maps in enumerate(mine):
+            assert all(torch.equal(matrix, first[step][name]) for name, matrix in maps.items())
+            require_equal(alone[step], maps)
 
 
 def test_every_optimizer_moves_a_sharded_model_as_a_whole_one(together: tuple[int, dict[str, Any]], tmp_path: Path):
@@ -141,6 +155,7 @@ REFUSED = {
     "untold_batches": "pass processes=",
     "foreign_batch": "the same processes",
     "other_plans": "to be the same in all processes",
+    "other_public": "to be the same in all processes (precondition inputs(",
     "wrapped": "pass its .module",
     "wrapped_inside": "at '0'; pass its .module",
     "wrapped_by_fsdp1": "pass its .module",

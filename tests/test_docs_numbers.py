@@ -135,6 +135,20 @@ def test_what_heads_on_texts_have_reached_stands_in_the_records():
     assert all(run["epsilon"] <= run["target_epsilon"] for run in held)
 
 
+def test_what_preconditioned_inputs_cost_stands_in_the_records():
+    lines = map(json.loads, (ROOT / "results/bench/inputs.jsonl").read_text().splitlines())
+    seconds = {(row["workload"], row["method"]): row["seconds"] for row in lines}
+    (section,) = re.findall(r"(?s)## Preconditioned inputs\n.*?(?=## )", (ROOT / "docs/performance.md").read_text())
+    rows = re.findall(r"^\| (W\d) \| ([\d.]+) ms \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", section, re.MULTILINE)
+    assert {row[0] for row in rows} >= {"W2", "W3", "W5"}
+    for workload, plain, kept, refresh, total in rows:
+        first, second, third = (seconds[workload, name] for name in ("plain", "inputs", "inputs-refreshed"))
+        assert printed(1000 * first, plain) == plain
+        assert printed(second / first, kept) == kept
+        assert printed((third - second) / first, refresh) == refresh
+        assert printed((second + (third - second) / 100) / first, total) == total
+
+
 def rate(run: dict[str, Any]) -> float:
     """The rate that was tuned: the noise step, or else the learning rate."""
     return run["noise_step"] if run["lr"] is None else run["lr"]

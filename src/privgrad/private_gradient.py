@@ -454,9 +454,9 @@ class PrivateGradient:
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
-        """Raise PrivacyError unless all processes have the same plan, and can train it together."""
+        """Raise PrivacyError unless all processes have the same plan and preconditioner, and can train together."""
         plan = self._plan
-        own = {**facts, "steps": plan.steps, "seed": plan.seed}
+        own = {**facts, "steps": plan.steps, "seed": plan.seed, "precondition": repr(self._precondition)}
         first = self._processes.broadcast_object(own)
         with self._processes.all_succeed():
             if first != own:
@@ -471,7 +471,8 @@ class PrivateGradient:
         differing = [name for name in own if own[name] != first.get(name)]
         condition = f"to be the same in all processes ({', '.join(f'{n} {first.get(n)}' for n in differing)})"
         got = f"{', '.join(f'{n} {own[n]}' for n in differing)} in process {self._processes.rank}"
-        return expected("PrivateGradient", "the plan", condition, got, "build one plan and use it in every process")
+        remedy = "build one plan, and use it with the same arguments in every process"
+        return expected("PrivateGradient", "the plan", condition, got, remedy)
 
     def _raw_mean(self, batch: Batch, asked_by: str) -> dict[str, Tensor]:
         """Return the mean gradient of the batch, for research only. NOT private."""

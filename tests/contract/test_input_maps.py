@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
+from privgrad.gradient import input_maps
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.mapped import InputMap, with_mapped_inputs
@@ -189,6 +190,45 @@ def test_every_parameter_says_how_it_is_preconditioned():
     assert {name: own.matrix.shape for name, own in maps.items()} == {"layer.weight": (5, 5), "head.weight": (5, 5)}
     _, layers = maps_of(Net(), torch.randint(0, 7, (20, 3)), wide=4)
     assert layers["head.weight"] == "inputs, diagonal"
+
+
+@pytest.mark.parametrize("name", ["Linear", "Conv2d", "GRU", "MultiheadAttention, decoder"])
+def test_a_computation_in_parts_gives_the_same_matrices(name: str, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    make, inputs = RULES[name]
+    model, x = make().double(), inputs(9)
+    whole, _ = maps_of(model, x)
+    monkeypatch.setattr(Factored, "microbatch_size", lambda *_: 2)
+    for parameter, own in maps_of(model, x)[0].items():
+        torch.testing.assert_close(own.matrix, whole[parameter].matrix, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("most", [1, 7, 10**6])
+def test_some_rows_stand_for_all(most: int, monkeypatch: pytest.MonkeyPatch):
+    """Constant images have equal patches, so any of them give the matrix of all; other images do not."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(2, 3, (2, 3), stride=(1, 2), dilation=(2, 1)).double(), torch.ones(5, 2, 6, 7).double()
+    alike, other = maps_of(layer, x)[0]["weight"].matrix, maps_of(layer, floats(2, 6, 7)(5))[0]["weight"].matrix
+    monkeypatch.setattr(input_maps, "_ROWS", most)
+    torch.testing.assert_close(maps_of(layer, x)[0]["weight"].matrix, alike)
+    found = maps_of(layer, floats(2, 6, 7)(5))[0]["weight"].matrix
+    assert torch.allclose(found, other) == (most == 10**6)
+
+
+def test_layers_with_the_same_inputs_share_a_matrix_and_map_their_inputs_once(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 3), nn.Linear(4, 3)]).double(), floats(6, 5)(7)
+    query, key, other = model
+    model.forward = lambda x: key(x) * other(query(x).tanh())
+    maps, _ = maps_of(model, floats(6, 5)(9))
+    assert maps["0.weight"].matrix is maps["1.weight"].matrix
+    assert maps["0.weight"].matrix is not maps["2.weight"].matrix
+    seen, real = list[int](), InputMap.of_inputs
+    monkeypatch.setattr(InputMap, "of_inputs", lambda self, x: seen.append(len(x)) or real(self, x))
+    factors, rows = with_mapped_inputs(Factored(model, losses_of)(x), maps), written_out(one_by_one(model, x), maps)
+    assert len(seen) == 2
+    for parameter, factor in factors.items():
+        assert_equal_to_loop(factor, rows[parameter], 1e-10)
 
 
 def test_the_weight_of_gpt2_is_transposed():

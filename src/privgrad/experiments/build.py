@@ -21,7 +21,7 @@ from privgrad.data.dataset import to_reconstruct, with_other_public, with_public
 from privgrad.errors import expected
 from privgrad.experiments.measures import losses_for
 from privgrad.experiments.metrics import require_suited
-from privgrad.experiments.public_inputs import public_inputs
+from privgrad.experiments.public_inputs import public_inputs, require_synthetic
 from privgrad.experiments.sources import encoder_folder, load, own_model, require_count
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import ModelTable, PreconditionTable, WarmStartTable
@@ -121,6 +121,8 @@ def make_data(spec: Spec) -> DataSet:
     for method in spec.methods:
         if method.needs_public:
             public_examples(method, loaded)
+        if method.precondition is not None and method.precondition.public is not None:
+            require_synthetic(method.precondition.public, loaded)
     require_count(spec.data, loaded, spec.privacy.num_examples)
     require_suited(spec, loaded)
     return loaded

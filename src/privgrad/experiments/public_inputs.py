@@ -1,7 +1,7 @@
 """Synthetic examples in the form of the data: for the rule "inputs" of a method, and for the constants of features.
 
-`build.preconditioner` calls `public_inputs`, and `featuring` calls `synthetic_images`. The privacy guarantee rests on
-this file: none of the examples is private.
+`build` calls `public_inputs` and `require_synthetic`, and `featuring` calls `synthetic_images`. The privacy guarantee
+rests on this file: none of the examples is private.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,9 @@ def synthetic_images(kind: str, data: DataSet) -> features.Public | None:
         kind: of SYNTHETIC_IMAGES.
         data: gives the shape. No example is read.
     """
-    shape = data.input_shape
-    if len(shape) != 3 or shape[0] not in (1, 3) or shape[1] != shape[2]:
+    if not _are_square_images(data):
         return None
-    return SYNTHETIC_IMAGES[kind](_COUNT, shape[1], channels=shape[0])
+    return SYNTHETIC_IMAGES[kind](_COUNT, data.input_shape[1], channels=data.input_shape[0])
 
 
 def public_inputs(kind: Synthetic, data: DataSet) -> tuple[Tensor, str]:
@@ -45,18 +44,33 @@ def public_inputs(kind: Synthetic, data: DataSet) -> tuple[Tensor, str]:
     Raises:
         PrivacyError: the data are not of that kind.
     """
+    require_synthetic(kind, data)
+    if kind == "words":
+        assert data.public_counts is not None
+        words = features.word_sequences(data.public_counts, _COUNT, data.input_shape[0])
+        return cast(Tensor, words.rows), words.source
+    made = synthetic_images(kind, data)
+    assert made is not None
+    assert data.pixel_range is not None
+    black, white = data.pixel_range
+    return cast(Tensor, made.rows) * (white - black) + black, made.source
+
+
+def require_synthetic(kind: Synthetic, data: DataSet) -> None:
+    """Raise PrivacyError unless synthetic examples of this kind have the form of the data's inputs."""
     if kind == "words":
         if data.public_counts is None or data.counts_provenance == "private-derived" or len(data.input_shape) != 1:
             remedy = "choose data with counts of words in public text, or take public examples"
             raise _unsuited("to be texts with public word counts", data, remedy)
-        made = features.word_sequences(data.public_counts, _COUNT, data.input_shape[0])
-        return cast(Tensor, made.rows), made.source
-    pixels = data.pixel_range
-    if pixels is None or (made := synthetic_images(kind, data)) is None:
+    elif data.pixel_range is None or not _are_square_images(data):
         remedy = "leave public out, and give public examples in [data]"
         raise _unsuited("to be square images with 1 or 3 channels and a known range", data, remedy)
-    black, white = pixels
-    return cast(Tensor, made.rows) * (white - black) + black, made.source
+
+
+def _are_square_images(data: DataSet) -> bool:
+    """Return whether the data's inputs have the shape of synthetic images."""
+    shape = data.input_shape
+    return len(shape) == 3 and shape[0] in (1, 3) and shape[1] == shape[2]
 
 
 def _unsuited(condition: str, data: DataSet, remedy: str) -> Exception:

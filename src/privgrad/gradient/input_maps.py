@@ -10,8 +10,11 @@ Shape suffixes: N rows, I inputs of a layer with the constant 1 for a bias.
 """
 
 import copy
+import functools
+import hashlib
+import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +25,6 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.mapped import InputMap
-from privgrad.gradient.factors.norms import added_up, examples_per_block
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.module_state import evaluating, trainable
@@ -30,6 +32,8 @@ from privgrad.gradient.precondition import MeanGradient, Preconditioner, Transfo
 from privgrad.types import Batch, count_examples, map_examples
 
 _WIDE = 4096  # most inputs of a layer for which the whole second moment is used
+_ROWS = 2**13  # most rows of a layer's inputs for one moment: positions of sequences, patches of images
+_ROUNDING = 3e-5  # bounds the errors of float32 eigenvalues: 100 times them, in mean eigenvalues per input
 Forward = Callable[[nn.Module, Any], Tensor]
 
 # In these layers, the gradient of a bias is the sum of the gradients of the outputs that its weight also gets.
@@ -63,7 +67,7 @@ class Inputs(Preconditioner):
         seed: int,
     ) -> None:
         self.source = source
-        self._examples, self._forward = examples, forward
+        self._examples, self._forward, self._digest = examples, forward, _digest(examples)
         self._power, self._ridge, self._every, self._wide = power, ridge, every, wide
         self._batch_size, self._seed = batch_size, seed
         self.layers: dict[str, str] = {}
@@ -71,9 +75,12 @@ class Inputs(Preconditioner):
         self._step, self._made = -1, Transform()
 
     def __repr__(self) -> str:
-        """Return the text that checkpoints record; a resumed run must have the same."""
+        """Return the options and a hash of the public examples.
+
+        Checkpoints record it, and a resumed run must have the same; so must all processes that train together.
+        """
         options = f"power={self._power:g}, ridge={self._ridge:g}, every={self._every}, batch_size={self._batch_size}"
-        return f"inputs({self.source}; {options}, wide={self._wide}, seed={self._seed})"
+        return f"inputs({self._digest}; {self.source}; {options}, wide={self._wide}, seed={self._seed})"
 
     def begun(self, model: nn.Module) -> "Inputs":
         """Return a copy without matrices, for this model."""
@@ -117,7 +124,7 @@ class Inputs(Preconditioner):
         maps = {
             name: InputMap(own["matrix"].clone(), own["bias"], own["transposed"]) for name, own in state["maps"].items()
         }
-        self._made = Transform(input_maps=maps)
+        self._made = Transform(input_maps=_with_shared_matrices(maps))
 
     @torch.no_grad()
     def _maps(self, interval: int, parameters: Mapping[str, Tensor]) -> dict[str, InputMap]:
@@ -126,19 +133,11 @@ class Inputs(Preconditioner):
         Raises:
             PrivacyError: no parameter has inputs, or inputs are not finite.
         """
-        factors, biases = self._factors(interval)
         maps: dict[str, InputMap] = {}
-        for name, factor in factors.items():
-            if name not in parameters:
-                continue
-            bias = biases.get(name) if biases.get(name) in parameters else None
-            found = _second_moment(factor, constant=bias is not None, wide=self._wide)
-            if found is None:
-                continue
-            moment, transposed = found
-            matrix = _inverse_power(name, moment, self._power, self._ridge)
+        for name, (moment, bias) in self._moments(interval, parameters).items():
             dtype = torch.promote_types(parameters[name].dtype, torch.float32)
-            maps[name] = InputMap(matrix.to(parameters[name].device, dtype), bias, transposed)
+            matrix = _inverse_power(name, moment.total / moment.rows, self._power, self._ridge, dtype)
+            maps[name] = InputMap(matrix.to(parameters[name].device), bias, moment.transposed)
         if not maps:
             assert self._bound is not None
             remedy = (
@@ -152,10 +151,13 @@ class Inputs(Preconditioner):
             self.layers[name] = "inputs" if own.matrix.dim() == 2 else "inputs, diagonal"
             if own.bias is not None:
                 self.layers[own.bias] = f"with {name}"
-        return maps
+        return _with_shared_matrices(maps)
 
-    def _factors(self, interval: int) -> tuple[dict[str, Factor], dict[str, str]]:
-        """Return factors that hold the inputs of all layers, for the public batch of an interval; and their biases."""
+    def _moments(self, interval: int, parameters: Mapping[str, Tensor]) -> dict[str, tuple["_Moment", str | None]]:
+        """Return the second moments of all layers' inputs on the public batch of an interval, with their biases.
+
+        The batch is computed in parts, as a private one is, so that it takes no more memory.
+        """
         assert self._bound is not None  # PrivateGradient calls `begun` first
         model, engine = self._bound
         count = count_examples(self._examples)
@@ -163,10 +165,25 @@ class Inputs(Preconditioner):
         if self._batch_size < count:
             generator = torch.Generator().manual_seed(self._seed + interval)
             chosen = torch.randperm(count, generator=generator)[: self._batch_size]
-        device = next(iter(trainable(model).values())).device
-        batch = map_examples(lambda tensor: tensor[chosen].to(device), self._examples)
+        device, found = next(iter(trainable(model).values())).device, dict[str, tuple[_Moment, str | None]]()
+
+        def batch(part: Tensor) -> Any:
+            return map_examples(lambda tensor: tensor[part].to(device), self._examples)
+
         with evaluating(model):
-            return engine.inputs(batch), _biases(model)
+            biases = _biases(model)
+            size = engine.microbatch_size(batch(chosen[:16]), len(chosen))
+            for part in cast("tuple[Tensor, ...]", chosen.split(size)):
+                factors = engine.inputs(batch(part))
+                for name in factors.keys() & parameters.keys():
+                    bias = biases.get(name) if biases.get(name) in parameters else None
+                    most = -(-_ROWS * len(part) // len(chosen))
+                    moment = _second_moment(
+                        factors[name], constant=bias is not None, wide=self._wide, rows=_Rows(most, self._seed)
+                    )
+                    if moment is not None:
+                        found[name] = (moment + found[name][0] if name in found else moment), bias
+        return found
 
 
 def inputs(
@@ -184,7 +201,7 @@ def inputs(
     """Return a preconditioner that multiplies the inputs of each layer by a matrix from public data.
 
     Computes, for each layer with inputs a (the constant 1 appended if it has a bias; patches for convolutions; all
-        positions together): A = mean of a a^T on public examples at the current weights; A = Q L Q^T;
+        positions together, or 8,192 of them): A = mean of a a^T on public examples at the current weights; A = Q L Q^T;
         U = Q ((L + ridge mean(L)) ** -power) Q^T, times the number that makes its mean eigenvalue 1. Each example's
         gradient d a^T becomes d (U a)^T before it is clipped. No labels and no gradients of the examples are used.
 
@@ -234,6 +251,20 @@ def inputs(
     return Inputs(examples, source, forward=forward, wide=wide, seed=seed, **numbers)
 
 
+def _digest(examples: Any) -> str:
+    """Return a hash of the examples' shapes and values."""
+    state = hashlib.blake2b(digest_size=8)
+
+    def add(tensor: Tensor) -> Tensor:
+        values = tensor.detach().cpu().contiguous()
+        state.update(f"{tuple(values.shape)} {values.dtype}".encode())
+        state.update(values.flatten().view(torch.uint8).numpy().data)
+        return tensor
+
+    map_examples(add, examples)
+    return state.hexdigest()
+
+
 def _output(model: nn.Module, examples: Any) -> Tensor:
     """Return the model's output for its inputs."""
     return model(examples)
@@ -264,8 +295,40 @@ def _biases(model: nn.Module) -> dict[str, str]:
     return pairs
 
 
-def _second_moment(factor: Factor, *, constant: bool, wide: int) -> tuple[Tensor, bool] | None:
-    """Return the second moment of a layer's inputs, and whether its weight is transposed; None without inputs.
+@dataclass(frozen=True)
+class _Moment:
+    """A sum of a a^T over rows of inputs, or its diagonal.
+
+    Attributes:
+        total: the sum, float64, shape (I, I) or (I,).
+        rows: the number of rows.
+        transposed: whether the layer's weight has shape (I, O).
+    """
+
+    total: Tensor
+    rows: int
+    transposed: bool = False
+
+    def __add__(self, other: "_Moment") -> "_Moment":
+        return _Moment(self.total + other.total, self.rows + other.rows, self.transposed)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The choice of rows of a layer's inputs: `most` of them at random, the same for layers with equally many."""
+
+    most: int
+    seed: int
+
+    def of(self, count: int) -> Tensor:
+        """Return the indices of the chosen rows among `count`."""
+        if count <= self.most:
+            return torch.arange(count)
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))[: self.most]
+
+
+def _second_moment(factor: Factor, *, constant: bool, wide: int, rows: _Rows) -> _Moment | None:
+    """Return the second moment of a layer's inputs; None without inputs.
 
     The gradients of the outputs are zero, so the side of an outer product that is not zero holds the inputs.
 
@@ -273,27 +336,26 @@ def _second_moment(factor: Factor, *, constant: bool, wide: int) -> tuple[Tensor
         factor: of the weight.
         constant: whether to append the constant 1 to the inputs.
         wide: the most inputs for which the whole moment is returned, (I, I); its diagonal otherwise, (I,).
+        rows: chooses rows.
     """
     if isinstance(factor, RowRanges):
         parts = [part for _, part in factor.parts]
         if not all(isinstance(part, Outer) for part in parts):
             return None
-        found = [_second_moment(part, constant=constant, wide=wide) for part in parts]
-        moments = [each[0] for each in found if each is not None]
-        return (torch.stack(moments).mean(0), False) if len(moments) == len(parts) else None
+        found = [_second_moment(part, constant=constant, wide=wide, rows=rows) for part in parts]
+        moments = [each for each in found if each is not None]
+        return functools.reduce(operator.add, moments) if len(moments) == len(parts) else None
     if isinstance(factor, Outer):
-        transposed = not bool(factor.a_BTI.any())
-        rows = (factor.b_BTO if transposed else factor.a_BTI).flatten(0, 1)
-        return _moment(rows, wide, constant=constant) / len(rows), transposed
+        transposed = bool(factor.b_BTO.any())
+        inputs = (factor.b_BTO if transposed else factor.a_BTI).flatten(0, 1)
+        chosen = inputs if len(inputs) <= rows.most else inputs[rows.of(len(inputs)).to(inputs.device)]
+        return _Moment(_moment(chosen, wide, constant=constant), len(chosen), transposed)
     if isinstance(factor, Convolution) and bool(factor.x.any()):  # a transposed convolution has its inputs elsewhere
         geometry, x = factor.geometry, factor.x
         x = x.reshape(len(x) * geometry.groups, -1, *x.shape[2:])  # all groups share one matrix
         plain = replace(geometry, groups=1)
-        positions = torch.Size(plain.positions(x.shape[2:])).numel()
-        size = 16 * examples_per_block(positions * int(factor.shape[1:].numel()))
-        parts = [x[start : start + size] for start in range(0, len(x), size)]
-        total = added_up([_moment(plain.patches(part).flatten(0, 1), wide, constant=constant) for part in parts])
-        return total / (len(x) * positions), False
+        places = rows.of(len(x) * torch.Size(plain.positions(x.shape[2:])).numel()).to(x.device)
+        return _Moment(_moment(plain.patches_at(x, places), wide, constant=constant), len(places))
     return None
 
 
@@ -306,16 +368,29 @@ def _moment(rows_NI: Tensor, wide: int, *, constant: bool) -> Tensor:
     return (rows_NI.mT @ rows_NI).double()
 
 
-def _inverse_power(name: str, moment: Tensor, power: float, ridge: float) -> Tensor:
-    """Return U, the damped inverse power of a second moment, with mean eigenvalue 1; in float32 for float32 inputs."""
+def _with_shared_matrices(maps: Mapping[str, InputMap]) -> dict[str, InputMap]:
+    """Return the maps with one matrix in place of equal ones, so that layers with the same inputs map them once."""
+    known: list[Tensor] = []
+    shared: dict[str, InputMap] = {}
+    for name, own in maps.items():
+        same = next((matrix for matrix in known if torch.equal(matrix, own.matrix)), own.matrix)
+        known = known if same is not own.matrix else [*known, same]
+        shared[name] = replace(own, matrix=same)
+    return shared
+
+
+def _inverse_power(name: str, moment: Tensor, power: float, ridge: float, dtype: torch.dtype) -> Tensor:
+    """Return U, the damped inverse power of a second moment, with mean eigenvalue 1."""
     if not bool(torch.isfinite(moment).all()):
         remedy = "examine the public examples, or lower the learning rate"
         raise expected("precondition.inputs", f"the inputs of {name!r}", "to be finite", "inf or nan", remedy)
     if moment.dim() == 1:
         scales = (moment + ridge * moment.mean()).pow(-power)
-        return (scales / scales.mean()).nan_to_num(1.0)
+        return (scales / scales.mean()).nan_to_num(1.0).to(dtype)
+    if _ROUNDING * len(moment) < ridge:  # float32 takes half the time
+        moment = moment.to(dtype)
     eigenvalues, vectors = cast("tuple[Tensor, Tensor]", torch.linalg.eigh(moment))
     eigenvalues = eigenvalues.clamp(min=0)
     scales = (eigenvalues + ridge * eigenvalues.mean()).pow(-power)
-    scales = scales / scales.mean()
+    scales, vectors = (scales / scales.mean()).to(dtype), vectors.to(dtype)
     return (vectors * scales) @ vectors.mT

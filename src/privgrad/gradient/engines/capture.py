@@ -160,7 +160,8 @@ class Capture:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self._finished and tensor.requires_grad:
-            self.taps.append(Tap(path, get_gradient_edge(tensor), factors, versions, delta, source, curved))
+            edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
+            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved))
         return tensor
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ class Tap:
     Attributes:
         path: the unit's path, for messages.
         edge: the graph's edge whose gradient is computed.
+        zeros: a gradient of zeros at the edge; it takes no memory.
         factors: gradient at the edge -> factors by parameter; if `curved`, HvpTerms are its second argument.
         inputs: the tensors that `factors` uses, with their versions at that time, to detect in-place writes.
         delta: displacements of the parameters -> their effect on this tensor, to first order; for Hessian products.
@@ -30,6 +31,7 @@ class Tap:
 
     path: str
     edge: GradientEdge
+    zeros: Tensor
     factors: Callable[..., Mapping[Tensor, Factor]]
     inputs: list[tuple[Tensor, int]]
     delta: Callable[[Displacements], Tensor | None] | None = None

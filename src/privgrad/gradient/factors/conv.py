@@ -8,7 +8,7 @@ methods of `Convolution` that implement `base.Factor`. `weight_standardization` 
 `by_inner_products`, and `displacement` also calls the methods of `Geometry`.
 
 The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest
-on `by_patches`, `by_inner_products` and `worth_keeping`, which choose between equal results.
+on `by_patches`, `by_inner_products`, `has_fewer_patches` and `worth_keeping`: they choose between equal results.
 
 Shape suffixes: B examples, I inputs, O outputs.
 """
@@ -60,10 +60,24 @@ class Geometry:
             kernel, stride, dilation = ((*flat, *sizes) for sizes in (self.kernel, self.stride, self.dilation))
             padding = (*(0 for _ in flat), *self.padding)
             return F.unfold(x.reshape(*x.shape[:2], *flat, *x.shape[2:]), kernel, dilation, padding, stride).mT
-        patches = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)])
+        return self._view(x).flatten(1, space).flatten(2)
+
+    def patches_at(self, x: Tensor, places: Tensor) -> Tensor:
+        """Return some of the patches, shape (places, I * kernel), without writing out the others.
+
+        Args:
+            x: inputs, shape (rows, I, *space).
+            places: indices of `patches(x).flatten(0, 1)`.
+        """
+        view = self._view(x)
+        return view[torch.unravel_index(places, view.shape[: x.dim() - 1])].flatten(1)
+
+    def _view(self, x: Tensor) -> Tensor:
+        """Return a view of all patches, shape (rows, *positions, I, *kernel)."""
+        patches, space = F.pad(x, [size for size in reversed(self.padding) for _ in range(2)]), x.dim() - 2
         for dim, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             patches = patches.unfold(2 + dim, (size - 1) * dilation + 1, stride)[..., ::dilation]
-        return patches.movedim(1, 1 + space).flatten(1, space).flatten(2)
+        return patches.movedim(1, 1 + space)
 
 
 def convolve(weight: Factor, x: Tensor, geometry: Geometry) -> Tensor:
@@ -195,6 +209,11 @@ class Convolution(LinearMapFactor):
         """Whether norms by inner products of patches take fewer operations than the gradients themselves."""
         outputs, fan_in = self.shape[0], int(self.shape[1:].numel())
         return self._few_positions and 2 * self._positions * self.parts * (fan_in + outputs) < fan_in * outputs
+
+    @property
+    def has_fewer_patches(self) -> bool:
+        """Whether an example has fewer patches than outputs, so that a map of its patches takes fewer operations."""
+        return self._few_positions and self._positions * self.parts < self.shape[0]
 
     def _of_rows(self, values_B: Tensor) -> Tensor:
         """Repeat each example's value for each of its rows."""

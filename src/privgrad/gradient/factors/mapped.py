@@ -11,7 +11,7 @@ Shape suffixes: B examples, T positions of an example, O outputs, I inputs, P th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,10 @@ class InputMap:
 
     def of_inputs(self, x: Tensor) -> Tensor:
         """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
-        mapped = self.linear(x)
-        return mapped if self.bias is None or self.matrix.dim() == 1 else mapped.add_(self.constant[0].to(mapped))
+        if self.bias is None or self.matrix.dim() == 1:
+            return self.linear(x)
+        rows = torch.addmm(self.constant[0].to(x), x.reshape(-1, x.shape[-1]), self.inner.to(x))
+        return rows.view(x.shape)
 
     def linear(self, x: Tensor) -> Tensor:
         """Return `inner` times vectors, shape (..., I)."""
@@ -72,6 +74,20 @@ class InputMap:
         return mapped if bias_BO is None else mapped.addcmul_(bias_BO[..., None], self.constant[0].to(mapped))
 
 
+class _Known:
+    """The mapped inputs of a chunk: layers that share inputs and a matrix, such as an attention's, map them once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def of_inputs(self, x: Tensor, own: InputMap) -> Tensor:
+        """Return U times the inputs; see InputMap."""
+        place = (id(own.matrix), own.bias is None, x.data_ptr(), x.dtype, x.shape, x.stride())
+        if place not in self._found:
+            self._found[place] = x, own.of_inputs(x)  # holding x keeps its memory from another tensor
+        return self._found[place][1]
+
+
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
     """Return the gradients of a chunk after each map has been applied to its layer's inputs.
 
@@ -79,33 +95,33 @@ def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]
         chunk: factors by parameter name. A parameter that no loss reaches is missing.
         maps: by the name of a weight.
     """
-    found = dict(chunk)
+    found, known = dict(chunk), _Known()
     for name, own in maps.items():
         if name not in chunk:
             continue
         if own.bias is not None and own.bias not in chunk:
             own = replace(own, matrix=own.inner, bias=None)
         bias = None if own.bias is None else chunk[own.bias]
-        found[name], mapped_bias = _mapped(chunk[name], bias, own)
+        found[name], mapped_bias = _mapped(chunk[name], bias, own, known)
         if own.bias is not None and mapped_bias is not None:
             found[own.bias] = mapped_bias
     return found
 
 
-def _mapped(weight: Factor, bias: Factor | None, own: InputMap) -> tuple[Factor, Factor | None]:
+def _mapped(weight: Factor, bias: Factor | None, own: InputMap, known: _Known) -> tuple[Factor, Factor | None]:
     """Return the mapped factors of a weight and its bias."""
     if isinstance(weight, Scaled) and isinstance(weight.inner, Outer | RowRanges | Convolution):
-        inner, inner_bias = _mapped(weight.inner, None if bias is None else bias * (1 / weight.share), own)
+        inner, inner_bias = _mapped(weight.inner, None if bias is None else bias * (1 / weight.share), own, known)
         return inner * weight.share, None if inner_bias is None else inner_bias * weight.share
     if isinstance(weight, Outer):
-        return _mapped_outer(weight, own)
+        return _mapped_outer(weight, own, known)
     if isinstance(weight, RowRanges) and all(isinstance(part, Outer) for _, part in weight.parts):
-        pairs = [(row, *_mapped_outer(cast(Outer, part), own)) for row, part in weight.parts]
+        pairs = [(row, *_mapped_outer(cast(Outer, part), own, known)) for row, part in weight.parts]
         biases: list[tuple[int, Factor]] = [(row, part) for row, _, part in pairs if part is not None]
         joined = RowRanges(biases, weight.shape[:1]) if biases else None
         return RowRanges([(row, part) for row, part, _ in pairs], weight.shape), joined
-    if isinstance(weight, Convolution) and weight.by_inner_products:
-        patches, patches_bias = _mapped_outer(weight.of_patches(), own)
+    if isinstance(weight, Convolution) and (weight.by_inner_products or weight.has_fewer_patches):
+        patches, patches_bias = _mapped_outer(weight.of_patches(), own, known)
         return Viewed(patches, weight.shape), patches_bias
     mapped = Mapped(weight, bias, own)
     if bias is None:
@@ -115,10 +131,10 @@ def _mapped(weight: Factor, bias: Factor | None, own: InputMap) -> tuple[Factor,
     return mapped, Dense(torch.cat([part.bias_dense() for part in mapped.parts()]))
 
 
-def _mapped_outer(weight: Outer, own: InputMap) -> tuple[Outer, Dense | None]:
+def _mapped_outer(weight: Outer, own: InputMap, known: _Known) -> tuple[Outer, Dense | None]:
     """Return the mapped factors of a linear map's weight and bias."""
     inputs, grads = (weight.b_BTO, weight.a_BTI) if own.transposed else (weight.a_BTI, weight.b_BTO)
-    mapped = own.of_inputs(inputs)
+    mapped = known.of_inputs(inputs, own)
     bias = None if own.bias is None else Dense((own.of_constant(inputs)[:, None] @ grads)[:, 0])
     return (Outer(grads, mapped) if own.transposed else Outer(mapped, grads)), bias
 
