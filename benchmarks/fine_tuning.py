@@ -3,8 +3,9 @@
 `python -m benchmarks.fine_tuning --plan` measures a step of each part and prints the planned seconds. Without `--plan`
 it appends a line to results/fine-tuning/runs.jsonl for each training that the file does not hold yet, so it can be
 stopped and started at any time. All trainings have the same plan, epsilon 3 and the same texts. The noise step is that
-of `privgrad.suggest`, half of it and twice of it; a second seed trains with the best of the three. Recall is measured on
-test texts, which also choose the noise step, and is NOT private for these.
+of `privgrad.suggest`, half of it and twice of it; a second seed trains with the best of the three. Recall is measured
+on test texts, which also choose the noise step, and is NOT private for these. "lora, inputs" is LoRA with
+preconditioned inputs.
 """
 
 import json
@@ -24,7 +25,7 @@ from privgrad.data import MINILM, debian_texts, pretrained
 from privgrad.features.text import texts_of
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES, TESTED, PUBLIC, LENGTH = 8000, 2000, 64, 32
+EXAMPLES, TESTED, PUBLIC, LENGTH = 8000, 2000, 512, 32
 PLAN: dict[str, Any] = {
     "target_epsilon": 3.0,
     "delta": 1e-4,
@@ -33,7 +34,8 @@ PLAN: dict[str, Any] = {
     "expected_batch_size": 512,
     "steps": 20,
 }
-PARTS = ("head", "last layer", "biases", "lora", "all")
+INPUTS = ", inputs"
+PARTS = ("head", "last layer", "biases", "lora", "all", "lora" + INPUTS)
 FACTORS = (1.0, 0.5, 2.0)
 SEEDS = (0, 1)
 
@@ -140,14 +142,17 @@ def _prepared(model: Tagger, ids: Tensor) -> Tensor:
 def run(task: Task, part: str, factor: float, seed: int) -> dict[str, Any]:
     """Train one part; return the record."""
     start, cpu = time.perf_counter(), time.process_time()
-    model = task.model(part, seed)
+    model = task.model(part.removesuffix(INPUTS), seed)
     plan = pg.PrivacyPlan.for_budget(**PLAN, seed=seed)
+    even = None
+    if part.endswith(INPUTS):
+        even = pg.precondition.inputs(task.public, source="packages that are not trained on", power=0.25, ridge=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        chosen = pg.suggest(model, plan, public_batch=_prepared(model, task.public))
+        chosen = pg.suggest(model, plan, public_batch=_prepared(model, task.public[:64]))
         step = chosen.noise_step * factor
         optimizer = pg.optim.SGD(model.named_parameters(), noise_step=step, momentum=chosen.momentum)
-        private_grad = pg.PrivateGradient(model, losses, chosen.plan, clip=chosen.clip)
+        private_grad = pg.PrivateGradient(model, losses, chosen.plan, clip=chosen.clip, precondition=even)
         examples = TensorDataset(task.inputs(model), task.train_tags)
         pg.fit(private_grad, optimizer, examples, scheduler=chosen.schedule, progress=False)
     with torch.no_grad():
@@ -171,7 +176,7 @@ def seconds_of(task: Task, part: str) -> float:
     """Return the planned CPU seconds of the steps of one training, from the second step on 8 and on 40 texts."""
     taken: list[float] = []
     for count in (8, 40):
-        model = task.model(part, 0)
+        model = task.model(part.removesuffix(INPUTS), 0)
         numbers: dict[str, Any] = {"num_examples": count, "expected_batch_size": count, "sample_rate": 1.0, "steps": 2}
         plan = pg.PrivacyPlan(**numbers, noise_multiplier=1.0, max_grad_norm=0.1)
         examples = TensorDataset(_prepared(model, task.train[:count]), task.train_tags[:count])
