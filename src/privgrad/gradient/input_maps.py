@@ -191,7 +191,7 @@ def inputs(
     *,
     source: str,
     forward: Forward | None = None,
-    power: float = 0.5,
+    power: float = 0.35,
     ridge: float = 0.1,
     every: int = 100,
     batch_size: int = 1024,
@@ -234,9 +234,9 @@ def inputs(
         raise expected(name, "source", "to be a text that describes the examples", repr(source), remedy)
     if forward is not None:
         require_callable(name, "forward", forward, "give (model, examples) -> outputs")
-    require_positive(name, "power", power, "0.5 is the default")
+    require_positive(name, "power", power, "0.35 is the default")
     if power > 1:
-        raise expected(name, "power", "to be in (0, 1]", power, "0.5 is the default")
+        raise expected(name, "power", "to be in (0, 1]", power, "0.35 is the default")
     require_positive(name, "ridge", ridge, "0.1 is the default")
     for argument, value, least in (
         ("every", every, 1),
