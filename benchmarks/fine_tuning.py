@@ -1,9 +1,9 @@
-"""Accuracy of privately fine-tuning parts of MiniLM on tags of Debian packages, each at three noise steps.
+"""Accuracy of privately fine-tuning parts of MiniLM on tags of Debian packages, each at four noise steps.
 
 `python -m benchmarks.fine_tuning --plan` measures a step of each part and prints the planned seconds. Without `--plan`
 it appends a line to results/fine-tuning/runs.jsonl for each training that the file does not hold yet, so it can be
 stopped and started at any time. All trainings have the same plan, epsilon 3 and the same texts. The noise step is that
-of `privgrad.suggest`, half of it and twice of it; a second seed trains with the best of the three. Recall is measured
+of `privgrad.suggest`, a tenth, half and twice of it; a second seed trains with the best of the four. Recall is measured
 on test texts, which also choose the noise step, and is NOT private for these. "lora, inputs" is LoRA with
 preconditioned inputs.
 """
@@ -36,7 +36,7 @@ PLAN: dict[str, Any] = {
 }
 INPUTS = ", inputs"
 PARTS = ("head", "last layer", "biases", "lora", "all", "lora" + INPUTS)
-FACTORS = (1.0, 0.5, 2.0)
+FACTORS = (1.0, 0.5, 0.1, 2.0)
 SEEDS = (0, 1)
 
 

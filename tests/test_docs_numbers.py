@@ -82,7 +82,8 @@ def test_what_choosing_says_was_measured_stands_in_the_records():
 
 
 def test_what_choosing_says_in_words_stands_in_its_table():
-    text = re.sub(r"(?s)## Defaults without tuning\n.*?(?=## )", "", CHOOSING.read_text())  # the next test reads it
+    own = r"(?s)## (Defaults without tuning|Fine-tuning a pretrained model)\n.*?(?=## )"  # other tests read these
+    text = re.sub(own, "", CHOOSING.read_text())
     before, table, after = re.split(r"((?:^\|.*\n)+)", text, maxsplit=1, flags=re.MULTILINE)
     numbers = re.findall(r"\d+\.\d+(?: %)?", before + after)
     assert numbers
@@ -294,3 +295,30 @@ def test_where_noise_was_small_enough_is_what_the_plans_say():
         parameters = sum(parameter.numel() for parameter in model.parameters())
         found = sigma * (parameters / privacy["steps"]) ** 0.5 / privacy["expected_batch_size"]
         assert printed(found, length) == length, name
+
+
+def test_what_fine_tuning_has_reached_stands_in_the_records():
+    held = [json.loads(line) for line in (ROOT / "results/fine-tuning/runs.jsonl").read_text().splitlines()]
+    parts = {
+        "a new head": "head",
+        "the last layer and a head": "last layer",
+        "biases and a head": "biases",
+        "LoRA and a head": "lora",
+        "LoRA and a head, inputs evened out": "lora, inputs",
+        "all weights": "all",
+    }
+    table = re.findall(
+        r"^\| (.*?) \| ([\d,]+) \| (.*? %) \| (.*? %) \| (.*? %) \| (.*? %) \| (.*? %) \| (\d+) s \|",
+        CHOOSING.read_text(),
+        re.M,
+    )
+    assert {row[0] for row in table} == set(parts)
+    for name, trained, *cells, seconds in table:
+        own = [run for run in held if run["part"] == parts[name]]
+        first = {run["factor"]: 100 * run["recall@5"] for run in own if run["seed"] == 0}
+        (second,) = [run for run in own if run["seed"] == 1]
+        assert [f"{first[factor]:.1f} %" for factor in (0.1, 0.5, 1.0, 2.0)] == cells[:4]
+        assert f"{100 * second['recall@5']:.1f} %" == cells[4]
+        assert second["factor"] == max(first, key=lambda factor: first[factor])
+        assert trained == f"{own[0]['trained_numbers']:,}"
+        assert seconds == f"{statistics.median(run['cpu_seconds'] for run in own):.0f}"
