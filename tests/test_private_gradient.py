@@ -437,3 +437,28 @@ def test_few_of_our_frames_lie_between_a_batch_and_the_first_layer():
     found.clear()
     private_grad(next(batches))
     assert found == [8]
+
+
+class _WithPooler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.pooler = nn.Linear(5, 3), nn.Linear(5, 5)
+        self.mask_token = nn.Parameter(torch.zeros(5))
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def test_unused_parameters_are_frozen_by_name():
+    model, data, plan = _WithPooler(), make_data(), make_plan()
+    with pytest.raises(pg.PrivacyError, match=r"no gradient for mask_token, pooler.*privgrad\.freeze_unused"):
+        pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, data))
+    assert pg.freeze_unused(model, loss_fn, data[:3]) == ["mask_token", "pooler.weight", "pooler.bias"]
+    assert pg.freeze_unused(model, loss_fn, data[:3]) == []
+    found = pg.PrivateGradient(model, loss_fn, plan)(first_batch(plan, data))
+    assert set(found.tensors) == {"body.weight", "body.bias"}
+    with pytest.raises(pg.PrivacyError, match="public_batch to be public"):
+        pg.freeze_unused(model, loss_fn, first_batch(plan, data))
+    with pytest.raises(pg.PrivacyError, match="to reach a trainable parameter, got losses without a graph"):
+        pg.freeze_unused(model, lambda model, batch: loss_fn(model, batch).detach(), data[:3])

@@ -20,8 +20,8 @@ from privgrad.processes import Processes
 NAMES = {
     "privgrad": "Batch Budget BudgetExceededError FitResult Head Ledger NoisyGradient PrivacyError PrivacyPlan "
     "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip compare "
-    "federated fit fit_head optim perturb precondition release_histogram release_mean release_second_moment "
-    "release_sum side_information suggest",
+    "federated fit fit_head freeze_unused optim perturb precondition release_histogram release_mean "
+    "release_second_moment release_sum side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -91,6 +91,7 @@ SIGNATURES = {
     pg.precondition.public_adam: "gradient betas keep noise_eps eps eps_inside schedule",
     pg.precondition.public_adagrad: "gradient noise_eps eps eps_inside schedule",
     pg.side_information.frequencies: "counts parameter dim source provenance cap division power",
+    pg.freeze_unused: "model loss_fn public_batch",
     pg.suggest: "model plan public_batch loss_fn",
     pg.Suggestion.optimizer: "self model",
     pg.precondition.raw_ideal_rmsprop: "alpha noise_eps eps eps_inside",

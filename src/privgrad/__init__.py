@@ -6,6 +6,7 @@ from privgrad.comparison import compare
 from privgrad.defaults import Suggestion, suggest
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.gradient.unused import freeze_unused
 from privgrad.heads import Head, fit_head
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
@@ -39,6 +40,7 @@ __all__ = [
     "federated",
     "fit",
     "fit_head",
+    "freeze_unused",
     "optim",
     "perturb",
     "precondition",
