@@ -27,6 +27,7 @@ from privgrad.experiments.sources import called, imported
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import BlockTable, FeaturesTable
 from privgrad.features import Extractor, Public
+from privgrad.features.caching import cached
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
 from privgrad.heads.head import Target
@@ -132,19 +133,27 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtyp
             made[name] = made["train"]
         elif part is not None:
             place = None if folder is None else folder / name
-            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place, dtype)
+            compute = cached if "public" in name else features.cache  # public rows may be those of the extractor
+            inputs = _features(compute, extractor, part.tensors[0], len(data.input_shape), place, dtype)
             made[name] = TensorDataset(inputs, *part.tensors[1:])
     shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
     return replace(data, **made, input_shape=shape, vocabulary=None, public_inputs=None, extractor=extractor)
 
 
-def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None, dtype: torch.dtype) -> Tensor:
+def _features(
+    compute: Callable[..., Tensor],
+    extractor: Extractor,
+    inputs: Tensor,
+    dims: int,
+    folder: Path | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons."""
     rows = inputs.flatten(0, -dims - 1)
     if len(rows) == 0:
         width = extractor(torch.zeros(1, *rows.shape[1:], dtype=rows.dtype)).shape[1]
         return torch.zeros(*inputs.shape[:-dims], width, dtype=dtype)
-    made = features.cache(extractor, rows, folder, dtype=dtype)
+    made = compute(extractor, rows, folder, dtype=dtype)
     return made.view(*inputs.shape[:-dims], -1)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from privgrad.errors import described, expected
 
 FORMAT = 1  # of config.json and of digests
+SHARED = "shared_with_public"  # attribute of features, for `fit_head`: how many of their rows, at least, are public
 EXTRACTORS: dict[str, type["Extractor"]] = {}  # by class name, for load_extractor
 
 Rows = Tensor | Sequence[str]
@@ -35,7 +36,7 @@ class Public:
         PrivacyError: there are no rows, or the source is empty.
     Privacy:
         The library cannot check that rows are public. The source states it, and the ledger shows the source. `cache`
-        refuses private rows of which most are among the public ones.
+        and `fit_head` refuse private rows of which most are among the public ones.
     """
 
     rows: Rows
@@ -49,14 +50,39 @@ class Public:
 
 
 def marks_of(rows: Rows) -> Tensor:
-    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes."""
+    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes.
+
+    A text has the hash of its row of bytes, see `text_rows`, unless the row is cut.
+    """
     if isinstance(rows, Tensor):
         flat = rows.detach().cpu().contiguous().flatten(1)
         contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
+        contents = [content.rstrip(b"\0") for content in contents] if rows.dtype == torch.int8 else contents
     else:
-        contents = [text.encode() for text in rows]
+        contents = [text.replace("\0", " ").encode("utf-8", "replace") for text in rows]
     digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
     return torch.frombuffer(bytearray(digests), dtype=torch.int64)
+
+
+class Copies:
+    """The public rows of each part of an extractor among other rows. `cache` and `Extractor.forward` count them."""
+
+    def __init__(self, extractor: "Extractor", count: int) -> None:
+        marks = [value for name, value in extractor.named_buffers() if name.split(".")[-1] == "marks"]
+        self.parts = [(set(cast("list[int]", value.tolist())), set[int]()) for value in marks]
+        self.count = count
+
+    def add(self, rows: Rows) -> int:
+        """Return 0; or a number of found copies that is too large: just above half of the rows, or of the public ones.
+
+        Fewer may be equal by chance, such as black images.
+        """
+        own = cast("list[int]", marks_of(rows).tolist()) if self.parts else []
+        for public, found in self.parts:
+            found |= public.intersection(own)
+            if len(found) > (most := min(self.count, len(public)) // 2):
+                return most + 1
+        return 0
 
 
 class Extractor(nn.Module, ABC):
@@ -129,8 +155,11 @@ class Extractor(nn.Module, ABC):
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
-        size = self._size
-        return torch.cat([self._block(rows[start : start + size]) for start in range(0, len(rows), size)])
+        size, copies = self._size, Copies(self, len(rows))
+        made = torch.cat([self._block(rows[start : start + size]) for start in range(0, len(rows), size)])
+        if shared := copies.add(rows):
+            setattr(made, SHARED, shared)
+        return made
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode: statistics of a batch would mix its rows."""

@@ -23,7 +23,7 @@ from privgrad.budget import Budget
 from privgrad.data.dataset import NO_LABEL
 from privgrad.defaults import head_noise_step
 from privgrad.errors import described, expected, require_integer
-from privgrad.features.extractor import Extractor
+from privgrad.features.extractor import SHARED, Extractor
 from privgrad.gradient.contribution import SampleGradient
 from privgrad.heads.head import Head, Target, declared, privacy_of
 from privgrad.models import UnitLinear
@@ -100,11 +100,13 @@ def fit_head(
         BudgetExceededError: the budget has not enough left; nothing was committed.
     Privacy:
         As PrivateGradient, if the features of a row depend on that row and on public numbers only. Features that were
-        chosen, centered or scaled with private rows are a release that no epsilon covers.
+        chosen, centered or scaled with private rows are a release that no epsilon covers. Features that an extractor
+        returned for its own public rows are refused; a copy or a part of them is not recognized.
     Reference:
         Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
     """
     rows, given = _tensor("features", features), _tensor("labels", labels)
+    _require_private(rows)
     target = _target(rows, given, num_classes, bounds)
     unit = _unit(rows, privacy_unit, plan)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
@@ -148,6 +150,15 @@ def _tensor(name: str, values: object) -> Tensor:
         remedy = "convert it by numpy.asarray or torch.as_tensor"
         raise expected("fit_head", name, "to be a tensor or a numpy array", described(values), remedy)
     return values
+
+
+def _require_private(rows: Tensor) -> None:
+    """Raise PrivacyError if an extractor made the features of its own public rows."""
+    shared = getattr(rows, SHARED, 0)
+    if shared:
+        condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
+        remedy = "compute the extractor's statistics, or its vocabulary, on public rows"
+        raise expected("fit_head", "features", condition, f"at least {shared}", remedy)  # the number is private
 
 
 def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
