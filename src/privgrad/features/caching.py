@@ -88,7 +88,7 @@ def cached(
             for start in range(0, count, block):
                 part = _slice(data, start, start + block)
                 _count(copies, part)
-                parts.append(_features(extractor, part, dtype))
+                parts.append(_features(extractor, part, start, dtype))
                 shown.advance(task, len(parts[-1]))
             return torch.cat(parts)
         place = Path(folder)
@@ -101,7 +101,7 @@ def cached(
                 _count(copies, part)
                 digest = _digest(part)
                 if not store.holds(index, start, digest):
-                    store.add(index, start, size, digest, _features(extractor, part, dtype).numpy())
+                    store.add(index, start, size, digest, _features(extractor, part, start, dtype).numpy())
                 shown.advance(task, min(size, count - start))
             return store.features()
 
@@ -232,8 +232,8 @@ def _slice(data: Any, start: int, stop: int) -> Rows:
     return torch.stack(rows) if isinstance(rows[0], Tensor) else rows
 
 
-def _features(extractor: Extractor, rows: Rows, dtype: torch.dtype) -> Tensor:
-    made: Tensor = extractor(rows).cpu().to(dtype)
+def _features(extractor: Extractor, rows: Rows, start: int, dtype: torch.dtype) -> Tensor:
+    made: Tensor = extractor(rows, first=start).cpu().to(dtype)
     if not bool(made.isfinite().all()):
         raise expected("cache", "dtype", "to hold all features", f"{dtype}, which overflows", "use dtype=torch.float32")
     return made

@@ -137,11 +137,12 @@ class Extractor(nn.Module, ABC):
             rows: at most `block` rows, shape (n, ...) on the extractor's device, or texts.
         """
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: Rows, *, first: int = 0) -> Tensor:
         """Return the features of rows, float32 (n, width), computed in blocks.
 
         Args:
             rows: shape (n, ...), or texts. Bytes (uint8) are divided by 255.
+            first: the number of the first row, for errors.
         Raises:
             PrivacyError: a row's features change with its companions or from call to call, have another shape, or are
                 not finite.
@@ -151,12 +152,15 @@ class Extractor(nn.Module, ABC):
         """
         if len(rows) == 0:
             raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
+        if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
+            raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", described(rows), remedy)
         shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
         size, copies = self._size, Copies(self, len(rows))
-        made = torch.cat([self._block(rows[start : start + size]) for start in range(0, len(rows), size)])
+        made = torch.cat([self._block(rows[i : i + size], first + i) for i in range(0, len(rows), size)])
         if shared := copies.add(rows):
             setattr(made, SHARED, shared)
         return made
@@ -215,9 +219,12 @@ class Extractor(nn.Module, ABC):
             digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def _block(self, rows: Rows) -> Tensor:
+    def _block(self, rows: Rows, start: int | None = None) -> Tensor:
         """Return the features of at most `block` rows, float32, on the device of the rows.
 
+        Args:
+            rows: as in `features`.
+            start: the number of the first row; None for rows of `_try`, which come from the first and the last row.
         Privacy:
             Tensors are filled up to exactly one block with copies of the first. Matrix products of different sizes
             are rounded differently: without this, the number of rows would show in the last bits of each feature.
@@ -233,8 +240,9 @@ class Extractor(nn.Module, ABC):
             got = f"{made.dtype} of shape {tuple(made.shape)}"
             condition = f"to be floating point, of shape ({len(rows)}, width)"
             raise expected(type(self).__name__, "features", condition, got, "return one row for each row")
-        if not bool(made.isfinite().all()):
-            raise expected(type(self).__name__, "features", "to be finite", "inf or NaN", "check the rows for NaN")
+        if (row := first_infinite(made)) is not None:
+            got = "inf or NaN in " + ("the first or the last row" if start is None else f"row {start + row}")
+            raise expected(type(self).__name__, "features", "to be finite", got, "check the rows for NaN")
         return made.float()
 
     @property
@@ -302,6 +310,12 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
         remedy = "give source= in a few words, or a Public(rows, source)"
         raise expected(where, "source", "to be given for bare rows", None, remedy)
     return Public(public, source)
+
+
+def first_infinite(rows: Tensor) -> int | None:
+    """Return the first row that holds inf or NaN; None if all are finite. `heads` calls it too."""
+    finite = rows.isfinite()
+    return None if bool(finite.all()) else int((~finite).flatten(1).any(1).nonzero()[0])
 
 
 def eigen(moment: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.data.dataset import NO_LABEL
-from privgrad.errors import PrivacyError, expected, require_path
-from privgrad.features.extractor import Extractor
+from privgrad.errors import PrivacyError, described, expected, require_path
+from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
@@ -135,14 +135,31 @@ class Head(nn.Module):
         Args:
             rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
                 extractor, features of shape (n, width).
+        Raises:
+            PrivacyError: the rows are of another kind, or a row has features that are not finite.
         """
+        if isinstance(rows, str):
+            raise expected("Head", "rows", "to be a list of texts", described(rows), "give [text]")
         made: list[Tensor] = []
         for start in range(0, len(rows), _BLOCK):
-            block: Any = rows[start : start + _BLOCK]
-            block = torch.as_tensor(block.copy()) if isinstance(block, np.ndarray) else block
-            features = block if self.extractor is None else self.extractor(block)
+            features = self._features(rows[start : start + _BLOCK], start)
             made.append(self.model(features.to(self.model.linear.weight.device)))
         return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
+
+    def _features(self, rows: Any, start: int) -> Tensor:
+        """Return the features of a few rows, of which the first has the number `start`."""
+        if isinstance(rows, np.ndarray):
+            rows = rows.tolist() if rows.dtype.kind in "OSU" else torch.as_tensor(rows.copy())
+        if self.extractor is not None:
+            return self.extractor(rows, first=start)
+        width = self.model.linear.in_features
+        if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
+            got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
+            raise expected("Head", "rows", f"to be features of shape (n, {width})", got, "give those of the training")
+        if (row := first_infinite(rows)) is not None:
+            remedy = "leave the row out, or correct its features"
+            raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+        return rows
 
     def predict(self, rows: Rows) -> Tensor:
         """Return the class of each row (n,), its 5 likeliest tags (n, 5), the likeliest first, or its number (n,).
