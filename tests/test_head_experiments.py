@@ -48,6 +48,17 @@ def test_defaults_are_those_of_fit_head_and_none_decides_privacy():
     (method,) = spec.methods
     assert (method.noise_step, method.schedule and method.schedule.decay) == (0.15, "cosine")
     assert check_spec(changed(privacy={"steps": 7}), "digits.toml").privacy.steps == 7
+    for schedule, step, decay in (
+        ("constant", 0.06, "constant"),
+        ({"warmup": 0.1}, 0.06, "constant"),
+        ("linear", 0.15, "linear"),
+    ):
+        spec = check_spec(changed(run={"schedule": schedule}), "digits.toml")
+        (method,) = spec.methods
+        made = spec.schedule_of(method)
+        assert (method.noise_step, made and made.decay) == (step, decay)
+    with pytest.raises(pg.PrivacyError, match=r"run.schedule.* to be one of constant, linear, cosine, got 'fast'"):
+        check_spec(changed(run={"schedule": "fast"}), "digits.toml")
     for name in ("delta", "num_examples", "target_epsilon"):
         own = {key: value for key, value in DIGITS["privacy"].items() if key != name}
         with pytest.raises(pg.PrivacyError, match=name):

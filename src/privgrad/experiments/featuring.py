@@ -58,11 +58,13 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(privacy.get("num_examples"), int):
         defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
     made = {**raw, "privacy": defaults | privacy}
-    run = raw.get("run")
-    if "methods" not in raw and "tuning" not in raw and not (isinstance(run, dict) and "schedule" in run):
-        step = head_noise_step("cosine", of_numbers=False)
+    if "methods" not in raw and "tuning" not in raw:
+        run = raw.get("run")
+        schedule: Any = run.get("schedule") if isinstance(run, dict) else None
+        decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
+        step = head_noise_step(decay, of_numbers=False)
         method = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}, "noise_step": step}
-        made["methods"] = [method | {"schedule": "cosine"}]
+        made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
 
 
