@@ -81,9 +81,11 @@ def test_classes_by_name_in_a_pipeline_and_saved(tmp_path: Path):
     assert np.array_equal(np.where(likely, "yes", "no"), model.predict(rows))
     assert np.array_equal(model.decision_function(rows) > 0, likely)
     assert np.array_equal(pickle.loads(pickle.dumps(model)).predict(rows), model.predict(rows))
-    model.head_.save(tmp_path)  # with its bounds
-    loaded = pg.Head.load(tmp_path).predict(rows.astype(np.float32))
-    assert np.array_equal(model.classes_[loaded.numpy()], model.predict(rows))
+    model.head_.save(tmp_path)  # with its bounds and classes
+    loaded = pg.Head.load(tmp_path)
+    assert loaded.classes is not None
+    found = [loaded.classes[k] for k in loaded.predict(rows.astype(np.float32)).tolist()]
+    assert found == model.predict(rows).tolist()
 
 
 def test_numbers_within_public_bounds():

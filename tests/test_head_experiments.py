@@ -77,6 +77,7 @@ def test_train_prints_metric_and_epsilon_and_saves_a_head_for_raw_images(tmp_pat
     head = pg.Head.load(tmp_path / answer["head"])
     images, truth = data.digits(standardize=False).test.tensors
     assert (head.predict(images) == truth).double().mean() == pytest.approx(answer["accuracy"], abs=0.003)
+    assert head.image_shape == (1, 8, 8)
     (tmp_path / answer["head"] / "head.json").unlink()  # as if the process had ended while it wrote the folder
     (tmp_path / "out" / "runs.jsonl").unlink()
     assert json.loads(trained().splitlines()[-1])["accuracy"] == answer["accuracy"]
@@ -205,7 +206,9 @@ def test_texts_with_the_words_of_public_texts(tmp_path: Path):
     tables["data"] = table | {"file": "mail.csv", "elsewhere": table | {"file": "public.csv"}}
     (record,) = runner.train(check_spec(tables, tmp_path / "mail.toml"), tmp_path / "out", progress=False)
     assert record["test_accuracy"] > 0.9
-    assert pg.Head.load(record["head"]).predict(["see you at lunch", "win money now"]).tolist() == [1, 0]
+    head = pg.Head.load(record["head"])
+    assert head.predict(["see you at lunch", "win money now"]).tolist() == [1, 0]
+    assert head.classes == ["spam", "mail"]
 
 
 def test_every_recipe_is_valid_and_in_the_documents():

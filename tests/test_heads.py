@@ -224,6 +224,36 @@ def test_a_saved_head_predicts_from_raw_rows_in_another_object(tmp_path: Path):
         head.save(tmp_path / "head")
 
 
+def test_a_saved_head_knows_its_classes_and_refuses_images_of_another_size(tmp_path: Path):
+    head, images = image_head()
+    head.classes = ["one", "two"]
+    with pytest.raises(pg.PrivacyError, match="classes to be 3 names, got 2 names"):
+        head.save(tmp_path / "head")
+    head.classes = ["one", "two", "three"]
+    head.save(tmp_path / "head")
+    loaded = pg.Head.load(tmp_path / "head")
+    assert loaded.classes == ["one", "two", "three"]
+    for one in (head, loaded):
+        with pytest.raises(
+            pg.PrivacyError, match=r"images of shape \(n, 1, 8, 8\), as in training, got \(60, 1, 16, 16\)"
+        ):
+            one.predict(images.repeat(1, 1, 2, 2))
+    facts = json.loads((tmp_path / "head" / "head.json").read_text())
+    del facts["classes"], facts["image_shape"]  # as an older version wrote it
+    (tmp_path / "head" / "head.json").write_text(json.dumps(facts))
+    old = pg.Head.load(tmp_path / "head")
+    assert old.classes is None
+    assert old.predict(images.repeat(1, 1, 2, 2)).shape == (60,)
+
+
+def test_an_extractor_of_several_sizes_leaves_the_size_open():
+    extractor = Hog(places=(2,))
+    sizes = [torch.rand(60, 1, size, size) for size in (8, 9)]
+    features = [extractor(images) for images in sizes]
+    head = pg.fit_head(features[0], Y, num_classes=3, extractor=extractor, plan=make_plan(1.0), progress=False)
+    assert head.predict(sizes[1]).shape == (60,)
+
+
 def _other_extractor(folder: Path) -> None:
     save_extractor(Hog(places=(3,)), folder / "extractor")
 

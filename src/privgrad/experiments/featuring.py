@@ -30,7 +30,7 @@ from privgrad.features import Extractor, Public
 from privgrad.features.caching import cached
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
-from privgrad.heads.head import Target
+from privgrad.heads.head import Target, images_of
 from privgrad.models import UnitLinear
 
 BLOCKS: dict[str, Callable[..., Extractor]] = {
@@ -225,5 +225,6 @@ def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[st
     if not (folder / "head.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
-        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy).save(folder)
+        facts: dict[str, Any] = {"classes": data.classes, "image_shape": images_of(data.extractor)}
+        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy, **facts).save(folder)
     return str(folder)

@@ -94,6 +94,7 @@ class Extractor(nn.Module, ABC):
     Attributes:
         source: where its constants come from, for the ledger, such as "no data".
         options: names of the attributes that hold its settings, as values that JSON can hold.
+        shapes: of the rows, as tensors, whose features it or a cache has returned in this process.
         block: the number of rows in one call of `features`, unless a nested extractor takes fewer. Fewer rows of a
             tensor are filled up to it.
         tolerance: the largest norm of the change that companions may cause by rounding, over the norm of the features.
@@ -125,6 +126,7 @@ class Extractor(nn.Module, ABC):
         super().__init__()
         self.source = source
         self._tried: set[tuple[int, ...]] = set()
+        self.shapes: set[tuple[int, ...]] = set()
         for name, constant in constants.items():
             self.register_buffer(name, constant.detach())
         self.eval()
@@ -155,10 +157,11 @@ class Extractor(nn.Module, ABC):
         if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
             raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", described(rows), remedy)
-        shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
+        shape = shape_of(rows)
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
+        self.shapes.add(shape)
         size, copies = self._size, Copies(self, len(rows))
         made = torch.cat([self._block(rows[i : i + size], first + i) for i in range(0, len(rows), size)])
         if shared := copies.add(rows):
@@ -310,6 +313,11 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
         remedy = "give source= in a few words, or a Public(rows, source)"
         raise expected(where, "source", "to be given for bare rows", None, remedy)
     return Public(public, source)
+
+
+def shape_of(rows: Rows) -> tuple[int, ...]:
+    """Return the shape of one row; () for texts. `caching` calls it too."""
+    return tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
 
 
 def first_infinite(rows: Tensor) -> int | None:
