@@ -188,22 +188,23 @@ def test_patients_with_visits_are_protected_together(tmp_path: Path):
 
 
 def test_texts_with_the_words_of_public_texts(tmp_path: Path):
-    for name, words in (
-        ("mail.csv", ("win money now", "see you at lunch")),
-        ("public.csv", ("win lunch", "money see")),
+    for name, words, labels in (
+        ("mail.csv", ("win money now", "see you at lunch"), ("spam", "mail")),
+        ("public.csv", ("win lunch", "money see"), ("help pages", "help pages")),
     ):
         with (tmp_path / name).open("w", newline="") as file:
-            rows = [[f"{words[k % 2]} {k} {name}", ("spam", "mail")[k % 2]] for k in range(200)]
+            rows = [[f"{words[k % 2]} {k} {name}", labels[k % 2]] for k in range(200)]
             csv.writer(file).writerows([["text", "kind"], *rows])
-    table: dict[str, Any] = {"unit": "row", "label": "kind", "classes": ["spam", "mail"], "test_share": 0.25}
-    table["columns"] = {"text": {"kind": "text", "length": 64}}
+    columns = {"text": {"kind": "text", "length": 64}}
+    table: dict[str, Any] = {"unit": "row", "label": "kind", "classes": ["spam", "mail"], "columns": columns}
+    public = table | {"file": "public.csv", "classes": ["help pages", "articles"]}
     tables = changed(
         data=None,
         features={"blocks": ["tf-idf"], "whiten": None, "public": "data"},
         privacy={"num_examples": 120, "delta": 1e-3, "steps": 30},
     )
     del tables["features"]["whiten"]
-    tables["data"] = table | {"file": "mail.csv", "elsewhere": table | {"file": "public.csv"}}
+    tables["data"] = table | {"file": "mail.csv", "test_share": 0.25, "elsewhere": public}
     (record,) = runner.train(check_spec(tables, tmp_path / "mail.toml"), tmp_path / "out", progress=False)
     assert record["test_accuracy"] > 0.9
     head = pg.Head.load(record["head"])
