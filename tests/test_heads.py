@@ -381,6 +381,17 @@ def test_rows_without_a_prediction_are_refused(rows: Any, message: str, by_extra
             predict(rows)
 
 
+def test_rows_of_another_width_than_in_training_are_refused():
+    extractor = Scaled(-9.0, 9.0)
+    head = pg.fit_head(extractor(X), Y, num_classes=3, extractor=extractor, plan=make_plan(1.0), progress=False)
+    with pytest.raises(pg.PrivacyError, match=r"features of rows to have shape \(n, 8\), got \(60, 6\)"):
+        head.predict(X[:, :5])
+    with pytest.raises(
+        pg.PrivacyError, match=r"rows to have shape \(n, ...\), got \(7,\); give one row as rows\[None\]"
+    ):
+        head.predict(X[0])
+
+
 # --- budget, resume, persons ------------------------------------------------------------------------------------------
 
 

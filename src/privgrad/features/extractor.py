@@ -154,6 +154,9 @@ class Extractor(nn.Module, ABC):
         """
         if len(rows) == 0:
             raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
+        if isinstance(rows, Tensor) and rows.ndim < 2:
+            got, remedy = tuple(rows.shape), "give one row as rows[None]"
+            raise expected(type(self).__name__, "rows", "to have shape (n, ...)", got, remedy)
         if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
             raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", described(rows), remedy)

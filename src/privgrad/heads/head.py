@@ -161,11 +161,16 @@ class Head(nn.Module):
             if self.image_shape is not None and isinstance(rows, Tensor) and tuple(rows.shape[1:]) != self.image_shape:
                 condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))}), as in training"
                 raise expected("Head", "rows", condition, tuple(rows.shape), "read and resize them as in training")
-            return self.extractor(rows, first=start)
+            rows = self.extractor(rows, first=start)
         width = self.model.linear.in_features
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
             got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
-            raise expected("Head", "rows", f"to be features of shape (n, {width})", got, "give those of the training")
+            if self.extractor is None:
+                raise expected(
+                    "Head", "rows", f"to be features of shape (n, {width})", got, "give those of the training"
+                )
+            remedy = "give rows of as many numbers as in training"
+            raise expected("Head", "the features of rows", f"to have shape (n, {width})", got, remedy)
         if (row := first_infinite(rows)) is not None:
             remedy = "leave the row out, or correct its features"
             raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
