@@ -202,7 +202,13 @@ def _saved_head() -> dict[str, Any]:
     head = pg.fit_head(images.flatten(1), labels, **facts, steps=2, progress=False)
     head.model.input_dims = 3
     head.save("runs/digits/runs/head-u0.15-final-seedNone/head")
-    return {}
+    return _features()
+
+
+def _image_is_read_as_by_the_loader(names: dict[str, Any], printed: str) -> None:
+    facts: dict[str, Any] = {"classes": ["indoors", "outdoors"], "size": 8, "channels": 1, "standardize": False}
+    images = data.image_folder("photographs", unit="row", **facts).train.tensors[0]
+    assert (images == names["image"]).flatten(1).all(1).sum() == 1
 
 
 def _own_data() -> dict[str, str]:
@@ -286,7 +292,9 @@ GIVEN = {
         smaller={'"sentence-transformers/all-MiniLM-L6-v2"': '"encoder"', "max_length=128": "max_length=32"},
         packages=("sklearn", "transformers"),
     ),
-    "docs/recipes.md": Given(names={"The saved head": _saved_head}, packages=("sklearn",)),
+    "docs/recipes.md": Given(
+        names={"The saved head": _saved_head}, packages=("sklearn",), check=_image_is_read_as_by_the_loader
+    ),
     "docs/federated.md": Given(names={"": _federated}, smaller={"rounds=100": "rounds=3"}),
     "docs/flower.md": Given(names={"": _flower}, packages=("flwr",)),
     "docs/guide.md": Given(

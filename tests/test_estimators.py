@@ -46,12 +46,14 @@ def failed(estimator: Any, expected: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*this object was fitted before")
 @pytest.mark.parametrize("estimator", [CLASSIFIER, REGRESSOR], ids=["classifier", "regressor"])
 def test_scikit_learns_checks(estimator: Any):
     assert failed(estimator, OF_NOISE | OF_CLASSES) == {}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*this object was fitted before")
 @pytest.mark.parametrize("estimator", [CLASSIFIER, REGRESSOR], ids=["classifier", "regressor"])
 def test_the_checks_of_equal_trainings_pass_under_a_research_seed(estimator: Any):
     seeded = type(estimator)(**estimator.get_params() | {"seed": 0})
@@ -81,9 +83,11 @@ def test_classes_by_name_in_a_pipeline_and_saved(tmp_path: Path):
     assert np.array_equal(np.where(likely, "yes", "no"), model.predict(rows))
     assert np.array_equal(model.decision_function(rows) > 0, likely)
     assert np.array_equal(pickle.loads(pickle.dumps(model)).predict(rows), model.predict(rows))
-    model.head_.save(tmp_path)  # with its bounds
-    loaded = pg.Head.load(tmp_path).predict(rows.astype(np.float32))
-    assert np.array_equal(model.classes_[loaded.numpy()], model.predict(rows))
+    model.head_.save(tmp_path)  # with its bounds and classes
+    loaded = pg.Head.load(tmp_path)
+    assert loaded.classes is not None
+    found = [loaded.classes[k] for k in loaded.predict(rows.astype(np.float32)).tolist()]
+    assert found == model.predict(rows).tolist()
 
 
 def test_numbers_within_public_bounds():
@@ -111,6 +115,10 @@ def test_numbers_within_public_bounds():
         ({"num_examples": None}, "num_examples to be given, got None"),
         ({"feature_bounds": ([18, 0, 0], [90, 1, 1])}, r"rows to have shape \(n, 3\)"),
         ({"feature_bounds": (1, 0)}, "low and high to be finite, and low < high"),
+        ({"feature_bounds": [(-5, 5)] * 20}, r"feature_bounds to be a pair \(low, high\), got \[\(-5, 5\)"),
+        ({"feature_bounds": ([18, 0, 0], [90, 1])}, r"feature_bounds to be a pair"),
+        ({"feature_bounds": 90}, r"feature_bounds to be a pair \(low, high\), got 90"),
+        ({"num_examples": 401}, "in cross-validation, at most that of the rows in the training part of a fold"),
     ],
 )
 def test_refused(changes: Any, message: str):
@@ -123,6 +131,23 @@ def test_refused(changes: Any, message: str):
     } | changes
     with pytest.raises(pg.PrivacyError, match=message):
         PrivateLogisticRegression(**facts).fit(rows, votes)
+
+
+def test_a_second_training_of_an_object_is_counted_or_warned_of(tmp_path: Path):
+    rows, votes = people()
+    facts: dict[str, Any] = {"classes": ["yes", "no"], "delta": 1e-3, "num_examples": 400, "steps": 2}
+    model = PrivateLogisticRegression(target_epsilon=1.0, **facts).fit(rows, votes)
+    with pytest.warns(UserWarning, match="this object was fitted before. Both trainings are releases"):
+        model.fit(rows, votes)
+    resumed = PrivateLogisticRegression(target_epsilon=1.0, output_dir=tmp_path / "one", **facts).fit(rows, votes)
+    weight = resumed.head_.model.linear.weight
+    assert resumed.fit(rows, votes).head_.model.linear.weight.equal(weight)
+    budget = pg.Budget(
+        tmp_path / "budget.jsonl", total_epsilon=2.0, delta=1e-3, num_examples=400, privacy_unit="example"
+    )
+    counted = PrivateLogisticRegression(target_epsilon=0.5, budget=budget, output_dir=tmp_path / "two", **facts)
+    counted.fit(rows, votes).set_params(output_dir=tmp_path / "three").fit(rows, votes)
+    assert len(budget.commitments) == 2
 
 
 def test_nothing_that_decides_privacy_has_a_default():

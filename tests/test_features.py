@@ -353,7 +353,12 @@ def test_refused_files(tmp_path: Path):
         other.module[0].bias.add_(1)  # pyright: ignore
     given = {"small": frozen()}
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: ft.load_extractor(folder), "expected modules to hold 'small'"),
+        (lambda: ft.load_extractor(folder), r"expected modules to hold the Frozen 'small', got \[\]; make it"),
+        (
+            lambda: ft.load_extractor(folder, modules={"smal": other}),
+            r"got \['smal'\]; did you mean 'small'\? Make it with",
+        ),
+        (lambda: ft.load_extractor(folder, modules={"small": ft.Hog()}), r"got 'small', a Hog; make it with"),
         (lambda: ft.load_extractor(folder, modules={"small": other}), "expected the digest of"),
         (lambda: ft.load_extractor(tmp_path / "none", modules=given), "does not exist"),
         (lambda: ft.load_extractor(written(format=99), modules=given), "expected the format of .* to be 1, got 99"),

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from privgrad.data import MINILM
 from privgrad.experiments import featuring
 from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.load_spec import check_spec
-from privgrad.features import FrozenText, Public, TfIdf, join, load_extractor, save_extractor, text_rows
+from privgrad.features import FrozenText, Public, TfIdf, cache, join, load_extractor, save_extractor, text_rows
 from privgrad.features.text import texts_of
 from test_data_text import needs_lists, save_letter_tokenizer, write_lists
 from test_own_data import write_csv
@@ -94,6 +95,28 @@ def test_wrong_settings_of_tf_idf_are_refused(given: dict[str, Any], message: st
     keywords: dict[str, Any] = {"public": PUBLIC} | given
     with pytest.raises(pg.PrivacyError, match=message):
         TfIdf(**keywords)
+
+
+def test_a_vocabulary_of_private_texts_is_found():
+    texts = [f"letter {k} of Ada Lovelace, née Byron" for k in range(40)]
+    words = TfIdf(texts[:30], "public, so they say", vocabulary=50)
+    more = [f"letter {k} to Charles Babbage" for k in range(40)]
+    others = [f"{text}, public" for text in more * 20]  # of a second block, and more than the rows
+    for made, rows in (
+        (words, texts),
+        (words, text_rows(texts, 100)),
+        (TfIdf(text_rows(texts[:30], 100), "so they say", vocabulary=50), texts),
+        (join((TfIdf(others, "others", vocabulary=9), 1.0), (words, 1.0)), texts[10:] + more[:10]),
+    ):
+        with pytest.raises(pg.PrivacyError, match=r"rows to share at most 1\d rows with the public rows"):
+            cache(made, rows, progress=False)
+        facts: dict[str, Any] = {"num_classes": 2, "target_epsilon": 1.0, "delta": 1e-3, "num_examples": 40}
+        with pytest.raises(pg.PrivacyError, match=r"features to be of rows that share at most 1\d with the public"):
+            pg.fit_head(made(rows), torch.arange(40) % 2, extractor=made, progress=False, **facts)
+    some = TfIdf(texts[:5] + more[:25], "some equal by chance", vocabulary=50)
+    assert torch.equal(cache(some, texts, progress=False), some(texts))
+    head = pg.fit_head(some(texts), torch.arange(40) % 2, extractor=some, progress=False, steps=2, **facts)
+    assert torch.equal(head.predict(np.array(texts[:2])), head.predict(texts[:2]))
 
 
 # Frozen transformers

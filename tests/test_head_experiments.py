@@ -48,6 +48,17 @@ def test_defaults_are_those_of_fit_head_and_none_decides_privacy():
     (method,) = spec.methods
     assert (method.noise_step, method.schedule and method.schedule.decay) == (0.15, "cosine")
     assert check_spec(changed(privacy={"steps": 7}), "digits.toml").privacy.steps == 7
+    for schedule, step, decay in (
+        ("constant", 0.06, "constant"),
+        ({"warmup": 0.1}, 0.06, "constant"),
+        ("linear", 0.15, "linear"),
+    ):
+        spec = check_spec(changed(run={"schedule": schedule}), "digits.toml")
+        (method,) = spec.methods
+        made = spec.schedule_of(method)
+        assert (method.noise_step, made and made.decay) == (step, decay)
+    with pytest.raises(pg.PrivacyError, match=r"run.schedule.* to be one of constant, linear, cosine, got 'fast'"):
+        check_spec(changed(run={"schedule": "fast"}), "digits.toml")
     for name in ("delta", "num_examples", "target_epsilon"):
         own = {key: value for key, value in DIGITS["privacy"].items() if key != name}
         with pytest.raises(pg.PrivacyError, match=name):
@@ -66,6 +77,7 @@ def test_train_prints_metric_and_epsilon_and_saves_a_head_for_raw_images(tmp_pat
     head = pg.Head.load(tmp_path / answer["head"])
     images, truth = data.digits(standardize=False).test.tensors
     assert (head.predict(images) == truth).double().mean() == pytest.approx(answer["accuracy"], abs=0.003)
+    assert head.image_shape == (1, 8, 8)
     (tmp_path / answer["head"] / "head.json").unlink()  # as if the process had ended while it wrote the folder
     (tmp_path / "out" / "runs.jsonl").unlink()
     assert json.loads(trained().splitlines()[-1])["accuracy"] == answer["accuracy"]
@@ -176,25 +188,28 @@ def test_patients_with_visits_are_protected_together(tmp_path: Path):
 
 
 def test_texts_with_the_words_of_public_texts(tmp_path: Path):
-    for name, words in (
-        ("mail.csv", ("win money now", "see you at lunch")),
-        ("public.csv", ("win lunch", "money see")),
+    for name, words, labels in (
+        ("mail.csv", ("win money now", "see you at lunch"), ("spam", "mail")),
+        ("public.csv", ("win lunch", "money see"), ("help pages", "help pages")),
     ):
         with (tmp_path / name).open("w", newline="") as file:
-            rows = [[f"{words[k % 2]} {k} {name}", ("spam", "mail")[k % 2]] for k in range(200)]
+            rows = [[f"{words[k % 2]} {k} {name}", labels[k % 2]] for k in range(200)]
             csv.writer(file).writerows([["text", "kind"], *rows])
-    table: dict[str, Any] = {"unit": "row", "label": "kind", "classes": ["spam", "mail"], "test_share": 0.25}
-    table["columns"] = {"text": {"kind": "text", "length": 64}}
+    columns = {"text": {"kind": "text", "length": 64}}
+    table: dict[str, Any] = {"unit": "row", "label": "kind", "classes": ["spam", "mail"], "columns": columns}
+    public = table | {"file": "public.csv", "classes": ["help pages", "articles"]}
     tables = changed(
         data=None,
         features={"blocks": ["tf-idf"], "whiten": None, "public": "data"},
         privacy={"num_examples": 120, "delta": 1e-3, "steps": 30},
     )
     del tables["features"]["whiten"]
-    tables["data"] = table | {"file": "mail.csv", "elsewhere": table | {"file": "public.csv"}}
+    tables["data"] = table | {"file": "mail.csv", "test_share": 0.25, "elsewhere": public}
     (record,) = runner.train(check_spec(tables, tmp_path / "mail.toml"), tmp_path / "out", progress=False)
     assert record["test_accuracy"] > 0.9
-    assert pg.Head.load(record["head"]).predict(["see you at lunch", "win money now"]).tolist() == [1, 0]
+    head = pg.Head.load(record["head"])
+    assert head.predict(["see you at lunch", "win money now"]).tolist() == [1, 0]
+    assert head.classes == ["spam", "mail"]
 
 
 def test_every_recipe_is_valid_and_in_the_documents():

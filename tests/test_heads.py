@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from torch import Tensor
 
 import privgrad as pg
@@ -223,6 +224,36 @@ def test_a_saved_head_predicts_from_raw_rows_in_another_object(tmp_path: Path):
         head.save(tmp_path / "head")
 
 
+def test_a_saved_head_knows_its_classes_and_refuses_images_of_another_size(tmp_path: Path):
+    head, images = image_head()
+    head.classes = ["one", "two"]
+    with pytest.raises(pg.PrivacyError, match="classes to be 3 names, got 2 names"):
+        head.save(tmp_path / "head")
+    head.classes = ["one", "two", "three"]
+    head.save(tmp_path / "head")
+    loaded = pg.Head.load(tmp_path / "head")
+    assert loaded.classes == ["one", "two", "three"]
+    for one in (head, loaded):
+        with pytest.raises(
+            pg.PrivacyError, match=r"images of shape \(n, 1, 8, 8\), as in training, got \(60, 1, 16, 16\)"
+        ):
+            one.predict(images.repeat(1, 1, 2, 2))
+    facts = json.loads((tmp_path / "head" / "head.json").read_text())
+    del facts["classes"], facts["image_shape"]  # as an older version wrote it
+    (tmp_path / "head" / "head.json").write_text(json.dumps(facts))
+    old = pg.Head.load(tmp_path / "head")
+    assert old.classes is None
+    assert old.predict(images.repeat(1, 1, 2, 2)).shape == (60,)
+
+
+def test_an_extractor_of_several_sizes_leaves_the_size_open():
+    extractor = Hog(places=(2,))
+    sizes = [torch.rand(60, 1, size, size) for size in (8, 9)]
+    features = [extractor(images) for images in sizes]
+    head = pg.fit_head(features[0], Y, num_classes=3, extractor=extractor, plan=make_plan(1.0), progress=False)
+    assert head.predict(sizes[1]).shape == (60,)
+
+
 def _other_extractor(folder: Path) -> None:
     save_extractor(Hog(places=(3,)), folder / "extractor")
 
@@ -268,6 +299,8 @@ def test_predictions_of_tags_and_numbers():
 
 X, Y = rows_of(60, 7), torch.arange(60) % 3
 OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
+NO_FEATURES = X.index_fill(0, torch.tensor([7]), math.nan)
+NUMBER: dict[str, Any] = {"num_classes": None, "bounds": (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +320,15 @@ OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
         (X.long(), Y, {}, "features to be floating point"),
         (X[:, :, None, None], Y, {}, "features to be floating point"),
         (X.tolist(), Y, {}, "features to be a tensor or a numpy array"),
+        (sparse.csr_array(X.numpy()), Y, {}, r"to be a tensor or a numpy array, .* convert it by .toarray\(\)"),
+        (NO_FEATURES, Y, {}, "features to be finite, got inf or NaN in row 7"),
+        ((1e30 * X).half(), Y, {}, "features to be finite, got inf or NaN in row 0"),
+        (NO_FEATURES[:, None], Y[:, None], {}, "features to be finite, got inf or NaN in row 7"),
+        (X, NO_FEATURES[:, 0], NUMBER, "labels to be finite, got inf or NaN in row 7"),
+        (X, NO_FEATURES[:, :3], {}, "labels to be finite, got inf or NaN in row 7"),
+        (X, np.array(["a", "b", "c"] * 20), {}, "labels to be numbers, got dtype <U1; replace the name of a class"),
+        (X, Y[:, None], {}, r"labels to have shape \(60,\), got \(60, 1\); give labels\[:, 0\]"),
+        (X, X[:, :1], NUMBER, r"labels to have shape \(60,\), got \(60, 1\); give labels\[:, 0\]"),
         (X[:, None], Y[:, None], {"privacy_unit": "example"}, "privacy_unit to be 'user'"),
         (X, Y, {"source": None}, "extractor or source to be given"),
         (
@@ -295,7 +337,12 @@ OWN: dict[str, Any] = {"target_epsilon": 1.0, "delta": 1e-3, "num_examples": 60}
             {"extractor": Scaled(0.0, 1.0)},
             "extractor or source to be given, not both, got Scaled and 'random numbers'",
         ),
-        (X, Y, {"num_examples": 61, "expected_batch_size": 30}, "at least 61 examples, got 60"),
+        (
+            X,
+            Y,
+            {"num_examples": 61, "expected_batch_size": 30},
+            "num_examples to be at most the number of rows, got 61; lower it",
+        ),
         (X, Y, {"schedule": "fast"}, "to be 'constant', 'linear' or 'cosine'"),
         (X, Y, {"delta": 2.0}, "delta in"),
     ],
@@ -306,6 +353,43 @@ def test_refused_before_anything_is_spent(tmp_path: Path, features: Any, labels:
         pg.fit_head(features, labels, **arguments)
     ledger = tmp_path / "ledger.jsonl"
     assert not ledger.exists() or pg.Ledger(ledger, read_only=True).releases == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (NO_FEATURES, "Head: expected features to be finite, got inf or NaN in row 7"),
+        (NO_FEATURES.numpy(), "got inf or NaN in row 7"),
+        (X.repeat(100, 1).index_fill(0, torch.tensor([5000]), math.nan), "got inf or NaN in row 5000"),
+        (X[:, :5], r"rows to be features of shape \(n, 7\), got \(60, 5\)"),
+        ("text", r"rows to be a list of texts, got 'text', a str; give \[text\]"),
+        (["text"], r"rows to be features of shape \(n, 7\), got \['text'\], a list"),
+        (np.array(["text"]), r"rows to be features of shape \(n, 7\), got \['text'\], a list"),
+    ],
+)
+@pytest.mark.parametrize("by_extractor", [False, True])
+def test_rows_without_a_prediction_are_refused(rows: Any, message: str, by_extractor: bool):
+    if by_extractor and "of shape" in message:
+        message = r"\(n, 7\)" if isinstance(rows, Tensor) else "Scaled: expected rows to be numbers, got a list"
+    elif by_extractor:
+        message = message.replace("Head: expected", "Scaled: expected")
+    extractor = Scaled([-9.0] * 7, [9.0] * 7)
+    facts: dict[str, Any] = {"extractor": extractor, "progress": False} if by_extractor else FACTS
+    head = pg.fit_head(extractor(X) if by_extractor else X, Y, num_classes=3, plan=make_plan(1.0), **facts)
+    for predict in (head.predict, head.predict_proba):
+        with pytest.raises(pg.PrivacyError, match=message):
+            predict(rows)
+
+
+def test_rows_of_another_width_than_in_training_are_refused():
+    extractor = Scaled(-9.0, 9.0)
+    head = pg.fit_head(extractor(X), Y, num_classes=3, extractor=extractor, plan=make_plan(1.0), progress=False)
+    with pytest.raises(pg.PrivacyError, match=r"features of rows to have shape \(n, 8\), got \(60, 6\)"):
+        head.predict(X[:, :5])
+    with pytest.raises(
+        pg.PrivacyError, match=r"rows to have shape \(n, ...\), got \(7,\); give one row as rows\[None\]"
+    ):
+        head.predict(X[0])
 
 
 # --- budget, resume, persons ------------------------------------------------------------------------------------------
@@ -325,7 +409,7 @@ def test_a_budget_pays_once_and_a_second_call_resumes(tmp_path: Path):
     again = pg.fit_head(X, Y, output_dir=tmp_path / "rest", **arguments)
     assert torch.equal(again.model.linear.weight, rest.model.linear.weight)
     assert again.privacy == rest.privacy
-    with pytest.raises(pg.SamplingError, match="at least 60 examples"):
+    with pytest.raises(pg.SamplingError, match="to be at most the number of rows, got 60"):
         pg.fit_head(X[:50], Y[:50], target_epsilon=0.1, output_dir=tmp_path / "few", **arguments)
     assert len(budget.commitments) == 2  # what is refused is not committed
     with pytest.raises(pg.BudgetExceededError):

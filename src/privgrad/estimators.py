@@ -12,7 +12,9 @@ Give each training its own part of one Budget.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import os
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
@@ -22,7 +24,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from privgrad.budget import Budget
-from privgrad.errors import described, expected
+from privgrad.errors import PrivacyError, described, expected
 from privgrad.features import Extractor, Scaled
 from privgrad.heads import Head, fit_head
 from privgrad.schedule import Decay
@@ -53,8 +55,9 @@ class _Private(BaseEstimator):
 
     def _fit_head(self, X: Array, labels: Array, **target: Any) -> None:  # noqa: N803
         """Train the head on the rows of X."""
+        self._warn_of_second()
         rows = _tensor(X)
-        extractor: Extractor | None = None if self.feature_bounds is None else Scaled(*self.feature_bounds)
+        extractor: Extractor | None = None if self.feature_bounds is None else self._scaled(self.feature_bounds)
         self.head_ = fit_head(
             rows if extractor is None else extractor(rows),
             torch.from_numpy(labels),
@@ -75,6 +78,29 @@ class _Private(BaseEstimator):
             progress=False,
         )
 
+    def _scaled(self, bounds: Bounds) -> Scaled:
+        """Return the extractor of public bounds; raise PrivacyError unless they are a pair."""
+        try:
+            low, high = bounds
+            return Scaled(low, high)
+        except PrivacyError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            remedy = "give two numbers, or a list of the lows and a list of the highs of all columns"
+            condition = "to be a pair (low, high)"
+            raise expected(type(self).__name__, "feature_bounds", condition, described(bounds), remedy) from error
+
+    def _warn_of_second(self) -> None:
+        """Warn of a second training that no budget counts."""
+        folder = self.output_dir
+        is_counted = self.budget is not None or (folder is not None and (Path(folder) / "ledger.jsonl").exists())
+        if hasattr(self, "head_") and not is_counted:
+            warnings.warn(
+                f"{type(self).__name__}.fit: this object was fitted before. Both trainings are releases, whose costs "
+                "add up; head_.epsilon is the cost of the last one. Give budget and output_dir to keep the total",
+                stacklevel=4,
+            )
+
     def _rows(self, X: Any) -> torch.Tensor:  # noqa: N803
         """Return checked rows of as many columns as in training."""
         return _tensor(_checked(self, X, reset=False))
@@ -93,12 +119,14 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
             identify this person.
         target_epsilon: as in fit_head; None with a budget uses all that is left.
         delta: as in fit_head; None with a budget.
-        num_examples: as in fit_head, at most the number of rows; None with a budget.
+        num_examples: as in fit_head, at most the number of rows; in cross-validation, of the rows in the training part
+            of a fold. None with a budget.
         feature_bounds: public (low, high) of the columns, as numbers or one per column. Columns are moved to [-1, 1],
             and a constant is added. None: the rows of X are features, whose norm does not count, without a constant.
         steps, expected_batch_size, max_grad_norm, noise_step, schedule: as in fit_head.
         budget: as in fit_head; it needs output_dir.
-        output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again.
+        output_dir: as in fit_head; a second `fit` with the same folder resumes, and does not train again. Without it, a
+            second `fit` is a second release, with a warning.
         seed: a research seed, which voids the privacy guarantee. None for the operating system's entropy.
     Attributes:
         classes_: the classes, sorted.
@@ -157,6 +185,7 @@ class PrivateLogisticRegression(ClassifierMixin, _Private):
             raise expected("fit", "y", condition, got, remedy)
         labels: Array = np.searchsorted(self.classes_, named).astype(np.int64)
         self._fit_head(rows, labels, num_classes=len(self.classes_))
+        self.head_.classes = self.classes_.tolist()
         return self
 
     def decision_function(self, X: Any) -> Array:  # noqa: N803

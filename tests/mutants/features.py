@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mutants.mutant import Mutant, Patch
 from privgrad.features import Whitened, caching, extractor, unit_rows
-from privgrad.features.extractor import Extractor
+from privgrad.features.extractor import Copies, Extractor, marks_of
 
 
 def not_tried(patch: Patch) -> None:
@@ -24,7 +24,7 @@ def training_allowed(patch: Patch) -> None:
 
 
 def blocks_of_any_size(patch: Patch) -> None:
-    patch.setattr(Extractor, "_block", lambda self, rows: self._features(rows).float())
+    patch.setattr(Extractor, "_block", lambda self, rows, start=None: self._features(rows).float())
 
 
 def whitened_by_the_rows_at_hand(patch: Patch) -> None:
@@ -48,7 +48,17 @@ def rows_not_compared(patch: Patch) -> None:
 
 
 def copies_not_counted(patch: Patch) -> None:
-    patch.setattr(caching._Copies, "add", lambda self, rows: None)
+    patch.setattr(extractor.Copies, "add", lambda self, rows: 0)
+
+
+def blocks_counted_together(patch: Patch) -> None:
+    def wrong(self: Copies, rows: Any) -> int:
+        public = {mark for own, _ in self.parts for mark in own}
+        found = public.intersection(marks_of(rows).tolist())
+        most = min(self.count, len(public)) // 2
+        return most + 1 if len(found) > most else 0
+
+    patch.setattr(extractor.Copies, "add", wrong)
 
 
 def changed_bytes_trusted(patch: Patch) -> None:
@@ -91,5 +101,10 @@ FEATURES = [
         "statistics of private rows, called public",
         copies_not_counted,
         "test_features.test_statistics_of_private_rows_are_found",
+    ),
+    Mutant(
+        "a private vocabulary beside a large public block",
+        blocks_counted_together,
+        "test_features_text.test_a_vocabulary_of_private_texts_is_found",
     ),
 ]

@@ -50,6 +50,7 @@ class DataSet:
         public_inputs: inputs without labels, outside of all examples, (m, *input_shape): for the statistics of feature
             extractors. None if there are none.
         extractor: made the inputs from those of the loader; None if they are as loaded.
+        classes: the public names of the labels 0, 1, ..., which a head is saved with; None if they are not declared.
     """
 
     name: str
@@ -70,6 +71,7 @@ class DataSet:
     pixel_range: tuple[float, float] | None = None
     public_inputs: Tensor | None = None
     extractor: Extractor | None = None
+    classes: tuple[str | int | bool, ...] | None = None
 
     @property
     def measured_on(self) -> Literal["test", "training"]:

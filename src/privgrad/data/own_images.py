@@ -103,6 +103,7 @@ def image_folder(
         num_classes=len(classes),
         input_shape=(channels, size, size),
         split="unit",
+        classes=tuple(classes),
         by_person=unit != ROW,
         pixel_range=(-1.0 if standardize else 0.0, 1.0),
     )

@@ -109,6 +109,7 @@ def table(
         num_classes=len(schema.classes),
         input_shape=(width,),
         split="unit",
+        classes=tuple(classes),
         by_person=schema.by_person,
     )
 

@@ -27,9 +27,10 @@ from privgrad.experiments.sources import called, imported
 from privgrad.experiments.spec import MethodTable, Spec
 from privgrad.experiments.tables import BlockTable, FeaturesTable
 from privgrad.features import Extractor, Public
+from privgrad.features.caching import cached
 from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
-from privgrad.heads.head import Target
+from privgrad.heads.head import Target, images_of
 from privgrad.models import UnitLinear
 
 BLOCKS: dict[str, Callable[..., Extractor]] = {
@@ -57,11 +58,13 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(privacy.get("num_examples"), int):
         defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
     made = {**raw, "privacy": defaults | privacy}
-    run = raw.get("run")
-    if "methods" not in raw and "tuning" not in raw and not (isinstance(run, dict) and "schedule" in run):
-        step = head_noise_step("cosine", of_numbers=False)
+    if "methods" not in raw and "tuning" not in raw:
+        run = raw.get("run")
+        schedule: Any = run.get("schedule") if isinstance(run, dict) else None
+        decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
+        step = head_noise_step(decay, of_numbers=False)
         method = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}, "noise_step": step}
-        made["methods"] = [method | {"schedule": "cosine"}]
+        made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
 
 
@@ -132,19 +135,27 @@ def _featured(table: FeaturesTable, data: DataSet, home: Path, dtype: torch.dtyp
             made[name] = made["train"]
         elif part is not None:
             place = None if folder is None else folder / name
-            inputs = _features(extractor, part.tensors[0], len(data.input_shape), place, dtype)
+            compute = cached if "public" in name else features.cache  # public rows may be those of the extractor
+            inputs = _features(compute, extractor, part.tensors[0], len(data.input_shape), place, dtype)
             made[name] = TensorDataset(inputs, *part.tensors[1:])
     shape = tuple(made["train"].tensors[0].shape[2 if data.by_person else 1 :])
     return replace(data, **made, input_shape=shape, vocabulary=None, public_inputs=None, extractor=extractor)
 
 
-def _features(extractor: Extractor, inputs: Tensor, dims: int, folder: Path | None, dtype: torch.dtype) -> Tensor:
+def _features(
+    compute: Callable[..., Tensor],
+    extractor: Extractor,
+    inputs: Tensor,
+    dims: int,
+    folder: Path | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the features of inputs, (n, width), or (n, rows, width) for rows of persons."""
     rows = inputs.flatten(0, -dims - 1)
     if len(rows) == 0:
         width = extractor(torch.zeros(1, *rows.shape[1:], dtype=rows.dtype)).shape[1]
         return torch.zeros(*inputs.shape[:-dims], width, dtype=dtype)
-    made = features.cache(extractor, rows, folder, dtype=dtype)
+    made = compute(extractor, rows, folder, dtype=dtype)
     return made.view(*inputs.shape[:-dims], -1)
 
 
@@ -214,5 +225,6 @@ def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[st
     if not (folder / "head.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
-        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy).save(folder)
+        facts: dict[str, Any] = {"classes": data.classes, "image_shape": images_of(data.extractor)}
+        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy, **facts).save(folder)
     return str(folder)

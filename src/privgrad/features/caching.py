@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from privgrad.errors import PrivacyError, expected, require_choice, require_integer
-from privgrad.features.extractor import Extractor, Rows, marks_of
+from privgrad.features.extractor import Copies, Extractor, Rows, shape_of
 from privgrad.progress import bars
 
 _FORMAT = 1  # of the folder
@@ -61,17 +61,35 @@ def cache(
     require_integer("cache", "block", block, 1)
     require_choice("cache", "dtype", _DTYPES.get(dtype, str(dtype)), tuple(_DTYPES.values()))
     data = rows.tensors[0] if isinstance(rows, TensorDataset) else rows
+    require_integer("cache", "the number of rows", len(cast(Sequence[Any], data)), 1)
+    copies = Copies(extractor, len(cast(Sequence[Any], data)))
+    return cached(extractor, data, folder, dtype=dtype, block=block, progress=progress, copies=copies)
+
+
+def cached(
+    extractor: Extractor,
+    data: Rows | Dataset[Any],
+    folder: str | os.PathLike[str] | None,
+    *,
+    dtype: torch.dtype,
+    block: int = 512,
+    progress: bool = True,
+    copies: Copies | None = None,
+) -> Tensor:
+    """Return features as `cache` does; rows are compared with public ones by `copies` only.
+
+    `cache` calls it; `experiments.featuring` does for public rows, which need no comparison.
+    """
     count = len(cast(Sequence[Any], data))
-    require_integer("cache", "the number of rows", count, 1)
-    copies = _Copies(extractor, count)
+    extractor.shapes.add(shape_of(_slice(data, 0, 1)))  # not only in its calls: the folder may hold all features
     with bars(shown=progress) as shown:
         task = shown.add_task("features", total=count, note="")
         if folder is None:
             parts: list[Tensor] = []
             for start in range(0, count, block):
                 part = _slice(data, start, start + block)
-                copies.add(part)
-                parts.append(_features(extractor, part, dtype))
+                _count(copies, part)
+                parts.append(_features(extractor, part, start, dtype))
                 shown.advance(task, len(parts[-1]))
             return torch.cat(parts)
         place = Path(folder)
@@ -81,33 +99,20 @@ def cache(
             size = store.block or block
             for index, start in enumerate(range(0, count, size)):
                 part = _slice(data, start, start + size)
-                copies.add(part)
+                _count(copies, part)
                 digest = _digest(part)
                 if not store.holds(index, start, digest):
-                    store.add(index, start, size, digest, _features(extractor, part, dtype).numpy())
+                    store.add(index, start, size, digest, _features(extractor, part, start, dtype).numpy())
                 shown.advance(task, min(size, count - start))
             return store.features()
 
 
-class _Copies:
-    """The number of rows that are public rows of an extractor: an error if they are most of either."""
-
-    def __init__(self, extractor: Extractor, count: int) -> None:
-        marks = [value for name, value in extractor.named_buffers() if name.endswith("marks")]
-        self.public: set[int] = {mark for value in marks for mark in cast("list[int]", value.tolist())}
-        self.most = min(count, len(self.public)) // 2  # some may be equal by chance, such as black images
-        self.found = set[int]()
-
-    def add(self, rows: Rows) -> None:
-        """Count the public rows among these."""
-        if self.public:
-            self.found |= self.public.intersection(cast("list[int]", marks_of(rows).tolist()))
-            if len(self.found) > self.most:
-                condition = f"to share at most {self.most} rows with the public rows of the extractor"
-                remedy = (
-                    "compute statistics on public rows, or call the extractor itself for the features of public rows"
-                )
-                raise expected("cache", "rows", condition, f"at least {self.most + 1}", remedy)  # the number is private
+def _count(copies: Copies | None, rows: Rows) -> None:
+    """Raise PrivacyError if most of the rows until now are public rows of the extractor, or the other way round."""
+    if copies is not None and (shared := copies.add(rows)):
+        condition = f"to share at most {shared - 1} rows with the public rows of the extractor"
+        remedy = "compute statistics on public rows, or call the extractor itself for the features of public rows"
+        raise expected("cache", "rows", condition, f"at least {shared}", remedy)  # the number is private
 
 
 class _Folder:
@@ -228,8 +233,8 @@ def _slice(data: Any, start: int, stop: int) -> Rows:
     return torch.stack(rows) if isinstance(rows[0], Tensor) else rows
 
 
-def _features(extractor: Extractor, rows: Rows, dtype: torch.dtype) -> Tensor:
-    made: Tensor = extractor(rows).cpu().to(dtype)
+def _features(extractor: Extractor, rows: Rows, start: int, dtype: torch.dtype) -> Tensor:
+    made: Tensor = extractor(rows, first=start).cpu().to(dtype)
     if not bool(made.isfinite().all()):
         raise expected("cache", "dtype", "to hold all features", f"{dtype}, which overflows", "use dtype=torch.float32")
     return made

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from privgrad.errors import described, expected
 
 FORMAT = 1  # of config.json and of digests
+SHARED = "shared_with_public"  # attribute of features, for `fit_head`: how many of their rows, at least, are public
 EXTRACTORS: dict[str, type["Extractor"]] = {}  # by class name, for load_extractor
 
 Rows = Tensor | Sequence[str]
@@ -35,7 +36,7 @@ class Public:
         PrivacyError: there are no rows, or the source is empty.
     Privacy:
         The library cannot check that rows are public. The source states it, and the ledger shows the source. `cache`
-        refuses private rows of which most are among the public ones.
+        and `fit_head` refuse private rows of which most are among the public ones.
     """
 
     rows: Rows
@@ -49,14 +50,39 @@ class Public:
 
 
 def marks_of(rows: Rows) -> Tensor:
-    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes."""
+    """Return a hash of 64 bits for each row, int64 (n,). Only exact copies of a row have equal hashes.
+
+    A text has the hash of its row of bytes, see `text_rows`, unless the row is cut.
+    """
     if isinstance(rows, Tensor):
         flat = rows.detach().cpu().contiguous().flatten(1)
         contents = [row.tobytes() for row in flat.view(torch.uint8).numpy()]
+        contents = [content.rstrip(b"\0") for content in contents] if rows.dtype == torch.int8 else contents
     else:
-        contents = [text.encode() for text in rows]
+        contents = [text.replace("\0", " ").encode("utf-8", "replace") for text in rows]
     digests = b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents)
     return torch.frombuffer(bytearray(digests), dtype=torch.int64)
+
+
+class Copies:
+    """The public rows of each part of an extractor among other rows. `cache` and `Extractor.forward` count them."""
+
+    def __init__(self, extractor: "Extractor", count: int) -> None:
+        marks = [value for name, value in extractor.named_buffers() if name.split(".")[-1] == "marks"]
+        self.parts = [(set(cast("list[int]", value.tolist())), set[int]()) for value in marks]
+        self.count = count
+
+    def add(self, rows: Rows) -> int:
+        """Return 0; or a number of found copies that is too large: just above half of the rows, or of the public ones.
+
+        Fewer may be equal by chance, such as black images.
+        """
+        own = cast("list[int]", marks_of(rows).tolist()) if self.parts else []
+        for public, found in self.parts:
+            found |= public.intersection(own)
+            if len(found) > (most := min(self.count, len(public)) // 2):
+                return most + 1
+        return 0
 
 
 class Extractor(nn.Module, ABC):
@@ -68,6 +94,7 @@ class Extractor(nn.Module, ABC):
     Attributes:
         source: where its constants come from, for the ledger, such as "no data".
         options: names of the attributes that hold its settings, as values that JSON can hold.
+        shapes: of the rows, as tensors, whose features it or a cache has returned in this process.
         block: the number of rows in one call of `features`, unless a nested extractor takes fewer. Fewer rows of a
             tensor are filled up to it.
         tolerance: the largest norm of the change that companions may cause by rounding, over the norm of the features.
@@ -99,6 +126,7 @@ class Extractor(nn.Module, ABC):
         super().__init__()
         self.source = source
         self._tried: set[tuple[int, ...]] = set()
+        self.shapes: set[tuple[int, ...]] = set()
         for name, constant in constants.items():
             self.register_buffer(name, constant.detach())
         self.eval()
@@ -111,11 +139,12 @@ class Extractor(nn.Module, ABC):
             rows: at most `block` rows, shape (n, ...) on the extractor's device, or texts.
         """
 
-    def forward(self, rows: Rows) -> Tensor:
+    def forward(self, rows: Rows, *, first: int = 0) -> Tensor:
         """Return the features of rows, float32 (n, width), computed in blocks.
 
         Args:
             rows: shape (n, ...), or texts. Bytes (uint8) are divided by 255.
+            first: the number of the first row, for errors.
         Raises:
             PrivacyError: a row's features change with its companions or from call to call, have another shape, or are
                 not finite.
@@ -125,12 +154,22 @@ class Extractor(nn.Module, ABC):
         """
         if len(rows) == 0:
             raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
-        shape = tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
+        if isinstance(rows, Tensor) and rows.ndim < 2:
+            got, remedy = tuple(rows.shape), "give one row as rows[None]"
+            raise expected(type(self).__name__, "rows", "to have shape (n, ...)", got, remedy)
+        if not isinstance(rows, Tensor) and (isinstance(rows, str) or not all(isinstance(row, str) for row in rows)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = "give texts as [text, ...], and anything else by torch.as_tensor"
+            raise expected(type(self).__name__, "rows", "to be a tensor, or a list of texts", described(rows), remedy)
+        shape = shape_of(rows)
         if shape not in self._tried:
             self._try(rows)
             self._tried.add(shape)
-        size = self._size
-        return torch.cat([self._block(rows[start : start + size]) for start in range(0, len(rows), size)])
+        self.shapes.add(shape)
+        size, copies = self._size, Copies(self, len(rows))
+        made = torch.cat([self._block(rows[i : i + size], first + i) for i in range(0, len(rows), size)])
+        if shared := copies.add(rows):
+            setattr(made, SHARED, shared)
+        return made
 
     def train(self, mode: bool = True) -> Self:
         """Stay in evaluation mode: statistics of a batch would mix its rows."""
@@ -186,9 +225,12 @@ class Extractor(nn.Module, ABC):
             digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def _block(self, rows: Rows) -> Tensor:
+    def _block(self, rows: Rows, start: int | None = None) -> Tensor:
         """Return the features of at most `block` rows, float32, on the device of the rows.
 
+        Args:
+            rows: as in `features`.
+            start: the number of the first row; None for rows of `_try`, which come from the first and the last row.
         Privacy:
             Tensors are filled up to exactly one block with copies of the first. Matrix products of different sizes
             are rounded differently: without this, the number of rows would show in the last bits of each feature.
@@ -204,8 +246,9 @@ class Extractor(nn.Module, ABC):
             got = f"{made.dtype} of shape {tuple(made.shape)}"
             condition = f"to be floating point, of shape ({len(rows)}, width)"
             raise expected(type(self).__name__, "features", condition, got, "return one row for each row")
-        if not bool(made.isfinite().all()):
-            raise expected(type(self).__name__, "features", "to be finite", "inf or NaN", "check the rows for NaN")
+        if (row := first_infinite(made)) is not None:
+            got = "inf or NaN in " + ("the first or the last row" if start is None else f"row {start + row}")
+            raise expected(type(self).__name__, "features", "to be finite", got, "check the rows for NaN")
         return made.float()
 
     @property
@@ -273,6 +316,17 @@ def public_rows(where: str, public: Public | Rows, source: str | None) -> Public
         remedy = "give source= in a few words, or a Public(rows, source)"
         raise expected(where, "source", "to be given for bare rows", None, remedy)
     return Public(public, source)
+
+
+def shape_of(rows: Rows) -> tuple[int, ...]:
+    """Return the shape of one row; () for texts. `caching` calls it too."""
+    return tuple(rows.shape[1:]) if isinstance(rows, Tensor) else ()
+
+
+def first_infinite(rows: Tensor) -> int | None:
+    """Return the first row that holds inf or NaN; None if all are finite. `heads` calls it too."""
+    finite = rows.isfinite()
+    return None if bool(finite.all()) else int((~finite).flatten(1).any(1).nonzero()[0])
 
 
 def eigen(moment: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_callable, require_integer, require_positive
+from privgrad.errors import did_you_mean, expected, require_callable, require_integer, require_positive
 from privgrad.features.extractor import Extractor
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -74,9 +74,12 @@ class Frozen(Extractor):
 
     @classmethod
     def rebuilt(cls, config: Mapping[str, Any], parts: Mapping[str, Extractor]) -> Self:
+        """Raise PrivacyError. `load_extractor` calls it with its modules as parts, if the network is not among them."""
         name = config["options"]["name"]
         remedy = f"make it with the same code as before, and give modules={{{name!r}: Frozen(...)}}"
-        raise expected("load_extractor", "modules", f"to hold {name!r}", sorted(parts), remedy)
+        got = sorted(parts) if name not in parts else f"{name!r}, a {type(parts[name]).__name__}"
+        remedy = did_you_mean(next(iter(parts), ""), [] if name in parts else [name], remedy)
+        raise expected("load_extractor", "modules", f"to hold the {cls.__name__} {name!r}", got, remedy)
 
     def constants(self) -> dict[str, Tensor]:
         return {}

@@ -94,8 +94,8 @@ def _rebuilt(config: Mapping[str, Any], modules: Mapping[str, Extractor]) -> Ext
     if config["class"] not in EXTRACTORS:
         remedy = did_you_mean(config["class"], sorted(EXTRACTORS), "import the module that defines it")
         raise expected("load_extractor", "the class", "to be defined", config["class"], remedy)
-    parts = {key: _rebuilt(part, modules) for key, part in config["parts"].items()}
-    return EXTRACTORS[config["class"]].rebuilt(config, parts)
+    kind, parts = EXTRACTORS[config["class"]], {key: _rebuilt(part, modules) for key, part in config["parts"].items()}
+    return kind.rebuilt(config, modules if issubclass(kind, Frozen) else parts)  # a Frozen is among modules, or refused
 
 
 def _filled(extractor: Extractor, constants: Mapping[str, Tensor]) -> Extractor:

@@ -43,6 +43,9 @@ class Scaled(Extractor):
 
     def features(self, rows: Any) -> Tensor:
         low, high = self.get_buffer("low"), self.get_buffer("high")
+        if not isinstance(rows, Tensor):
+            remedy = "give them as a tensor or a numpy array"
+            raise expected("Scaled", "rows", "to be numbers", f"a {type(rows).__name__}", remedy)
         if low.ndim and rows.shape[1:] != low.shape:
             condition, remedy = f"to have shape (n, {len(low)})", "give one column for each bound"
             raise expected("Scaled", "rows", condition, tuple(rows.shape), remedy)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import described, expected, require_choice, require_integer
-from privgrad.features.extractor import Extractor, Public, Rows, public_rows
+from privgrad.features.extractor import Extractor, Public, Rows, marks_of, public_rows
 from privgrad.features.whitened import unit_rows
 
 Analyzer = Literal["word", "char", "char_wb"]
@@ -72,7 +72,7 @@ class TfIdf(Extractor):
         PrivacyError: scikit-learn is not installed, the public texts hold no word, or an argument is out of its range.
     Privacy:
         The vocabulary is in the saved extractor and in each prediction. A vocabulary of private texts would publish
-        names that occur in a single text.
+        names that occur in a single text. `cache` and `fit_head` find such a vocabulary by hashes of the public texts.
     """
 
     options: ClassVar[tuple[str, ...]] = ("words", "ngrams", "analyzer", "sublinear")
@@ -101,7 +101,8 @@ class TfIdf(Extractor):
         except ValueError as error:  # an empty vocabulary
             raise expected("TfIdf", "the public texts", "to hold words", error, "give public texts") from error
         documents = torch.from_numpy((counts > 0).sum(0)).flatten()
-        super().__init__(known.source, idf=((1 + len(known.rows)) / (1 + documents)).log().float() + 1)
+        idf = ((1 + len(known.rows)) / (1 + documents)).log().float() + 1
+        super().__init__(known.source, idf=idf, marks=marks_of(known.rows))
         self._set({"words": counter.get_feature_names_out().tolist(), **settings})
 
     @classmethod

@@ -22,10 +22,10 @@ from privgrad.accounting import Release
 from privgrad.budget import Budget
 from privgrad.data.dataset import NO_LABEL
 from privgrad.defaults import head_noise_step
-from privgrad.errors import described, expected, require_integer
-from privgrad.features.extractor import Extractor
+from privgrad.errors import SamplingError, described, expected, require_integer
+from privgrad.features.extractor import SHARED, Extractor, first_infinite
 from privgrad.gradient.contribution import SampleGradient
-from privgrad.heads.head import Head, Target, declared, privacy_of
+from privgrad.heads.head import Head, Target, declared, images_of, privacy_of
 from privgrad.models import UnitLinear
 from privgrad.optim import SGD
 from privgrad.plan import PrivacyPlan
@@ -39,6 +39,7 @@ STEPS = 300
 MAX_GRAD_NORM = 0.1
 LARGEST_BATCH = 8192
 MOMENTUM = 0.9
+_BLOCK = 4096  # rows that are checked at once
 
 
 def fit_head(
@@ -68,11 +69,11 @@ def fit_head(
     """Train a private linear head on features, by SGD from zero. It needs no tuning.
 
     Args:
-        features: shape (n, width), of any floating dtype; a memory-mapped array is not copied. Each row is divided by
-            its norm. For persons, (n, rows, width): each entry holds all rows of one person.
+        features: finite, shape (n, width), of any floating dtype; a memory-mapped array is not copied. Each row is
+            divided by its norm. For persons, (n, rows, width): each entry holds all rows of one person.
         labels: for classes, integers from 0 to num_classes - 1, (n,). For tags, (n, num_classes), 1 for each tag that
-            applies. For numbers, (n,); numbers outside of `bounds` count as the nearest bound. For persons, classes or
-            numbers (n, rows); -100 or NaN for rows that a person does not have.
+            applies; one-hot classes count as tags. For numbers, (n,); numbers outside of `bounds` count as the nearest
+            bound. For persons, classes or numbers (n, rows); -100 or NaN for rows that a person does not have.
         num_classes: the public number of classes or tags. Give this or bounds.
         bounds: the public smallest and largest number, for regression.
         extractor: made the features, and is saved with the head.
@@ -100,12 +101,14 @@ def fit_head(
         BudgetExceededError: the budget has not enough left; nothing was committed.
     Privacy:
         As PrivateGradient, if the features of a row depend on that row and on public numbers only. Features that were
-        chosen, centered or scaled with private rows are a release that no epsilon covers.
+        chosen, centered or scaled with private rows are a release that no epsilon covers. Features that an extractor
+        returned for its own public rows are refused; a copy or a part of them is not recognized.
     Reference:
         Tramer, Boneh 2021 (arXiv 2011.11660), with the noise step of docs/choosing.md.
     """
     rows, given = _tensor("features", features), _tensor("labels", labels)
     target = _target(rows, given, num_classes, bounds)
+    _require_rows(rows)
     unit = _unit(rows, privacy_unit, plan)
     numbers = {"steps": steps, "expected_batch_size": expected_batch_size, "max_grad_norm": max_grad_norm}
     own = {"target_epsilon": target_epsilon, "delta": delta, "num_examples": num_examples, "seed": seed}
@@ -120,7 +123,8 @@ def fit_head(
     model = UnitLinear(rows.shape[-1], target.outputs).to(rows.device)
     optimizer = SGD(model.named_parameters(), noise_step=step, momentum=momentum)
     data, ledger = TensorDataset(rows, target.prepared(given).to(rows.device)), None
-    plan.batches(data)  # refuses data of another size before anything is committed
+    _require_count(rows, plan)
+    plan.batches(data)  # refuses what it cannot sample before anything is committed
     if budget is not None:
         if place is None:
             remedy = "give a folder: a budget needs the ledger of each training"
@@ -135,7 +139,8 @@ def fit_head(
     finally:
         if ledger is not None:
             ledger.close()
-    return Head(model, target, extractor, privacy=privacy_of(plan, result.ledger), result=result)
+    privacy, shape = privacy_of(plan, result.ledger), images_of(extractor)
+    return Head(model, target, extractor, privacy=privacy, image_shape=shape, result=result)
 
 
 def _tensor(name: str, values: object) -> Tensor:
@@ -143,11 +148,29 @@ def _tensor(name: str, values: object) -> Tensor:
     if isinstance(values, np.ndarray):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a file that is open for reading: nothing here writes to it
-            return torch.from_numpy(values)
+            try:
+                return torch.from_numpy(values)
+            except TypeError as error:
+                remedy = "replace the name of a class by its number, from 0, and other texts by features"
+                raise expected("fit_head", name, "to be numbers", f"dtype {values.dtype}", remedy) from error
     if not isinstance(values, Tensor):
-        remedy = "convert it by numpy.asarray or torch.as_tensor"
+        is_sparse = hasattr(values, "toarray")  # of scipy
+        remedy = "convert it by .toarray()" if is_sparse else "convert it by numpy.asarray or torch.as_tensor"
         raise expected("fit_head", name, "to be a tensor or a numpy array", described(values), remedy)
     return values
+
+
+def _require_rows(rows: Tensor) -> None:
+    """Raise PrivacyError unless features are finite, and not those of an extractor's own public rows."""
+    for start in range(0, len(rows), _BLOCK):
+        if (row := first_infinite(rows[start : start + _BLOCK])) is not None:
+            remedy = "leave the row out, or correct its features"
+            raise expected("fit_head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+    shared = getattr(rows, SHARED, 0)
+    if shared:
+        condition = f"to be of rows that share at most {shared - 1} with the public rows of the extractor"
+        remedy = "compute the extractor's statistics, or its vocabulary, on public rows"
+        raise expected("fit_head", "features", condition, f"at least {shared}", remedy)  # the number is private
 
 
 def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple[float, float] | None) -> Target:
@@ -159,11 +182,15 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
     if (num_classes is None) == (bounds is None):
         got = f"num_classes {num_classes} and bounds {bounds}"
         raise expected("fit_head", "num_classes or bounds", "to be given, not both", got, "give one of the two")
-    is_tags = num_classes is not None and rows.ndim == labels.ndim == 2
+    is_tags = num_classes is not None and rows.ndim == labels.ndim == 2 and (num_classes == 1 or labels.shape[1] != 1)
     shape = tuple(rows.shape[:-1]) if not is_tags else (len(rows), num_classes)
     if tuple(labels.shape) != shape:
+        is_column = tuple(labels.shape) == (*shape, 1)
         remedy = "give one label per row" + ("" if bounds else ", or a row of num_classes tags")
+        remedy = "give labels[:, 0]" if is_column and len(shape) == 1 else remedy
         raise expected("fit_head", "labels", f"to have shape {shape}", tuple(labels.shape), remedy)
+    if rows.ndim == 2 and labels.is_floating_point() and (row := first_infinite(labels[:, None])) is not None:
+        raise expected("fit_head", "labels", "to be finite", f"inf or NaN in row {row}", "leave the row out")
     if bounds is not None:
         low, high = bounds
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
@@ -179,6 +206,19 @@ def _target(rows: Tensor, labels: Tensor, num_classes: int | None, bounds: tuple
         condition, remedy = f"to be integers from 0 to {num_classes - 1}", "give bounds for numbers, or map the classes"
         raise expected("fit_head", "labels", condition, got, remedy)
     return Target("class", int(num_classes))
+
+
+def _require_count(rows: Tensor, plan: PrivacyPlan) -> None:
+    """Raise SamplingError if the plan counts more examples than there are, before anything is committed."""
+    if len(rows) < plan.num_examples:
+        units = "persons" if rows.ndim == 3 else "rows"
+        # The remedy names no number: one that comes from the data is not public.
+        remedy = (
+            f"lower it to a public number that is at most that of the {units}; in cross-validation, at most that of "
+            f"the {units} in the training part of a fold"
+        )
+        condition = f"to be at most the number of {units}"
+        raise expected("fit_head", "num_examples", condition, plan.num_examples, remedy, SamplingError)
 
 
 def _unit(rows: Tensor, given: PrivacyUnit | None, plan: PrivacyPlan | None) -> PrivacyUnit:

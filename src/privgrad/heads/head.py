@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.data.dataset import NO_LABEL
-from privgrad.errors import PrivacyError, expected, require_path
-from privgrad.features.extractor import Extractor
+from privgrad.errors import PrivacyError, described, expected, require_path
+from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
@@ -97,6 +97,9 @@ class Head(nn.Module):
         model: a UnitLinear, from features to outputs.
         extractor: from raw rows to features; None if the rows are features.
         target: see Target.
+        classes: the public names of the classes or tags 0, 1, ..., for `save`; None if they are unknown. Set it after
+            `fit_head`.
+        image_shape: (channels, height, width) of the images of the training, if it is known; `predict` refuses others.
         privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features.
         result: of the training; None for a loaded head.
     """
@@ -108,11 +111,15 @@ class Head(nn.Module):
         extractor: Extractor | None = None,
         *,
         privacy: Mapping[str, Any],
+        classes: Sequence[Any] | None = None,
+        image_shape: Sequence[int] | None = None,
         result: FitResult | None = None,
     ) -> None:
         super().__init__()
         self.model, self.extractor = model, extractor
         self.target, self.privacy, self.result = target, dict(privacy), result
+        self.classes = None if classes is None else list(classes)
+        self.image_shape = None if image_shape is None else tuple(image_shape)
         self.eval()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,14 +142,39 @@ class Head(nn.Module):
         Args:
             rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
                 extractor, features of shape (n, width).
+        Raises:
+            PrivacyError: the rows are of another kind, or a row has features that are not finite.
         """
+        if isinstance(rows, str):
+            raise expected("Head", "rows", "to be a list of texts", described(rows), "give [text]")
         made: list[Tensor] = []
         for start in range(0, len(rows), _BLOCK):
-            block: Any = rows[start : start + _BLOCK]
-            block = torch.as_tensor(block.copy()) if isinstance(block, np.ndarray) else block
-            features = block if self.extractor is None else self.extractor(block)
+            features = self._features(rows[start : start + _BLOCK], start)
             made.append(self.model(features.to(self.model.linear.weight.device)))
         return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
+
+    def _features(self, rows: Any, start: int) -> Tensor:
+        """Return the features of a few rows, of which the first has the number `start`."""
+        if isinstance(rows, np.ndarray):
+            rows = rows.tolist() if rows.dtype.kind in "OSU" else torch.as_tensor(rows.copy())
+        if self.extractor is not None:
+            if self.image_shape is not None and isinstance(rows, Tensor) and tuple(rows.shape[1:]) != self.image_shape:
+                condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))}), as in training"
+                raise expected("Head", "rows", condition, tuple(rows.shape), "read and resize them as in training")
+            rows = self.extractor(rows, first=start)
+        width = self.model.linear.in_features
+        if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
+            got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
+            if self.extractor is None:
+                raise expected(
+                    "Head", "rows", f"to be features of shape (n, {width})", got, "give those of the training"
+                )
+            remedy = "give rows of as many numbers as in training"
+            raise expected("Head", "the features of rows", f"to have shape (n, {width})", got, remedy)
+        if (row := first_infinite(rows)) is not None:
+            remedy = "leave the row out, or correct its features"
+            raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+        return rows
 
     def predict(self, rows: Rows) -> Tensor:
         """Return the class of each row (n,), its 5 likeliest tags (n, 5), the likeliest first, or its number (n,).
@@ -168,7 +200,7 @@ class Head(nn.Module):
         """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
 
         Raises:
-            PrivacyError: the folder holds files already.
+            PrivacyError: the folder holds files already, or `classes` names another number of classes.
         Privacy:
             Everything in the folder is post-processing of released gradients, or public.
         """
@@ -176,6 +208,9 @@ class Head(nn.Module):
         place = Path(folder)
         if place.exists() and (place.is_file() or any(place.iterdir())):
             raise expected("Head.save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+        if self.classes is not None and len(self.classes) != self.target.outputs:
+            condition, got = f"to be {self.target.outputs} names", f"{len(self.classes)} names"
+            raise expected("Head.save", "classes", condition, got, "set head.classes to a name for each number")
         place.mkdir(parents=True, exist_ok=True)
         if self.extractor is not None:
             save_extractor(self.extractor, place / "extractor")
@@ -187,6 +222,9 @@ class Head(nn.Module):
             "width": weight.shape[1],
             "input_dims": self.model.input_dims,
             "extractor": None if self.extractor is None else self.extractor.digest(),
+            "classes": self.classes
+            and [one if isinstance(one, str | int | float) else str(one) for one in self.classes],
+            "image_shape": self.image_shape,
             "privacy": self.privacy,
         }
         (place / "head.json").write_text(json.dumps(facts, indent=1))
@@ -221,7 +259,8 @@ class Head(nn.Module):
             if extractor.digest() != facts["extractor"]:
                 condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
                 raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
-        return cls(model, target, extractor, privacy=facts["privacy"])
+        own = {name: facts.get(name) for name in ("classes", "image_shape")}  # absent in folders of older versions
+        return cls(model, target, extractor, privacy=facts["privacy"], **own)
 
 
 def declared(extractor: Extractor) -> str:
@@ -230,6 +269,15 @@ def declared(extractor: Extractor) -> str:
     `fitting` and `experiments` call it.
     """
     return f"features: {extractor.source} ({type(extractor).__name__} {extractor.digest()[:12]})"
+
+
+def images_of(extractor: Extractor | None) -> tuple[int, ...] | None:
+    """Return the shape of the images that an extractor has seen; None for several shapes, and for other rows.
+
+    `fitting` and `experiments` call it.
+    """
+    shapes = [shape for shape in extractor.shapes if len(shape) == 3] if extractor is not None else []
+    return shapes[0] if len(shapes) == 1 else None
 
 
 def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
