@@ -1,6 +1,7 @@
 """Input maps: equal to a loop over single examples in float64 for every rule, and what they leave alone or refuse."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad.gradient import input_maps
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Dense
-from privgrad.gradient.factors.mapped import InputMap, with_mapped_inputs
+from privgrad.gradient.factors.conv import Convolution, Geometry
+from privgrad.gradient.factors.mapped import InputMap, Mapped, with_mapped_inputs
+from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.input_maps import Inputs
 
 WITHOUT_INPUTS = (
@@ -396,3 +399,62 @@ def test_checkpointed_parts_have_inputs_too():
     torch.testing.assert_close(maps["part.0.weight"].matrix, plain.matrix(rows, 0.35, 0.1, bias=False))
     assert "head.weight" in maps
     assert F.cross_entropy(model(x), torch.zeros(8, dtype=torch.int64)).isfinite()
+
+
+def test_the_terms_of_mapped_gradients_are_bounded_so_that_canceling_examples_are_written_out():
+    torch.manual_seed(0)
+    geometry = Geometry((3, 3), (1, 1), (0, 0), (1, 1), 1)
+    x, b = torch.randn(5, 2, 14, 14).double(), torch.randn(5, 4, 12, 12).double()
+    matrix = torch.randn(19, 19).double()
+    matrix = matrix @ matrix.T
+    bias = Dense(b.flatten(2).sum(2))
+    factor = with_mapped_inputs(
+        {"weight": Convolution(x, b, geometry), "bias": bias}, {"weight": InputMap(matrix, "bias")}
+    )["weight"]
+    assert isinstance(factor, Mapped)
+    rows = torch.cat([geometry.patches(x), torch.ones(5, 144, 1).double()], 2) @ matrix
+    terms = (rows[..., :-1].norm(dim=2) * b.flatten(2).norm(dim=1)).sum(1)
+    bound = factor.term_bound()
+    assert bound is not None
+    assert bool((bound >= terms).all())
+    assert factor.positions == 144
+    largest = float(torch.linalg.matrix_norm(matrix, 2))
+    assert largest <= InputMap(matrix).bound <= 1.5 * largest
+    assert InputMap(torch.tensor([1.0, -3.0])).bound == 3.0
+
+
+@pytest.mark.parametrize("engine", ["factored", "vmap"])
+def test_a_matrix_that_cancels_an_example_does_not_enlarge_it(engine: str):
+    """The gradient lies where U is small, so that float32 measures U g far too short."""
+    torch.manual_seed(0)
+    model, line = nn.Linear(2, 1, bias=False), torch.tensor([1.0, 0.7347])
+    nn.init.zeros_(model.weight)
+    public = torch.rand(64, 1) * line
+    options: dict[str, Any] = {"power": 1.0, "ridge": 1e-8}
+    evened = pg.precondition.inputs(public, source="drawn", **options)
+    maps, _ = maps_of(model, public, **options)
+    matrix = maps["weight"].matrix
+    g = 2.0**40 * (1 + torch.rand(200_000, 1)) * line * (1 + 1e-7 * torch.randint(-9, 10, (200_000, 2)))
+    true, measured = (g.double() @ matrix.double()).norm(dim=1), (g.view(-1, 1, 2) @ matrix).norm(dim=(1, 2)).double()
+    row = g[(true / measured.clamp(min=1.0)).argmax()]
+    plan = pg.PrivacyPlan(
+        sample_rate=1.0, steps=9, expected_batch_size=1, noise_multiplier=1.0, max_grad_norm=1.0, num_examples=1
+    )
+    how: dict[str, Any] = {"engine": engine, "precondition": evened}
+    private_grad = pg.PrivateGradient(model, lambda model, batch: model(batch[0]).sum(1), plan, **how)
+    seen: list[Tensor] = []
+    private_grad.register_raw_observer(lambda step: seen.append(step.raw_mean["weight"].double()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private_grad(first_batch(plan, TensorDataset(row[None], torch.zeros(1))))
+    assert float(seen[0].norm()) <= 1.005
+
+
+def test_inputs_that_share_memory_but_not_their_sign_are_mapped_apart():
+    x = torch.view_as_complex(torch.randn(3, 4, 5, 2).double())
+    pair, grads = (x.imag, x.conj().imag), torch.randn(3, 4, 2).double()
+    matrix = torch.randn(5, 5).double()
+    chunk = {name: Outer(inputs, grads) for name, inputs in zip("ab", pair, strict=True)}
+    found = with_mapped_inputs(chunk, {name: InputMap(matrix) for name in "ab"})
+    for name, inputs in zip("ab", pair, strict=True):
+        torch.testing.assert_close(found[name].dense(), grads.mT @ (inputs @ matrix))

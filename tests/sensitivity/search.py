@@ -302,7 +302,8 @@ class Oracle:
             unit: dict[str, Any] = dict([options.unit])
             transform = precondition.public_adam(gradient, keep=0.9, **unit)
         elif options.preconditioner == "inputs":
-            maps: dict[str, Any] = {"power": 0.5, "ridge": 0.1, "wide": 4096 if case.number % 3 else 3}
+            power, ridge = ((0.35, 0.1), (0.5, 0.1), (1.0, 1e-4), (1.0, 1e-8))[case.number % 4]
+            maps: dict[str, Any] = {"power": power, "ridge": ridge, "wide": 4096 if case.number % 3 else 3}
             transform = precondition.inputs(case.public_examples, source="drawn", forward=self.loss, **maps)
         self.private_grad = pg.PrivateGradient(
             self.model,

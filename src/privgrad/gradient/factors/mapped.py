@@ -4,23 +4,28 @@
 `privgrad.gradient.clipping` calls the methods of the factors, which implement `base.Factor`.
 
 The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest
-on the matrices, as long as they are public: clipping measures the gradients that they produce.
+on the matrices, as long as they are public: clipping measures the gradients that they produce. A matrix may enlarge
+errors of rounding. `Mapped.term_bound` counts this, so that clipping writes an example out if its terms cancel.
 
 Shape suffixes: B examples, T positions of an example, O outputs, I inputs, P the shape of a parameter.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, Scaled
+from privgrad.gradient.factors.base import Dense, Examples, Factor, Scaled, term_bound_of
 from privgrad.gradient.factors.conv import Convolution
-from privgrad.gradient.factors.norms import at_least_float32
+from privgrad.gradient.factors.norms import at_least_float32, largest_scale
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.row_ranges import RowRanges
+
+_SQUARINGS = 3
+_ROUNDED = 1.001  # room for the rounding of the powers of a matrix
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,21 @@ class InputMap:
             return torch.zeros_like(self.matrix[:-1]), self.matrix[-1]
         return self.matrix[:-1, -1], self.matrix[-1, -1]
 
+    @cached_property
+    def bound(self) -> float:
+        """A number that the spectral norm of U does not exceed.
+
+        For a symmetric matrix, the norm of U^8 is at most its largest row sum; its root is hardly above the norm of U.
+        """
+        matrix = self.matrix.double()
+        if matrix.dim() == 1:
+            return float(matrix.abs().max())
+        size = float(matrix.abs().max())
+        power = matrix / size if size > 0 else matrix
+        for _ in range(_SQUARINGS):
+            power = power @ power
+        return size * float(power.abs().sum(1).max()) ** (2.0**-_SQUARINGS) * _ROUNDED
+
     def of_inputs(self, x: Tensor) -> Tensor:
         """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
         if self.bias is None or self.matrix.dim() == 1:
@@ -78,14 +98,16 @@ class _Known:
     """The mapped inputs of a chunk: layers that share inputs and a matrix, such as an attention's, map them once."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self._found: dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     def of_inputs(self, x: Tensor, own: InputMap) -> Tensor:
         """Return U times the inputs; see InputMap."""
-        place = (id(own.matrix), own.bias is None, x.data_ptr(), x.dtype, x.shape, x.stride())
+        views = (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg(), x.is_conj())
+        place = (id(own.matrix), own.bias is None, *views)
         if place not in self._found:
-            self._found[place] = x, own.of_inputs(x)  # holding x keeps its memory from another tensor
-        return self._found[place][1]
+            # To hold x and the matrix keeps their memory and their identity from other tensors.
+            self._found[place] = x, own.matrix, own.of_inputs(x)
+        return self._found[place][2]
 
 
 def with_mapped_inputs(chunk: Mapping[str, Factor], maps: Mapping[str, InputMap]) -> dict[str, Factor]:
@@ -164,6 +186,8 @@ class Mapped(Factor):
         own: the map.
     """
 
+    usual_terms: ClassVar[float] = 32.0  # `term_bound` is too large, because it takes the norm of the matrix
+
     def __init__(self, weight: Factor, bias: Factor | None, own: InputMap) -> None:
         super().__init__(weight.examples, weight.shape)
         self.weight, self.bias, self.own = weight, bias, own
@@ -198,6 +222,17 @@ class Mapped(Factor):
 
     def mask(self, kept_B: Tensor) -> "Mapped":
         return Mapped(self.weight.mask(kept_B), None if self.bias is None else self.bias.mask(kept_B), self.own)
+
+    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor | None:
+        """Return |U| times the bounds of g_i and of its bias, because the product may cancel what g_i does not."""
+        terms_B = term_bound_of(self.weight, None)
+        if self.bias is not None:
+            terms_B = terms_B + term_bound_of(self.bias, None)
+        return largest_scale(inverse_scales) * self.own.bound * terms_B
+
+    @property
+    def positions(self) -> int:
+        return self.weight.positions
 
     def _inputs_last(self, grads_BP: Tensor) -> Tensor:
         return grads_BP.mT if self.own.transposed else grads_BP.flatten(2)
