@@ -14,6 +14,7 @@ import privgrad as pg
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense
+from privgrad.gradient.probes import gradients
 from privgrad.types import LossFunction
 
 
@@ -163,6 +164,63 @@ def test_no_module_is_taken_whole_after_the_first_step(first: str):
             found = engine(x)
         for name, rows in one_by_one(model, x).items():
             assert_equal_to_loop(found[name], rows, 1e-10)
+
+
+class Masked(Bias):
+    """Is handed a mask only where some token is padding."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x if mask is None else x * mask[..., None])
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), Masked(nothing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x.abs().sum(-1) > 0).to(x.dtype)
+        return self.block(self.first(x), None if bool(mask.all()) else mask).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+def test_a_tensor_that_is_handed_over_for_some_contents_only():
+    """The one padded text of a later batch is not among the examples that an audit draws."""
+    torch.manual_seed(0)
+    model, x = Texts().double(), texts(9)
+    padded = x.clone()
+    padded[4, 2:] = 0.0
+    engine = Factored(model, losses_of)
+    for step, batch in enumerate((x, x, x, padded, x, padded, padded[:5], x)):
+        engine.begin_step()
+        found = engine.moved(batch, 0.0, exact=False) if step == 5 else engine(batch)
+        for name, rows in one_by_one(model, batch).items():
+            assert_equal_to_loop(found[name], rows, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_an_expert_that_no_example_of_a_batch_needs():
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen, output = (x[:, 0] > 0).long(), x.new_zeros(len(x), 3)
+            for index in chosen.unique().tolist():
+                output = output.index_add(0, (at := torch.nonzero(chosen == index)[:, 0]), self.experts[index](x[at]))
+            return output
+
+    torch.manual_seed(0)
+    model, x = Chosen().double(), texts(9)[:, 0]
+    engine = Factored(model, losses_of)
+    for batch in (x, x[x[:, 0] > 0], x[x[:, 0] <= 0], x):
+        engine.begin_step()
+        found = engine(batch)
+        for index in range(len(batch)):
+            for name, wanted in gradients(model, losses_of, batch[index : index + 1]).items():
+                torch.testing.assert_close(found[name].dense()[index], wanted)
 
 
 class Twice(nn.Module):

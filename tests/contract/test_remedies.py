@@ -370,7 +370,7 @@ TAKEN: dict[str, Case] = {
         [VMAP],
         x=vectors(3, 4),
     ),
-    "routed": Case(routed, "the whole model.*'experts.1' to hold examples in dimension 0", [VMAP]),
+    "routed": Case(routed, r"the whole model.*'experts.\d' to hold examples in dimension 0", [VMAP]),
     "a state": Case(lambda: Recurs(looped=True, prepared=True), "the whole model.*'keeps'", [VMAP], x=vectors(5, 4)),
 }
 

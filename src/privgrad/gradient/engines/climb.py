@@ -16,8 +16,9 @@ The bound on rounding rests on `begin_step`: after the first step, no example ma
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -27,8 +28,6 @@ from privgrad.gradient.engines.refusals import CallSequenceChangedError, UnitRef
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Factor
 from privgrad.types import LossFunction
-
-Result = TypeVar("Result")
 
 
 class Climb:
@@ -47,6 +46,7 @@ class Climb:
         self._model, self._loss_fn, self._layouts = model, loss_fn, layouts
         self.any = self.reached_loss = False
         self._is_open, self._is_accepted = True, False
+        self._new, self._reason = list[str](), ""  # the modules of the climbs so far, until an attempt is accepted
 
     def begin_step(self) -> None:
         """Allow no more climbs if an earlier step was computed."""
@@ -56,29 +56,25 @@ class Climb:
         """Allow climbs in the next step; for a model whose configuration has changed."""
         self._is_open, self._is_accepted = True, False
 
-    def until_accepted(self, compute: Callable[[], Result]) -> Result:
-        """Return what `compute` returns; if it refuses a unit, take that unit or a module above whole, and try again.
+    @contextmanager
+    def attempt(self) -> Generator[None]:
+        """Run one attempt. If it refuses a unit, take that unit or a module above whole; the caller then tries again.
 
         Raises:
-            UnsupportedModuleError: `compute` refuses the model for another reason, or no climb is allowed.
+            UnsupportedModuleError: the attempt refuses the model for another reason, or no climb is allowed.
         """
-        taken: list[str] = []
-        reason = ""
-        while True:
-            try:
-                result = compute()
-            except (UnitRefusedError, CallSequenceChangedError) as error:
-                refusal = error if isinstance(error, UnitRefusedError) else calls_changed(error)
-                if self.reached_loss or not self._is_open:
-                    raise refusal from None
-                taken.append(self._take(refusal.unit))
-                self.any = True
-                reason = refusal.reason
-            else:
-                if taken:
-                    _warn_of(taken, reason)
-                self._is_accepted = True
-                return result
+        try:
+            yield
+        except (UnitRefusedError, CallSequenceChangedError) as error:
+            refusal = error if isinstance(error, UnitRefusedError) else calls_changed(error)
+            if self.reached_loss or not self._is_open:
+                raise refusal from None
+            self._new.append(self._take(refusal.unit))
+            self.any, self._reason = True, refusal.reason
+        else:
+            if self._new:
+                _warn_of(self._new, self._reason)
+            self._new, self._is_accepted = [], True
 
     def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:
         """Return the gradient of each example's loss, computed from a batch of one."""
@@ -123,7 +119,7 @@ def _warn_of(taken: Sequence[str], reason: str) -> None:
     warnings.warn(
         f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. The fast engine "
         f"needs {reason}",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

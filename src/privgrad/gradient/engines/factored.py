@@ -87,24 +87,22 @@ class Factored:
             examples do not influence each other, not a proof.
         """
         self._schedule.begin()
-        return self._climb.until_accepted(lambda: self._checked(examples, point))
-
-    def _checked(self, examples: Any, point: Point) -> dict[str, Factor]:
-        """Return what `__call__` returns, with layouts that are learned or checked where this is due."""
-        if self._climb.reached_loss:
-            return self._alone(examples, point)
-        if not self._is_learned(point):
-            self._audit_at(examples, point)
-        try:
-            found = self._compute(examples, point)
-        except UnsupportedModuleError:
-            if not self._schedule.is_due:
-                raise
-            self._audit_at(examples, point)  # a module may compute differently since the last audit
-            found = self._compute(examples, point)
-        if self._schedule.is_due:
-            self._check(examples, point, found)
-        return found[0]
+        while True:
+            with self._climb.attempt():
+                if self._climb.reached_loss:
+                    return self._alone(examples, point)
+                if not self._is_learned(point):
+                    self._audit_at(examples, point)
+                try:
+                    found = self._compute(examples, point)
+                except UnsupportedModuleError:
+                    if not self._schedule.is_due:
+                        raise
+                    self._audit_at(examples, point)  # a module may compute differently since the last audit
+                    found = self._compute(examples, point)
+                if self._schedule.is_due:
+                    self._check(examples, point, found)
+                return found[0]
 
     def _alone(self, examples: Any, point: Point) -> dict[str, Factor]:
         """Return each example's gradient from its loss alone; check where due that a batch has the same losses."""
@@ -154,21 +152,19 @@ class Factored:
         Raises:
             UnsupportedModuleError: as __call__.
         """
-        return self._climb.until_accepted(lambda: self._inputs(examples))
-
-    def _inputs(self, examples: Any) -> dict[str, Factor]:
-        """Return what `inputs` returns, for the current units."""
-        if self._climb.reached_loss:
-            got = "gradients of each example's loss alone"
-            raise refused("the inputs of layers", "to be found", got, "use precondition.fixed or no preconditioner")
-        if not self._is_learned(_WEIGHTS):
-            self._audit(examples)
-        self._layouts.recall(examples)
-        try:
-            return self._passes.inputs(examples)
-        except CallSequenceChangedError:
-            self._audit(examples)
-        return self._passes.inputs(examples)
+        while True:
+            with self._climb.attempt():
+                if self._climb.reached_loss:
+                    got, remedy = "gradients of whole losses", "use precondition.fixed or no preconditioner"
+                    raise refused("the inputs of layers", "to be found", got, remedy)
+                if not self._is_learned(_WEIGHTS):
+                    self._audit(examples)
+                self._layouts.recall(examples)
+                try:
+                    return self._passes.inputs(examples)
+                except CallSequenceChangedError:
+                    self._audit(examples)
+                return self._passes.inputs(examples)
 
     def begin_step(self) -> None:
         """Count a step of the training. PrivateGradient calls it, whatever batch was drawn."""
@@ -224,7 +220,9 @@ class Factored:
         Raises:
             UnsupportedModuleError: the tensors do not keep examples apart.
         """
-        self._climb.until_accepted(lambda: self._audit(examples))
+        while True:
+            with self._climb.attempt():
+                return self._audit(examples)
 
     def _audit(self, examples: Any) -> None:
         """Do what `audit` does, for the current units."""
@@ -290,6 +288,14 @@ class Factored:
             remedy = "use BAM(mode='sam'), or other layers (for instance Embedding and a sum instead of EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
 
+    def _learn_whole(self, examples: Any, point: Point) -> None:
+        """Learn the layouts from a whole batch, because a mask may exist for some contents only."""
+        with restored(self._model):
+            self._passes.learn(examples)
+            if point.is_displaced:
+                self._passes.learn_displaced(examples, exact=point.exact)
+        self._layouts.remember(examples)
+
     def _is_learned(self, point: Point) -> bool:
         """Return whether the layouts of a pass at this kind of point are known."""
         known = self._layouts.current
@@ -298,8 +304,8 @@ class Factored:
     def _compute(self, examples: Any, point: Point) -> Found:
         """Return the factors of a batch; if the sequence of calls has changed, compute again with other layouts.
 
-        The second attempt uses the layouts known for examples of these shapes, the third those of a new audit. So loops
-        may be longer for longer sequences. If the sequence of calls depends on the data in another way, it is refused.
+        The second attempt uses the layouts known for examples of these shapes, so loops may be longer for longer
+        sequences. The third uses those of a new audit, and the last those of the whole batch.
         """
         self._layouts.recall(examples)
         try:
@@ -316,10 +322,11 @@ class Factored:
     def _compute_again(self, examples: Any, point: Point) -> Found:
         """Return the factors of a batch whose sequence of calls differs from the current layouts."""
         self._layouts.note_change(examples)
-        try:
-            return self._passes.compute(examples, point)
-        except CallSequenceChangedError:
-            self._audit_at(examples, point)
+        for learn in (self._audit_at, self._learn_whole):
+            try:
+                return self._passes.compute(examples, point)
+            except CallSequenceChangedError:
+                learn(examples, point)
         return self._passes.compute(examples, point)
 
     def _check(self, examples: Any, point: Point, found: Found) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -35,7 +34,6 @@ from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
-from privgrad.gradient.probes import PROBED
 from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -121,7 +119,7 @@ class Passes:
             return self._collected(losses, capture.taps, [tap.zeros for tap in capture.taps], room=0)
 
     def learn(self, few: Any) -> None:
-        """Learn the layouts of a pass at the weights."""
+        """Learn the layouts of a pass at the weights from a few examples."""
         self.layouts.current.calls = self._learned(few, self.layouts.current.vmapped_units)
 
     def learn_displaced(self, few: Any, *, exact: bool) -> None:
@@ -254,6 +252,8 @@ class Passes:
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 _require_unwritten(tap)
+                if grad is None and tap.path in self.layouts.current.vmapped_units:
+                    grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
                     continue
                 own = terms[index] if terms else None
@@ -269,12 +269,16 @@ class Passes:
         return factors
 
     def _learned(self, few: Any, vmapped: set[str]) -> Calls:
-        """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
-        sizes, captures = (PROBED, PROBED - 1), list[Capture]()
-        for size in sizes:
-            captures.append(capture := Capture(self._model, None, size, vmapped))
+        """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples.
+
+        The larger batch repeats an example. So both have equal contents, which may decide what a layer is called with.
+        """
+        size, captures = count_examples(few), list[Capture]()
+        sizes = (size + 1, size)
+        for batch in (map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few), few):
+            captures.append(capture := Capture(self._model, None, count_examples(batch), vmapped))
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
-                self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
+                self._loss_fn(self._model, batch)
                 capture.finish()
         more, fewer = (capture.calls for capture in captures)
         paths = [[call.path for call in calls] for calls in (more, fewer)]
