@@ -510,7 +510,7 @@ class Checkpointed(nn.Sequential):
         return checkpoint(forward, input, use_reentrant=False) if self.checkpoint else forward(input)
 
 
-def test_another_path_in_the_second_pass_is_refused_by_name():
+def test_another_path_in_the_second_pass_is_taken_whole():
     entered = count()
 
     class Turns(nn.Module):
@@ -521,8 +521,11 @@ def test_another_path_in_the_second_pass_is_refused_by_name():
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) + self.b(x) if next(entered) % 2 else self.b(x) + self.a(x)
 
-    with pytest.raises(UnsupportedModuleError, match=r"the calls of layers not to depend.*engine='vmap'"):
-        Factored(Turns(), losses_of).moved(torch.randn(6, 5), RADIUS, exact=False)
+    model, x = Turns().double(), torch.randn(6, 5, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="the whole model.*the calls of layers not to depend on the examples"):
+        found = Factored(model, losses_of).moved(x, RADIUS, exact=False)
+    for name, factor in Vmap(model, losses_of).moved(x, RADIUS, exact=False).items():
+        torch.testing.assert_close(found[name].dense(), factor.dense())
 
 
 def test_sam_is_not_private():

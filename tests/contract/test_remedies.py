@@ -1,7 +1,7 @@
 """Every refusal of a model or loss names what to do; here that is done, and a step equals a loop over examples."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from test_engines import Tied
 from test_factored import FunctionalTying, Prompted, TimeFirst
 from test_one_by_one import Checkpointed
 from test_rules import losses_of
-from test_state import Decoder, Overwrites, Recurs
+from test_state import Overwrites, Recurs
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -221,7 +221,6 @@ def heated(model: Any, x: Tensor) -> Tensor:
 
 
 VMAP: dict[str, Any] = {"options": {"engine": "vmap"}}
-BY_VMAP = [VMAP]
 IDS = torch.randint(0, 6, (SIZE, 4), generator=torch.Generator().manual_seed(2))
 CASES: dict[str, Case] = {
     "batch norm": Case(
@@ -275,19 +274,10 @@ CASES: dict[str, Case] = {
         [{"losses": losses_of}],
         losses=lambda m, x: losses_of(m, x) / len(x),
     ),
-    "time first": Case(TimeFirst, r"batch_first=True.*use engine='vmap'", BY_VMAP, x=vectors(3, 4)),
-    "used elsewhere": Case(
-        FunctionalTying, r"head.weight = table.weight.*use engine='vmap'", [VMAP, {"make": Tied}], x=IDS
-    ),
-    "used in the loss": Case(temperature, "use engine='vmap'", BY_VMAP, losses=heated),
-    "a number used in the loss": Case(scalar, "use engine='vmap'", BY_VMAP, losses=heated),
-    "repeated": Case(
-        lambda: Prompted(lambda x, size: x.repeat(size, 1, 1)), "use engine='vmap'", BY_VMAP, x=vectors(3, 4)
-    ),
     "rows that change places": Case(
         SortedByLength,
         "keep examples in dimension 0.*use engine='vmap'",
-        BY_VMAP,
+        [VMAP],
         x=vectors(3).sort(0, descending=True)[0],
     ),
     "shuffled in training": Case(
@@ -296,7 +286,6 @@ CASES: dict[str, Case] = {
         [VMAP, {"make": lambda: ShufflesInTraining().eval()}],
         x=vectors(3),
     ),
-    "routed": Case(routed, "use engine='vmap'", BY_VMAP),
     "buffers": Case(
         lambda: counting(counted=True), "do not write to buffers", [{"make": lambda: counting(counted=False)}]
     ),
@@ -365,8 +354,24 @@ CASES: dict[str, Case] = {
         [{"make": Checkpointed}],
         options={"engine": "vmap"},
     ),
-    "a cache": Case(Decoder, "use_cache = False.*use engine='vmap'", BY_VMAP, x=vectors(5, 4)),
-    "a state": Case(lambda: Recurs(looped=True, prepared=True), "use engine='vmap'", BY_VMAP, x=vectors(5, 4)),
+}
+
+# Refused by the fast engine, and so taken whole, with a warning.
+TAKEN: dict[str, Case] = {
+    "time first": Case(TimeFirst, "computes 'inner' for each.*examples in dimension 0", [VMAP], x=vectors(3, 4)),
+    "used elsewhere": Case(
+        FunctionalTying, "the whole model.*'embedding.weight' to be used by its own", [VMAP, {"make": Tied}], x=IDS
+    ),
+    "used in the loss": Case(temperature, "the whole model.*'heat' to be used by its own", [VMAP], losses=heated),
+    "a number used in the loss": Case(scalar, "the whole model.*'heat' to be used", [VMAP], losses=heated),
+    "repeated": Case(
+        lambda: Prompted(lambda x, size: x.repeat(size, 1, 1)),
+        "the whole model.*the shared output of 'prompt'",
+        [VMAP],
+        x=vectors(3, 4),
+    ),
+    "routed": Case(routed, r"the whole model.*'experts.\d' to hold examples in dimension 0", [VMAP]),
+    "a state": Case(lambda: Recurs(looped=True, prepared=True), "the whole model.*'keeps'", [VMAP], x=vectors(5, 4)),
 }
 
 
@@ -425,15 +430,29 @@ def test_a_remedy_does_what_its_message_says(name: str):
     with pytest.raises(pg.PrivacyError, match=case.said):
         released(case)
     for remedy in case.remedies:
-        mended = Case(**{**vars(case), **remedy})
-        found = released(mended)
-        if case.drawn:
-            assert all(value.isfinite().all() for value in found.values())
-            continue
-        wanted = summed(mended)
-        assert found.keys() == wanted.keys()
-        for parameter, value in wanted.items():
-            torch.testing.assert_close(found[parameter], value, rtol=1e-7, atol=1e-9, msg=f"{remedy} {parameter}")
+        assert_right(replace(case, **remedy))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_the_fast_engine_refuses_is_taken_whole(name: str):
+    case = TAKEN[name]
+    options: dict[str, Any]
+    for options in ({}, {"perturb": BAM}):
+        with pytest.warns(UserWarning, match=case.said):
+            assert_right(replace(case, options=options))
+    for remedy in case.remedies:  # no warning
+        assert_right(replace(case, **remedy))
+
+
+def assert_right(case: Case) -> None:
+    found = released(case)
+    if case.drawn:
+        assert all(value.isfinite().all() for value in found.values())
+        return
+    wanted = summed(case)
+    assert found.keys() == wanted.keys()
+    for parameter, value in wanted.items():
+        torch.testing.assert_close(found[parameter], value, rtol=1e-7, atol=1e-9, msg=parameter)
 
 
 class SometimesDeep(nn.Module):

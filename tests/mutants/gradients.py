@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state, randomness
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import passes, vmapped_unit
+from privgrad.gradient.engines import climb, passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors import base as factors
@@ -42,14 +42,14 @@ def passes_by_the_drawn_size(patch: Patch) -> None:
 
 def sizes_by_the_last_pass(patch: Patch) -> None:
     """Each audit measures the floats per value again."""
-    real = Factored.audit
+    real = Factored._audit
 
     def planted(self: Factored, examples: Any) -> None:
         real(self, examples)
         values = sum(leaf[0].numel() for leaf in tree_leaves(examples))
         self._density = self._passes.floats / values
 
-    patch.setattr(Factored, "audit", planted)
+    patch.setattr(Factored, "_audit", planted)
 
 
 def measured_after_passes(patch: Patch) -> None:
@@ -246,8 +246,12 @@ def factors_checked_as_they_are_not_used(patch: Patch) -> None:
     everywhere(patch, clipping._require_bound, wrong)
 
 
+def climbs_in_any_step(patch: Patch) -> None:
+    patch.setattr(climb.Climb, "begin_step", lambda self: None)
+
+
 def the_head_of_the_batch(patch: Patch) -> None:
-    patch.setattr(Factored, "_rows_to_check", lambda self, found, size: list(range(min(size, 3))))
+    everywhere(patch, audit.rows_to_check, lambda found, size, salt: list(range(min(size, 3))))
 
 
 def checked_in_evaluation_mode(patch: Patch) -> None:
@@ -393,7 +397,7 @@ def mean_losses_let_through(patch: Patch) -> None:
         return losses.expand(size) if isinstance(losses, Tensor) and losses.dim() == 0 else losses
 
     everywhere(patch, module_state.require_losses, wrong)
-    everywhere(patch, checks._require_apart, lambda *_: None)
+    everywhere(patch, checks.require_apart, lambda *_: None)
 
 
 def nothing_undone(patch: Patch) -> None:
@@ -620,8 +624,8 @@ GRADIENTS = [
     Mutant(
         "a half filled cache in the loop that follows vmap",
         unchecked(vmapped_unit.require_unchanged),
-        "test_state.test_a_layer_that_fills_an_argument_is_refused_with_remedies_that_work",
-        {"looped": True, "training_too": True},
+        "test_state.test_a_layer_that_fills_an_argument_is_taken_with_the_module_that_makes_it",
+        {"looped": True},
     ),
     Mutant(
         "a layer's state passed from example to example",
@@ -655,7 +659,7 @@ GRADIENTS = [
     ),
     Mutant(
         "a loss that looks at other examples",
-        unchecked(checks._require_apart, audit.require_single, in_training=False),
+        unchecked(checks.require_apart, audit.require_single, in_training=False),
         "test_engines.test_bad_losses_are_refused_before_anything_is_charged",
         {"name": "divided by the batch size"},
     ),
@@ -667,7 +671,7 @@ GRADIENTS = [
     Mutant(
         "a parameter's use outside of its module dropped",
         unchecked(passes._require_inside_units, audit.require_single),
-        "test_factored.test_a_parameter_used_outside_its_module_is_refused_by_name",
+        "test_factored.test_a_parameter_used_outside_its_module_is_named_and_its_model_taken_whole",
     ),
     Mutant(
         "a layer that mixes examples",
@@ -682,6 +686,22 @@ GRADIENTS = [
         unchecked(in_training=False),
         "test_attacks.test_what_mixes_in_training_mode_only_is_caught",
         lambda module: {"make": module.ShufflesInTraining},
+    ),
+    Mutant(
+        "a module taken whole without a check of the losses",
+        unchecked(checks.require_apart),
+        "test_climb.test_a_dependence_inside_of_what_is_taken_whole_is_cut_and_found_by_the_check_of_the_losses",
+    ),
+    Mutant(
+        "no comparison with single examples after a climb",
+        unchecked(audit.require_single, checks.require_apart),
+        "test_climb.test_a_dependence_outside_of_what_is_taken_whole_is_refused",
+    ),
+    Mutant(
+        "modules taken whole in any step",
+        climbs_in_any_step,
+        "test_climb.test_no_module_is_taken_whole_after_the_first_step",
+        {"first": "computed"},
     ),
     Mutant(
         "the self-check at the head of the batch",
@@ -712,7 +732,7 @@ GRADIENTS = [
     ),
     Mutant(
         "losses that depend on earlier rows",
-        unchecked(checks._require_apart),
+        unchecked(checks.require_apart),
         "test_self_check.test_losses_that_depend_on_earlier_rows_are_refused",
         {"share": 1e-3},
     ),

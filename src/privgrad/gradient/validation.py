@@ -1,7 +1,7 @@
 """Check that a model and a loss allow private training, before any release is charged.
 
 PrivateGradient calls `require_supported`, `configuration` and `check_loss`; `privgrad doctor` calls `find_problems`.
-The engines call `refuse_reentrant`, and `engines.factored` calls `require_same_losses_in_half`.
+The engines call `refuse_reentrant`, and `engines.factored` calls `require_apart` and `require_same_losses_in_half`.
 
 The privacy guarantee needs models and losses that keep examples apart. These checks try that on a few examples; they
 find mistakes, but they prove nothing.
@@ -161,7 +161,7 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         got = f"no gradient for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)
     randomness = find_randomness(model, loss_fn, few)
-    _require_apart(model, loss_fn, few, randomness)
+    require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
 
 
@@ -261,7 +261,7 @@ def _serial(value: object) -> int:
     return known[1]
 
 
-def _require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
+def require_apart(model: nn.Module, loss_fn: LossFunction, few: Any, randomness: Randomness) -> None:
     """Raise PrivacyError if the first or the last loss depends on the other examples or on their number."""
     size = count_examples(few)
     if size == 1:

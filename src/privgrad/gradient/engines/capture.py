@@ -9,7 +9,7 @@ The privacy guarantee of the fast engine rests on this file: it must attribute e
 refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -89,7 +89,10 @@ class Capture:
                     self._stack.callback(buffers.__setitem__, name, buffer)
                     buffers[name] = buffer.clone()
                     self._buffers.append((buffers, name, buffers[name]))
-        for path, module in units(self._model):
+        for config in _cached_configs(self._model):
+            self._stack.callback(setattr, config, "use_cache", True)
+            config.use_cache = False
+        for path, module in units(self._model, self._vmapped_units):
             original = module.forward
             self._stack.callback(_restore, module, vars(module).get("forward"))
             replacement, rule = find_forward(module), find_rule(module)
@@ -243,21 +246,39 @@ class Capture:
         return output
 
 
-def units(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
     """Yield the units, the smallest modules that own trainable parameters, with their paths; each unit once.
 
-    `passes` calls it too.
+    A module that is taken whole is one unit, and no module within it is a unit elsewhere. `passes` calls it too.
+
+    Args:
+        model: the module.
+        whole: paths of modules that are taken whole, and of other units.
     """
-    seen = set() if seen is None else seen
+    seen = {id(part) for path in whole for part in [*model.get_submodule(path).modules()][1:]}
+    yield from _units(model, "", whole, seen)
+
+
+def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the units within a module that were not seen; see `units`."""
     if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
         return
     seen.add(id(model))
     owns = any(p.requires_grad for p in model.parameters(recurse=False))
-    if owns or find_forward(model) is not None or parametrize.is_parametrized(model):
+    if owns or path in whole or find_forward(model) is not None or parametrize.is_parametrized(model):
         yield path, model
         return
     for name, child in model.named_children():
-        yield from units(child, f"{path}.{name}" if path else name, seen)
+        yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
+
+
+def _cached_configs(model: nn.Module) -> list[Any]:
+    """Return the configurations of transformers in a model that ask for a key-value cache.
+
+    Training needs no cache, and a layer that fills one would hand one example's values to the next.
+    """
+    found = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    return [config for config in found.values() if getattr(config, "use_cache", None) is True]
 
 
 def _ignore(tensor: Tensor, *_: object) -> Tensor:

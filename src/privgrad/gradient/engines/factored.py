@@ -13,34 +13,34 @@ import copy
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.engines.climb import Climb
 from privgrad.gradient.engines.layout_cache import shapes_of
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.engines.passes import Passes, Point
-from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, UnitRefusedError, refused
 from privgrad.gradient.engines.self_check import (
     CheckSchedule,
     require_apart_in_training,
     require_same_draws,
     require_single,
     restored,
+    rows_to_check,
 )
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import Pulled, PulledDense
 from privgrad.gradient.factors.weight_standardization import Projected
 from privgrad.gradient.module_state import trainable
-from privgrad.gradient.probes import PROBED, doubled, few_of, places_of
+from privgrad.gradient.probes import PROBED, doubled, few_of
 from privgrad.gradient.randomness import Randomness, find_randomness, without_randomness
-from privgrad.gradient.validation import require_same_losses_in_half
+from privgrad.gradient.validation import require_apart, require_same_losses_in_half
 from privgrad.types import LossFunction, count_examples, map_examples
 
-_MEASURED = 16  # number of examples whose norms a check measures
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05  # relative tolerance of a check; the second in half precision
 _WEIGHTS = Point()
 
@@ -65,6 +65,7 @@ class Factored:
         self._memory = MemoryPlan(model, memory_mb)
         self._passes = Passes(model, loss_fn, self._memory)
         self._layouts = self._passes.layouts
+        self._climb = Climb(model, loss_fn, self._layouts)
         self._schedule = CheckSchedule()
         self._randomness: Randomness = "none"  # random draws of a forward pass in the last audit
         self._density: float | None = None  # floats of output gradients per value of an example
@@ -86,18 +87,31 @@ class Factored:
             examples do not influence each other, not a proof.
         """
         self._schedule.begin()
-        if not self._is_learned(point):
-            self._audit_at(examples, point)
-        try:
-            found = self._compute(examples, point)
-        except UnsupportedModuleError:
-            if not self._schedule.is_due:
-                raise
-            self._audit_at(examples, point)  # a module may compute differently since the last audit
-            found = self._compute(examples, point)
+        while True:
+            with self._climb.attempt():
+                if self._climb.reached_loss:
+                    return self._alone(examples, point)
+                if not self._is_learned(point):
+                    self._audit_at(examples, point)
+                try:
+                    found = self._compute(examples, point)
+                except UnsupportedModuleError:
+                    if not self._schedule.is_due:
+                        raise
+                    self._audit_at(examples, point)  # a module may compute differently since the last audit
+                    found = self._compute(examples, point)
+                if self._schedule.is_due:
+                    self._check(examples, point, found)
+                return found[0]
+
+    def _alone(self, examples: Any, point: Point) -> dict[str, Factor]:
+        """Return each example's gradient from its loss alone; check where due that a batch has the same losses."""
         if self._schedule.is_due:
-            self._check(examples, point, found)
-        return found[0]
+            with restored(self._model):
+                self._randomness = find_randomness(self._model, self._loss_fn, few_of(examples))
+                self._check_losses(examples)
+            self._schedule.is_due = False
+        return self._climb.of_losses(examples, point)
 
     def moved(self, examples: Any, radius: float, *, exact: bool) -> dict[str, Factor]:
         """Compute the gradient of each example's own loss at its own point, theta + radius g_i / |g_i|, as factors.
@@ -138,25 +152,29 @@ class Factored:
         Raises:
             UnsupportedModuleError: as __call__.
         """
-        if not self._is_learned(_WEIGHTS):
-            self.audit(examples)
-        self._layouts.recall(examples)
-        try:
-            return self._passes.inputs(examples)
-        except CallSequenceChangedError:
-            self.audit(examples)
-        try:
-            return self._passes.inputs(examples)
-        except CallSequenceChangedError as error:
-            raise _calls_changed(error) from None
+        while True:
+            with self._climb.attempt():
+                if self._climb.reached_loss:
+                    got, remedy = "gradients of whole losses", "use precondition.fixed or no preconditioner"
+                    raise refused("the inputs of layers", "to be found", got, remedy)
+                if not self._is_learned(_WEIGHTS):
+                    self._audit(examples)
+                self._layouts.recall(examples)
+                try:
+                    return self._passes.inputs(examples)
+                except CallSequenceChangedError:
+                    self._audit(examples)
+                return self._passes.inputs(examples)
 
     def begin_step(self) -> None:
         """Count a step of the training. PrivateGradient calls it, whatever batch was drawn."""
         self._passes.norms.begin_step()
+        self._climb.begin_step()
 
     def check_again(self) -> None:
         """Check the next batch too; PrivateGradient calls this when the model's configuration has changed."""
         self._schedule.is_due, self._density = True, None
+        self._climb.reopen()
 
     def microbatch_size(self, examples: Any, usual_size: int) -> int:
         """Return the number of examples to compute at once.
@@ -200,14 +218,24 @@ class Factored:
         """Learn from a few examples where each layer's tensors hold the examples, and have the next batch checked.
 
         Raises:
-            UnsupportedModuleError: the tensors do not keep examples apart, or a parameter is used outside of a unit.
+            UnsupportedModuleError: the tensors do not keep examples apart.
         """
+        while True:
+            with self._climb.attempt():
+                return self._audit(examples)
+
+    def _audit(self, examples: Any) -> None:
+        """Do what `audit` does, for the current units."""
+        self._schedule.is_due = True
+        if self._climb.reached_loss:
+            self._passes.floats = sum(p.numel() for p in trainable(self._model).values())
+            return
         few = few_of(examples, salt=self._schedule.calls)
         try:
             self._learn(few)
-        except CallSequenceChangedError as error:  # for instance, the sequence differs in evaluation mode
+        except (CallSequenceChangedError, UnitRefusedError):  # for instance, the calls differ in evaluation mode
             self._layouts.current.calls = None
-            raise _calls_changed(error) from None
+            raise
         except UnsupportedModuleError as refusal:
             self._layouts.current.calls = None
             with self._double(refusal) as twin:
@@ -215,12 +243,11 @@ class Factored:
             displaced, self._layouts.current = self._layouts.current.displaced, twin._layouts.current
             self._layouts.current.displaced = displaced
             self._randomness, self._passes.floats = twin._randomness, twin._passes.floats
-        self._schedule.is_due = True
         self._layouts.remember(examples)
 
     def _audit_at(self, examples: Any, point: Point) -> None:
         """Do what `audit` does; for displaced parameters, also learn their passes, and check them on a few examples."""
-        self.audit(examples)
+        self._audit(examples)
         if not point.is_displaced:
             return
         few = few_of(examples, salt=self._schedule.calls)
@@ -243,11 +270,7 @@ class Factored:
             passes.learn(few)
             self._randomness = find_randomness(self._model, self._loss_fn, few)
             with without_randomness(self._model, self._randomness):
-                try:
-                    found, _ = passes.compute(few, _WEIGHTS)
-                except RuntimeError:
-                    passes.require_not_repeated(few)
-                    raise
+                found = passes.compute_first(few)
         own, kinds = trainable(self._model), (Projected, Pulled, PulledDense)
         passes.pulled = {id(own[name]): isinstance(f, Projected) for name, f in found.items() if isinstance(f, kinds)}
         self._layouts.current.reached = set(found)
@@ -265,6 +288,14 @@ class Factored:
             remedy = "use BAM(mode='sam'), or other layers (for instance Embedding and a sum instead of EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
 
+    def _learn_whole(self, examples: Any, point: Point) -> None:
+        """Learn the layouts from a whole batch, because a mask may exist for some contents only."""
+        with restored(self._model):
+            self._passes.learn(examples)
+            if point.is_displaced:
+                self._passes.learn_displaced(examples, exact=point.exact)
+        self._layouts.remember(examples)
+
     def _is_learned(self, point: Point) -> bool:
         """Return whether the layouts of a pass at this kind of point are known."""
         known = self._layouts.current
@@ -273,8 +304,8 @@ class Factored:
     def _compute(self, examples: Any, point: Point) -> Found:
         """Return the factors of a batch; if the sequence of calls has changed, compute again with other layouts.
 
-        The second attempt uses the layouts known for examples of these shapes, the third those of a new audit. So loops
-        may be longer for longer sequences. If the sequence of calls depends on the data in another way, it is refused.
+        The second attempt uses the layouts known for examples of these shapes, so loops may be longer for longer
+        sequences. The third uses those of a new audit, and the last those of the whole batch.
         """
         self._layouts.recall(examples)
         try:
@@ -291,14 +322,12 @@ class Factored:
     def _compute_again(self, examples: Any, point: Point) -> Found:
         """Return the factors of a batch whose sequence of calls differs from the current layouts."""
         self._layouts.note_change(examples)
-        try:
-            return self._passes.compute(examples, point)
-        except CallSequenceChangedError:
-            self._audit_at(examples, point)
-        try:
-            return self._passes.compute(examples, point)
-        except CallSequenceChangedError as error:
-            raise _calls_changed(error) from None
+        for learn in (self._audit_at, self._learn_whole):
+            try:
+                return self._passes.compute(examples, point)
+            except CallSequenceChangedError:
+                learn(examples, point)
+        return self._passes.compute(examples, point)
 
     def _check(self, examples: Any, point: Point, found: Found) -> None:
         """Compare some rows of a batch with the gradients of single examples.
@@ -309,17 +338,27 @@ class Factored:
         with restored(self._model), without_randomness(self._model, self._randomness):
             if self._randomness != "none":
                 found = self._compute(examples, point)
-            rows = self._rows_to_check(found[0], count_examples(examples))
+            rows = rows_to_check(found[0], count_examples(examples), self._schedule.calls)
             try:
                 self._require_single(examples, point, found, rows)
             except UnsupportedModuleError as refusal:
                 self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
-            require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness)
+            self._check_losses(examples)
         if self._randomness == "other":  # the check above ran in evaluation mode
             few = few_of(examples, salt=self._schedule.calls)
             with restored(self._model):
                 require_apart_in_training(self._passes, few, self._tolerance, self._schedule.calls)
         self._schedule.is_due = False
+
+    def _check_losses(self, examples: Any) -> None:
+        """Raise PrivacyError if losses depend on other examples.
+
+        Where a module is taken whole, each example runs by itself, and the gradients cannot show a dependence in it.
+        """
+        require_same_losses_in_half(self._model, self._loss_fn, examples, self._randomness)
+        if self._climb.any:
+            few = few_of(examples, salt=self._schedule.calls, fill=False)
+            require_apart(self._model, self._loss_fn, few, self._randomness)
 
     def _check_in_double(
         self, examples: Any, point: Point, rows: Sequence[int], refusal: UnsupportedModuleError
@@ -338,7 +377,9 @@ class Factored:
     def _double(self, refusal: UnsupportedModuleError) -> Generator["Factored"]:
         """Yield this engine in double precision, to repeat a failed check; raise `refusal` if anything fails there."""
         try:
-            yield Factored(copy.deepcopy(self._model).double(), self._loss_fn)
+            twin = Factored(copy.deepcopy(self._model).double(), self._loss_fn)
+            twin._layouts.current.vmapped_units |= self._layouts.current.vmapped_units
+            yield twin
         except Exception:  # the check failed again, or, for instance, the loss accepts single precision only
             raise refusal from None
 
@@ -346,27 +387,12 @@ class Factored:
         """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
         factors, along = found
         model, loss_fn, tolerance = self._model, self._loss_fn, self._tolerance
-        require_single(model, loss_fn, examples, factors, tolerance, along, rows=rows, exact=point.exact)
-
-    def _rows_to_check(self, found: Mapping[str, Factor], size: int) -> list[int]:
-        """Return the first row, the last, a random one between them, and the row with the smallest norm of a sample.
-
-        The smallest norm is included because a gradient with a wrongly small norm would stay unclipped.
-        """
-        calls = self._schedule.calls
-        drawn = places_of(size, min(size, _MEASURED), calls)
-        norms = torch.stack([factor[drawn].norms() for factor in found.values()])
-        least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
-        between = 1 + places_of(size - 2, 1, calls) if size > 2 else drawn[:1]
-        return sorted({0, size - 1, int(least), int(between)})
+        suspect = self._passes.shared()
+        require_single(
+            model, loss_fn, examples, factors, tolerance, along, rows=rows, exact=point.exact, suspect=suspect
+        )
 
     @property
     def _tolerance(self) -> float:
         """The relative tolerance of a check: it allows for a ReLU at its kink, and for half precision if used."""
         return _TOLERANCE_HALF if self._passes.half else _TOLERANCE
-
-
-def _calls_changed(error: CallSequenceChangedError) -> UnsupportedModuleError:
-    """Return the error for users when the sequence of calls differs with every known layout."""
-    condition, got = "not to depend on the examples", f"different calls at '{error.path}'"
-    return refused("the calls of layers", condition, got, REMEDY)

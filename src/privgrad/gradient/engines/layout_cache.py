@@ -54,6 +54,12 @@ class LayoutCache:
         self._known = dict[Any, Layouts]()
         self._changed = set[Any]()  # shapes for which the calls differed from the current layouts
 
+    def take_whole(self, path: str) -> None:
+        """Forget all layouts, and compute a module by vmap from now on."""
+        self.current = Layouts(vmapped_units=self.current.vmapped_units | {path})
+        self._known.clear()
+        self._changed.clear()
+
     def remember(self, examples: Any) -> None:
         """Keep the current layouts for examples of these shapes."""
         self._known[shapes_of(examples)] = self.current.copied()

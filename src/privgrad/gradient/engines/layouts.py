@@ -49,7 +49,7 @@ def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
     dims, other_dims = [len(shape) for shape in one.shapes], [len(shape) for shape in other.shapes]
     if dims != other_dims:
         got = f"tensors of {dims} dimensions with {sizes[0]} examples, {other_dims} with {sizes[1]}"
-        raise refused(f"the calls of '{one.path}'", "not to depend on the examples", got, REMEDY)
+        raise refused(f"the calls of '{one.path}'", "not to depend on the examples", got, REMEDY, unit=one.path)
     return tuple(_example_dim(one.path, *shapes, sizes) for shapes in zip(one.shapes, other.shapes, strict=True))
 
 

@@ -4,27 +4,27 @@ A pass trusts its layouts. `factored.Factored` decides when to learn and check t
 and `Point`; `self_check` calls `Passes.compute` and `Passes.learn` too.
 
 The privacy guarantee of the fast engine rests on this file: row i of every factor must depend on example i, the model
-and public numbers only. One method is not part of it: `require_not_repeated` explains an error.
+and public numbers only. Two methods are not part of it: `_require_runs` and `shared` explain an error.
 """
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import sources
 from privgrad.gradient.engines.capture import Capture, units
 from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
 from privgrad.gradient.engines.layouts import find_layout, mixes
 from privgrad.gradient.engines.memory import MemoryPlan
-from privgrad.gradient.engines.refusals import REMEDY, misplaced, refused
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
 from privgrad.gradient.engines.taps import HvpTerms, Tap
 from privgrad.gradient.engines.vmap import shares
 from privgrad.gradient.factors.base import Dense, Factor
@@ -34,7 +34,6 @@ from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
-from privgrad.gradient.probes import PROBED
 from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples
 
@@ -120,13 +119,13 @@ class Passes:
             return self._collected(losses, capture.taps, [tap.zeros for tap in capture.taps], room=0)
 
     def learn(self, few: Any) -> None:
-        """Learn the layouts of a pass at the weights."""
+        """Learn the layouts of a pass at the weights from a few examples."""
         self.layouts.current.calls = self._learned(few, self.layouts.current.vmapped_units)
 
     def learn_displaced(self, few: Any, *, exact: bool) -> None:
         """Learn the layouts of a pass with displaced parameters."""
-        costly = {path for path, unit in units(self._model) if not self._displaces_cheaply(unit, exact)}
-        vmapped = self.layouts.current.vmapped_units | costly
+        vmapped = self.layouts.current.vmapped_units
+        vmapped = vmapped | {p for p, unit in units(self._model, vmapped) if not self._displaces_cheaply(unit, exact)}
         self.layouts.current.displaced[exact] = self._learned(few, vmapped), vmapped
 
     def displacements_of(self, first: Mapping[str, Factor], radius: float) -> Displacements:
@@ -150,22 +149,51 @@ class Passes:
         parameters = [p for unit in each for p in unit.parameters() if p.requires_grad]
         return sum(p.numel() for p in parameters if not self.pulled.get(id(p), False))
 
-    def require_not_repeated(self, few: Any) -> None:
-        """Raise UnsupportedModuleError if the losses fail because the engine expands a layer's shared output.
+    def compute_first(self, few: Any) -> dict[str, Factor]:
+        """Return the factors at the weights, right after `learn`.
 
-        The same losses have succeeded with the unchanged layers. So the cause is an output that the layer computes
+        Raises:
+            UnsupportedModuleError: as `_forward`; and if the losses fail because the engine replaces forwards.
+        """
+        try:
+            return self.compute(few, Point())[0]
+        except (PrivacyError, CallSequenceChangedError):
+            raise
+        except Exception:
+            self._require_runs(few)
+            raise
+
+    def _require_runs(self, few: Any) -> None:
+        """Raise UnsupportedModuleError if the losses fail because the engine replaces the forwards of units.
+
+        The same losses have succeeded with the unchanged layers. The usual cause is an output that a layer computes
         once for all examples, and that has one row per example here.
         """
         known = self.layouts.current
-        shared = [path for path, layout in known.calls or [] if layout and layout[0] is None]
         capture = Capture(self._model, known.calls or [], count_examples(few), known.vmapped_units)
         try:
             with self._forward(capture, few):
                 return
-        except RuntimeError as error:
-            if shared:
-                condition, got = "to be broadcast over the examples, not repeated", str(error).rstrip(".")
-                raise refused(f"the shared output of '{shared[0]}'", condition, got, REMEDY) from error
+        except (PrivacyError, CallSequenceChangedError):
+            raise
+        except Exception as error:
+            got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            if (shared := self.shared(len(capture.calls))) is not None:
+                condition = "to be broadcast over the examples, not repeated"
+                raise refused(f"the shared output of '{shared}'", condition, got, REMEDY, unit=shared) from error
+            if capture.calls:
+                last = capture.calls[-1].path
+                condition = "to have the output of the unchanged layer"
+                raise refused(f"the layer '{last}'", condition, got, REMEDY, unit=last) from error
+
+    def shared(self, before: int | None = None) -> str | None:
+        """Return the last unit that computes a value for all examples at once; None if there is none.
+
+        Args:
+            before: the number of calls to look at; None: all of them.
+        """
+        calls = (self.layouts.current.calls or [])[:before]
+        return next((path for path, layout in reversed(calls) if layout and None in (layout[0], layout[-1])), None)
 
     def _displacements(self, examples: Any, point: Point) -> Displacements | None:
         """Return the displacement of each example's parameters at a point that is not `exact`; None at the weights."""
@@ -224,6 +252,8 @@ class Passes:
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 _require_unwritten(tap)
+                if grad is None and tap.path in self.layouts.current.vmapped_units:
+                    grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
                     continue
                 own = terms[index] if terms else None
@@ -239,19 +269,24 @@ class Passes:
         return factors
 
     def _learned(self, few: Any, vmapped: set[str]) -> Calls:
-        """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples."""
-        sizes, captures = (PROBED, PROBED - 1), list[Capture]()
-        for size in sizes:
-            captures.append(capture := Capture(self._model, None, size, vmapped))
+        """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples.
+
+        The larger batch repeats an example. So both have equal contents, which may decide what a layer is called with.
+        """
+        size, captures = count_examples(few), list[Capture]()
+        sizes = (size + 1, size)
+        for batch in (map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few), few):
+            captures.append(capture := Capture(self._model, None, count_examples(batch), vmapped))
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
-                self._loss_fn(self._model, map_examples(itemgetter(slice(0, size)), few))
+                self._loss_fn(self._model, batch)
                 capture.finish()
         more, fewer = (capture.calls for capture in captures)
         paths = [[call.path for call in calls] for calls in (more, fewer)]
         if paths[0] != paths[1]:
             differing = next(pair for pair in zip_longest(*paths, fillvalue="no call") if pair[0] != pair[1])
             got = " and ".join(f"{path!r} with {size} examples" for path, size in zip(differing, sizes, strict=True))
-            raise refused("the calls of layers", "not to depend on the examples", got, REMEDY)
+            unit = next(path for path in differing if path != "no call")
+            raise refused("the calls of layers", "not to depend on the examples", got, REMEDY, unit=unit)
         pairs = list(zip(more, fewer, strict=True))
         mixing = {unit for unit in captures[0].by_products if any(mixes(unit, *pair, sizes) for pair in pairs)}
         if mixing:
@@ -295,4 +330,5 @@ def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]
                 "use it in its own module's forward only (a tied layer: a module that is given the parameter, as "
                 f"head.weight = table.weight; a rule: through `parameters`), or {REMEDY}"
             )
-            raise refused(f"parameter {name!r}", "to be used by its own module only", "a use outside of it", remedy)
+            condition, got, unit = "to be used by its own module only", "a use outside of it", name.rpartition(".")[0]
+            raise refused(f"parameter {name!r}", condition, got, remedy, unit=unit)

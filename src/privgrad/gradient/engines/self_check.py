@@ -20,8 +20,10 @@ from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError,
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import seeded, trainable
-from privgrad.gradient.probes import gradients
+from privgrad.gradient.probes import gradients, places_of
 from privgrad.types import LossFunction, count_examples, map_examples
+
+_MEASURED = 16  # number of examples whose norms a check measures
 
 
 class CheckSchedule:
@@ -54,6 +56,7 @@ def require_single(
     *,
     rows: Sequence[int],
     exact: bool = False,
+    suspect: str | None = None,
 ) -> None:
     """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone.
 
@@ -69,6 +72,7 @@ def require_single(
         moves: displacements of each example's parameters; None if they are not displaced.
         rows: the rows to check.
         exact: whether the gradients include the Hessian's product with the moves, instead of being displaced.
+        suspect: the unit to blame for a difference, if its place in the model can be the cause.
     Raises:
         UnsupportedModuleError: some gradient differs by more than the tolerance; the message names the parameter.
     """
@@ -88,7 +92,24 @@ def require_single(
                     f"rule for this layer or the next, correct it; or {REMEDY}"
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
-                raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy)
+                raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)
+
+
+def rows_to_check(found: Mapping[str, Factor], size: int, salt: int) -> list[int]:
+    """Return the first row, the last, a random one between them, and the row with the smallest norm of a sample.
+
+    The smallest norm is included because a gradient with a wrongly small norm would stay unclipped.
+
+    Args:
+        found: the factors by parameter name.
+        size: their number of rows.
+        salt: as in `places_of`.
+    """
+    drawn = places_of(size, min(size, _MEASURED), salt)
+    norms = torch.stack([factor[drawn].norms() for factor in found.values()])
+    least = drawn[int(cast(Tensor, torch.linalg.vector_norm(norms, dim=0)).argmin())]
+    between = 1 + places_of(size - 2, 1, salt) if size > 2 else drawn[:1]
+    return sorted({0, size - 1, int(least), int(between)})
 
 
 def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: int) -> None:

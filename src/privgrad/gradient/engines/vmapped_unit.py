@@ -108,7 +108,7 @@ class VmappedUnit:
                 raise
             except Exception as error:
                 got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-                raise refused(f"'{self._path}'", "to run on one example", got, REMEDY) from error
+                raise refused(f"'{self._path}'", "to run on one example", got, REMEDY, unit=self._path) from error
             require_unchanged(self._path, self._watched)
         if len({len(row) for row in rows}) != 1:
             raise CallSequenceChangedError(self._path) from None
@@ -156,4 +156,5 @@ def require_unchanged(path: str, watched: Watched) -> None:
     kind = watched.changed()
     if kind is not None:
         remedy = f"call it without (model.config.use_cache = False for a cache of transformers), or {REMEDY}"
-        raise refused(f"the arguments of '{path}'", "to stay unchanged during its forward", f"a changed {kind}", remedy)
+        condition, got = "to stay unchanged during its forward", f"a changed {kind}"
+        raise refused(f"the arguments of '{path}'", condition, got, remedy, unit=path)

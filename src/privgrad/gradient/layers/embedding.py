@@ -23,7 +23,9 @@ from privgrad.gradient.layers.base import Rule, by_rows, of_bags, register_rule
 
 
 @register_rule(nn.Embedding)
-class _Embedding(Rule):
+class Embedding(Rule):
+    """The rule of nn.Embedding; also of calls of F.embedding, see `functional`."""
+
     parameters = ("weight",)
     has_delta = is_bilinear = True
 

@@ -1,4 +1,4 @@
-"""Rules for calls of F.linear and of F.conv1d to 3d, in modules that have no rule of their own.
+"""Rules for calls of F.linear, F.embedding and F.conv1d to 3d, in modules that have no rule of their own.
 
 `engines.capture` opens `Products` around the forward of such a module. torch then passes each call of a torch function
 to `__torch_function__`. The privacy guarantee of the fast engine rests on this file: a product must have the rule and
@@ -18,12 +18,13 @@ from torch.overrides import TorchFunctionMode
 from privgrad.gradient.autograd_graph import sources
 from privgrad.gradient.layers.base import Rule
 from privgrad.gradient.layers.conv import FunctionalConvolution
+from privgrad.gradient.layers.embedding import Embedding
 from privgrad.gradient.layers.linear import Linear
 
 
 @dataclass(frozen=True)
 class Product:
-    """One call of F.linear or of F.conv1d to 3d.
+    """One call of F.linear, F.embedding or F.conv1d to 3d.
 
     Attributes:
         rule: the rule for the call.
@@ -101,6 +102,25 @@ def _convolution(
     return Product(FunctionalConvolution(), layer, _weights(weight, bias), input)
 
 
+def _embedding(
+    input: Tensor,  # noqa: A002, torch's name
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Product | None:
+    """Return the product of a call of F.embedding; None if it has options without a rule."""
+    del norm_type, sparse
+    if max_norm is not None or scale_grad_by_freq or input.dim() == 0:
+        return None
+    size, width = weight.shape
+    padding = padding_idx % size if padding_idx is not None and -size <= padding_idx < size else padding_idx
+    layer = SimpleNamespace(num_embeddings=size, embedding_dim=width, padding_idx=padding)
+    return Product(Embedding(), layer, {"weight": weight}, input)
+
+
 def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """Return one number for each dimension, by torch's convention."""
     if isinstance(value, int):
@@ -110,6 +130,7 @@ def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 _READERS: dict[Any, Callable[..., Product | None]] = {
     F.linear: _linear,
+    F.embedding: _embedding,
     torch.conv1d: _convolution,
     torch.conv2d: _convolution,
     torch.conv3d: _convolution,
