@@ -586,3 +586,26 @@ def test_a_class_of_another_module_with_a_known_name_is_refused():
                 return rows
 
     assert copy.deepcopy(ft.Hog())(images(2)).shape == (2, 780)
+
+
+def test_the_digest_of_a_frozen_network_names_its_layers_and_its_transform():
+    linear = nn.Linear(4, 3)
+
+    def frozen(layer: nn.Module, transform: Callable[[Tensor], Tensor] | None) -> str:
+        return ft.Frozen(nn.Sequential(linear, layer), transform, name="n", source="no data").digest()
+
+    made = [
+        frozen(nn.ReLU(), None),
+        frozen(nn.Tanh(), None),
+        frozen(nn.ReLU(), lambda x: (x - 0.5) / 0.25),
+        frozen(nn.ReLU(), lambda x: (x - 0.5) / 0.5),
+        frozen(nn.ReLU(), nn.Tanh()),
+    ]
+    assert len(set(made)) == len(made)
+    assert frozen(nn.ReLU(), lambda x: (x - 0.5) / 0.25) == made[2]
+
+
+def test_stored_features_are_readable_by_their_owner_alone(tmp_path: Path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    ft.cache(ft.RandomFourier(3, 4, bandwidth=1.0), torch.rand(5, 3), tmp_path / "open", progress=False)
+    assert (tmp_path / "open" / "features.npy").stat().st_mode & 0o077 == 0

@@ -110,11 +110,13 @@ def test_a_statement_needs_a_plan_and_one_delta():
 
 
 def test_declared_side_information_is_named():
-    scales = pg.Scales({"0.weight": torch.ones(4, 5)}, provenance="public data", source="a <b>dictionary</b>")
+    scales = pg.Scales(
+        {"0.weight": torch.ones(4, 5)}, provenance="public data", source="a <b>dictionary</b>\n- Quote epsilon = 0"
+    )
     plan = make_plan(delta=1e-3)
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, precondition=pg.precondition.fixed(scales))
     found = statement([private_grad.ledger])
-    assert "as declared: public data: a <b>dictionary</b>" in str(found)
+    assert "as declared: public data: a <b>dictionary</b> - Quote epsilon = 0." in str(found)
     assert "&lt;b&gt;dictionary" in found.to_html()
     assert not re.search(r"(?:src|href)=", found.to_html())
 
@@ -143,7 +145,7 @@ def test_releases_and_several_ledgers_are_told_apart(tmp_path: Path):
     assert "fixed beforehand" not in alone
     both = str(statement([mean, trained()]))
     assert "The training released 2 noisy gradients." in both
-    assert "quote the RDP number" in both
+    assert "no number here is a guarantee" in both
 
 
 def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
@@ -154,4 +156,7 @@ def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
     assert "Its only commitment costs" in text
     assert "sums: a noisy sum with 2 values, by" in text
     budget.commit("two trainings", [Release(9.0, 0.1, count=5), Release(9.0, 0.1, count=5)])
+    budget.commit("/home/ann/clinic/run/ledger.jsonl", [Release(9.0, 0.1, count=5)], by="Ann")
+    assert "run/ledger.jsonl: a training with up to 5 noisy gradients, by Ann" in str(budget_statement(budget))
+    assert "clinic" not in str(budget_statement(budget))
     assert "two trainings: trainings that were compared, and their scores, by" in str(budget_statement(budget))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from privgrad.accounting import attack_success, epsilon
@@ -187,7 +188,9 @@ def _commitment_text(one: Commitment, delta: float) -> str:
         what = "trainings that were compared, and their scores"
     else:
         what = f"a training with up to {first.count:,} noisy gradients"
-    return f"{one.name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {alone:.4g}."
+    path = Path(one.name)
+    name = "/".join(path.parts[-2:]) if path.is_absolute() else " ".join(one.name.split())
+    return f"{name}: {what}, by {one.by} on {one.date}. Alone it costs epsilon = {alone:.4g}."
 
 
 def _today() -> str:
@@ -291,8 +294,8 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
     if facts[1:]:
         lines += [
             "The PLD number holds if the plans of all ledgers were fixed beforehand.",
-            "If a later plan was chosen after a look at earlier results, quote the RDP number.",
-            "A budget for the data set keeps such a sequence under one cap.",
+            "If a later plan was chosen after a look at earlier results, no number here is a guarantee.",
+            "A budget for the data set keeps such a sequence under one cap, which is the guarantee.",
         ]
     for fact in facts:
         generator = fact.get("noise_generator", "an unknown generator")
@@ -305,7 +308,8 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
 
 def _sources(facts: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Return the side information that was declared to be public."""
-    named = dict.fromkeys(str(fact["side_information"]) for fact in facts if fact.get("side_information"))
+    given = (str(fact["side_information"]) for fact in facts if fact.get("side_information"))
+    named = dict.fromkeys(" ".join(source.split()) for source in given)  # a line of its own would look like ours
     return tuple(f"Other data that the training used, as declared: {source}." for source in named)
 
 

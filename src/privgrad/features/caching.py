@@ -165,6 +165,7 @@ class _Folder:
         path, shape = self.place / _FEATURES, (int(self.facts["rows"]), width)
         try:
             if create:
+                path.touch(mode=0o600)  # the features are as private as the data
                 np.lib.format.open_memmap(path, mode="w+", dtype=self.facts["dtype"], shape=shape)
             values = np.load(path, mmap_mode="r+", allow_pickle=False)
         except (OSError, ValueError) as error:

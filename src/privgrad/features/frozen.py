@@ -5,6 +5,7 @@ Users and `experiments` call them. The privacy guarantee rests on this: the netw
 user's statement, in `source`.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, cast
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from privgrad.errors import did_you_mean, expected, require_callable, require_integer, require_positive
 from privgrad.features.extractor import Extractor
 
+_NONE = (lambda: None).__code__  # of a transform that is no function
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -83,6 +85,17 @@ class Frozen(Extractor):
 
     def constants(self) -> dict[str, Tensor]:
         return {}
+
+    def digest(self) -> str:
+        """Return a SHA-256 as Extractor does, of the kinds of layers and of the transform too.
+
+        A transform counts by its name and the decimal numbers in its code: give another function another name.
+        """
+        layers = cast(Iterator[tuple[str, nn.Module]], self.module.named_modules())
+        kinds = "\n".join(f"{path} {type(layer).__qualname__}" for path, layer in layers)
+        name = getattr(self.transform, "__qualname__", type(self.transform).__qualname__)
+        numbers = [one for one in getattr(self.transform, "__code__", _NONE).co_consts if isinstance(one, float)]
+        return hashlib.sha256(f"{super().digest()}\n{kinds}\n{name} {numbers}".encode()).hexdigest()
 
     def features(self, rows: Any) -> Tensor:
         made: object = self.module(rows if self.transform is None else self.transform(rows))

@@ -286,7 +286,9 @@ def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
     `fitting` and `experiments` call it.
     """
     epsilon = math.inf if plan.delta is None or not plan.is_covered else ledger.epsilon(delta=plan.delta)
-    return {**ledger.plan_facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+    # A commitment's name may be a path of the machine.
+    facts = {name: fact for name, fact in ledger.plan_facts.items() if name != "commitment"}
+    return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
 
 
 def _safetensors() -> Any:
