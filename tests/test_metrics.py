@@ -320,7 +320,10 @@ def test_a_paid_score_is_that_of_the_named_metric(by: str, tmp_path: Path):
 
 # What is wrong with the metrics: changes of the spec, and the error.
 RECONSTRUCT = {"data": {"name": "digits", "validation": 100, "reconstruct": True}, "model": {"name": "autoencoder"}}
-ONE_CLASS = {"data": {"name": "metrics_module:one_class"}, "privacy": PRIVACY | {"num_examples": 40}}
+ONE_CLASS = {
+    "data": {"name": "metrics_module:one_class"},
+    "privacy": PRIVACY | {"num_examples": 40, "expected_batch_size": 10},
+}
 TUNED = {"methods": [{"name": "DP-SGD", "optimizer": "SGD", "noise_step": [0.1, 0.2]}]}
 WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["acuracy"], "run.metrics to hold accuracy, auc, .* got 'acuracy'; did you mean 'accuracy'"),
