@@ -103,7 +103,7 @@ FEATURES = [
         "test_features.test_statistics_of_private_rows_are_found",
     ),
     Mutant(
-        "a private vocabulary beside a large public block",
+        "a private vocabulary next to a large public block",
         blocks_counted_together,
         "test_features_text.test_a_vocabulary_of_private_texts_is_found",
     ),
