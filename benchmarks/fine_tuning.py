@@ -198,7 +198,7 @@ def main(
     task = Task()
     if plan:
         for part in PARTS:
-            typer.echo(f"{part:12} {seconds_of(task, part):8.0f} s a training, {len(FACTORS) * len(SEEDS)} trainings")
+            typer.echo(f"{part:12} {seconds_of(task, part):8.0f} s a training, {len(FACTORS) + 1} trainings")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     for factor in FACTORS:

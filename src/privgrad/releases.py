@@ -274,9 +274,11 @@ def _warn_of_lost(function: str, lost: Tensor, fate: str) -> None:
 
 def _warn_of_rows(function: str, values: Tensor, bound: float, num_examples: int) -> None:
     """Warn of rows that count as zero, of many rows above the bound, and of too many rows. NOT private."""
-    finite = values.isfinite().all(1)
+    parts = cast("tuple[Tensor, ...]", values.split(_CHUNK))
+    norms = torch.cat([_norms(part / bound)[:, 0] for part in parts])
+    finite = norms.isfinite()
     _warn_of_lost(function, ~finite, _NOT_FINITE)
-    long = finite & (cast(Tensor, torch.linalg.vector_norm(values / bound, dim=1)) > _ROUNDED)
+    long = finite & (norms > _ROUNDED)
     if float(long.sum()) > _OFTEN * len(values):
         _warn_of_lost(
             function, long, f"longer than bound = {bound:g} and are scaled down. Check the units of the values"
@@ -341,6 +343,11 @@ def _sum(values: Tensor, bound: float, product: Callable[[Tensor], Tensor] | Non
     return total + lost
 
 
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norm of each row, (n, 1)."""
+    return cast(Tensor, torch.linalg.vector_norm(rows, dim=1, keepdim=True))
+
+
 def _clipped(rows: Tensor, bound: float) -> Tensor:
     """Return the rows, scaled down to norm `bound` at most; zeros for a row with a value that is not finite.
 
@@ -348,7 +355,7 @@ def _clipped(rows: Tensor, bound: float) -> Tensor:
         The sensitivity of every release here rests on this function: each row depends on one unit alone.
     """
     rows = rows / bound
-    norms = cast(Tensor, torch.linalg.vector_norm(rows, dim=1, keepdim=True))
+    norms = _norms(rows)
     scaled = rows * (bound / norms.clamp(min=1.0))
     # A norm that is infinite although all values are finite gives zero, too.
     return torch.where(norms.isfinite(), scaled, 0.0)

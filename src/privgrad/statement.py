@@ -149,29 +149,26 @@ def budget_statement(budget: Budget) -> Statement:
         "date": _today(),
         "versions": _versions(),
     }
-    by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
+    cost, quoted = "Nothing is committed yet.", tuple[str, ...]()
+    if len(held) == 1:
+        by = "RDP, because a number of runs is random" if Selection in kinds else "PLD"
+        cost = f"Its only commitment costs epsilon = {spent:.4g}."
+        quoted = (
+            f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",
+            f"With a second commitment, quote the budget, epsilon = {budget.total_epsilon:g}.",
+        )
+    elif held:
+        cost = f"Its {len(held)} commitments cost epsilon = {spent:.4g} together."
+        quoted = (
+            f"Quote epsilon = {size:.4g}, the budget. It holds even if a later commitment was chosen after a look at "
+            "earlier results (a Renyi filter).",
+            "The smaller number holds if all of them were planned before the first result.",
+        )
     computed = (
         f"The data set has a budget: epsilon = {budget.total_epsilon:g} for everything together.",
-        f"Its {len(held)} commitments cost epsilon = {spent:.4g} together."
-        if held[1:]
-        else f"Its only commitment costs epsilon = {spent:.4g}."
-        if held
-        else "Nothing is committed yet.",
+        cost,
         "A commitment counts all releases that it may make, also those that were not made.",
-        *(
-            (
-                f"Quote epsilon = {size:.4g}, the budget. It holds even if a later commitment was chosen after a look "
-                "at earlier results (a Renyi filter).",
-                "The smaller number holds if all of them were planned before the first result.",
-            )
-            if held[1:]
-            else (
-                f"Quote this number. It was planned before any result, so the tightest accountant ({by}) holds.",
-                f"With a second commitment, quote the budget, epsilon = {budget.total_epsilon:g}.",
-            )
-            if held
-            else ()
-        ),
+        *quoted,
         *(_commitment_text(one, budget.delta) for one in held),
     )
     return Statement(_sections(numbers, (), computed), numbers)
@@ -179,12 +176,12 @@ def budget_statement(budget: Budget) -> Statement:
 
 def _commitment_text(one: Commitment, delta: float) -> str:
     """Return what one commitment of a budget may release, its cost if it were alone, and who made it."""
-    (first, *rest), alone = one.releases, epsilon(one.releases, delta=delta)
-    if one.released:
-        kind, _, rest = one.released.partition(" [")
-        count = math.prod(map(int, filter(None, rest.partition("]")[0].split(", "))))
+    (first, *others), alone = one.releases, epsilon(one.releases, delta=delta)
+    if one.released:  # "sum [2, 3], bound 1.0"
+        kind, _, shape = one.released.partition(" [")
+        count = math.prod(map(int, filter(None, shape.partition("]")[0].split(", "))))
         what = f"a noisy {kind} with {count:,} value{'s' * (count != 1)}"
-    elif rest or not isinstance(first, Release):
+    elif others or not isinstance(first, Release):
         what = "trainings that were compared, and their scores"
     else:
         what = f"a training with up to {first.count:,} noisy gradients"

@@ -421,6 +421,8 @@ def test_the_terms_of_mapped_gradients_are_bounded_so_that_canceling_examples_ar
     largest = float(torch.linalg.matrix_norm(matrix, 2))
     assert largest <= InputMap(matrix).bound <= 1.5 * largest
     assert InputMap(torch.tensor([1.0, -3.0])).bound == 3.0
+    assert InputMap(torch.zeros(3, 3)).bound == 0.0
+    assert 2.0 <= InputMap(torch.tensor([[0.0, 2.0], [0.0, 0.0]])).bound <= 2.1  # a matrix whose powers are zero
 
 
 @pytest.mark.parametrize("engine", ["factored", "vmap"])

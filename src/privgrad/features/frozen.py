@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from privgrad.errors import did_you_mean, expected, require_callable, require_integer, require_positive
 from privgrad.features.extractor import Extractor
 
-_NONE = (lambda: None).__code__  # of a transform that is no function
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -94,7 +93,8 @@ class Frozen(Extractor):
         layers = cast(Iterator[tuple[str, nn.Module]], self.module.named_modules())
         kinds = "\n".join(f"{path} {type(layer).__qualname__}" for path, layer in layers)
         name = getattr(self.transform, "__qualname__", type(self.transform).__qualname__)
-        numbers = [one for one in getattr(self.transform, "__code__", _NONE).co_consts if isinstance(one, float)]
+        code: Any = getattr(self.transform, "__code__", None)  # of a function only
+        numbers = [] if code is None else [one for one in code.co_consts if isinstance(one, float)]
         return hashlib.sha256(f"{super().digest()}\n{kinds}\n{name} {numbers}".encode()).hexdigest()
 
     def features(self, rows: Any) -> Tensor:

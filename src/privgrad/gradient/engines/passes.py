@@ -271,7 +271,8 @@ class Passes:
     def _learned(self, few: Any, vmapped: set[str]) -> Calls:
         """Return the layouts of all calls, learned from two batch sizes: a dimension that grows holds the examples.
 
-        The larger batch repeats an example. So both have equal contents, which may decide what a layer is called with.
+        The larger batch repeats an example, so both batches hold the same values. Some models choose a layer's
+        arguments by these values.
         """
         size, captures = count_examples(few), list[Capture]()
         sizes = (size + 1, size)
