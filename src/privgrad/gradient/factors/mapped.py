@@ -66,8 +66,9 @@ class InputMap:
         if matrix.dim() == 1 or size == 0:
             return size
         matrix = matrix / size
-        power = torch.linalg.matrix_power(matrix.mT @ matrix, 4)
-        return size * float(power.abs().sum(1).max()) ** (1 / 8) * _ROUNDED
+        square = matrix.mT @ matrix
+        fourth = square @ square
+        return size * float((fourth @ fourth).abs().sum(1).max()) ** (1 / 8) * _ROUNDED
 
     def of_inputs(self, x: Tensor) -> Tensor:
         """Return U times the inputs, shape (..., I), with the constant 1 among them if there is a bias."""
