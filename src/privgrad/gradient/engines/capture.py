@@ -1,55 +1,61 @@
-"""Record the calls of a model's units during a forward pass, and the places in the graph where gradients are needed.
+"""Record a forward pass: the calls of units and of torch functions, and where gradients are needed.
 
-A unit is the smallest module that owns trainable parameters. `Capture` replaces the forward of every unit. The new
-forward computes the same output from copies of the parameters without their graph, and records the inputs and the
-graph's edge at the output. `passes.Passes` makes a `Capture` for each forward pass, and computes per-example gradients
-from its records. The model calls the new forwards.
+A unit is a module with a rule or a forward of its own (see `layers`), or a module that is computed by vmap. `Capture`
+replaces the forward of every unit. The new forward computes the same output from copies of the parameters without their
+graph, and records the inputs and the graph's edge at the output. All other parameters reach torch functions as they
+are. `Capture` sees each such call, and computes it from a copy of the parameter for each example, or by a rule.
+
+`passes.Passes` makes a `Capture` for each forward pass, and computes per-example gradients from its records. The model
+calls the new forwards, and torch the function `_function`.
 
 The privacy guarantee of the fast engine rests on this file: it must attribute each row of a tensor to its example. It
-refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd.
+refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd. What it does
+not see keeps the graph of its parameters, and `passes` refuses losses that depend on these.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
-from itertools import count
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from privgrad.gradient.autograd_graph import sources
-from privgrad.gradient.engines.arguments import Watched
+from privgrad.errors import PrivacyError
+from privgrad.gradient.engines.function_calls import FunctionCalls, for_each, for_one_example, name_of, tensors_in
 from privgrad.gradient.engines.layer_call import LayerCall
-from privgrad.gradient.engines.layouts import Call, Layout, with_examples
+from privgrad.gradient.engines.layouts import Call, Layout, attributed, find_layout, joined, require_rows, split
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, written_to
+from privgrad.gradient.engines.shared_values import SharedValues
 from privgrad.gradient.engines.taps import Tap
-from privgrad.gradient.engines.vmapped_unit import VmappedUnit, copies_of, require_unchanged
+from privgrad.gradient.engines.vmapped_unit import VmappedUnit, copies_of
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms
 from privgrad.gradient.layers.base import Rule, find_forward, find_rule
-from privgrad.gradient.layers.functional import Product, Products
+from privgrad.gradient.layers.functional import Product, find_product
 
 
 class Capture:
-    """A context in which the units' forwards are replaced, and their inputs and output edges recorded.
+    """A context in which a forward pass is recorded, and computed so that gradients per example can be taken.
 
     Args:
         model: the module.
         layouts: the learned layout of each call, in order; None while they are being learned.
         size: the number of examples.
-        vmapped_units: paths of units that are computed by vmap; learning adds units to it.
+        vmapped_units: paths of units that are computed by vmap.
         displacements: of each example's parameters, if gradients are evaluated there.
         curved: whether to record what Hessian products need.
         norms: measured norms of Jacobians, kept from call to call.
+        earlier: while layouts are learned, the recorded pass with one more example; None in that pass itself.
     Attributes:
         taps: where gradients are needed, in the order of the forward pass.
-        calls: the calls of units, in order.
-        by_products: paths of units without a rule that consist of linear maps and convolutions.
+        calls: the calls of units, in order, and those of functions with shared values, except in the first of the two
+            passes that learn.
+        learned: the layouts of these calls, after the second of the two passes that learn.
     """
 
     def __init__(
@@ -57,23 +63,36 @@ class Capture:
         model: nn.Module,
         layouts: list[tuple[str, Layout]] | None,
         size: int,
-        vmapped_units: set[str],
+        vmapped_units: Collection[str],
         displacements: Displacements | None = None,
         *,
         curved: bool = False,
         norms: JacobianNorms | None = None,
+        earlier: "Capture | None" = None,
     ) -> None:
         self._model, self._layouts, self.size, self._displacements = model, layouts, size, displacements
         self._vmapped_units = vmapped_units
         self._norms = JacobianNorms() if norms is None else norms
-        self._curved = curved
-        self.by_products = set[str]()
+        self._curved, self._earlier = curved, earlier
         self.taps: list[Tap] = []
         self.calls: list[Call] = []
+        self.learned: list[tuple[str, Layout]] = []
+        self._units: list[Call] = []
+        self._by_shapes = dict[Any, Layout]()
         self._finished = False
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
+        own = [(name.rpartition(".")[0], p) for name, p, _ in self._parameters if p.requires_grad]
+        self._shared = SharedValues(own, self._copies)
+        learns_first = layouts is None and earlier is None
+        self._functions = FunctionCalls(self._shared, self._function, record=learns_first)
+        self._recorded = self._functions.recorded
         self._stack = ExitStack()
+
+    @property
+    def sees_functions(self) -> bool:
+        """Whether the calls of functions are seen; not if no call that was learned needs it."""
+        return self._layouts is None or any(None in layout or "[" in path for path, layout in self._layouts)
 
     def __enter__(self) -> "Capture":
         """Replace the forwards of all units, and the buffers by copies, until the exit."""
@@ -100,15 +119,17 @@ class Capture:
                 forward = partial(self._by_vmap, path, module, original)
             elif replacement is not None:
                 forward = partial(self._by_taps, path, module, replacement)
-            elif rule is not None:
-                forward = partial(self._ruled, path, module, rule, original)
             else:
-                forward = partial(self._generic, path, module, original)
+                forward = partial(self._ruled, path, module, cast(Rule, rule), original)
             vars(module)["forward"] = forward
+        if self.sees_functions:
+            self._stack.enter_context(self._functions)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+        # They refer to this object. A cycle of references would keep the pass in memory until garbage collection.
+        del self._shared, self._functions
 
     def finish(self) -> None:
         """End the recording after the forward pass, and check that pass.
@@ -132,22 +153,54 @@ class Capture:
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
         if self._layouts is not None and len(self.calls) != len(self._layouts):
             raise CallSequenceChangedError(self._layouts[len(self.calls)][0])
+        if self._earlier is not None and len(self._units) != len(self._earlier._units):
+            raise self._other_calls(self._earlier._units[len(self._units)].path, "no call")
 
-    def _enter(self, path: str) -> Layout | None:
-        """Return the layout of the next call; None while layouts are being learned."""
-        if self._layouts is None:
-            return None
-        if self._finished:
-            return next(layout for known, layout in self._layouts if known == path)
+    def _enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
+        """Return the layout of the next call, given the tensors among its arguments."""
+        layouts, key = cast("list[tuple[str, Layout]]", self._layouts), (path, tuple(x.shape for x in tensors))
+        if self._finished:  # a checkpointed part is computed again
+            if key not in self._by_shapes:
+                raise CallSequenceChangedError(path)
+            return self._by_shapes[key]
         index = len(self.calls)
-        if index >= len(self._layouts) or self._layouts[index][0] != path:
+        if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
             raise CallSequenceChangedError(path)
-        return self._layouts[index][1]
+        return self._by_shapes.setdefault(key, layouts[index][1])
 
     def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
-        """Record a call of a unit, with the shapes of its tensors."""
+        """Record a call, with the shapes of its tensors."""
         if not self._finished:
             self.calls.append(Call(path, tuple(tensor.shape for tensor in tensors)))
+
+    def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
+        """Record a call of a unit while layouts are learned, and add a result that all examples share."""
+        outputs = tensors_in(output)
+        call = Call(path, tuple(x.shape for x in [*tensors, *outputs]))
+        self._units.append(call)
+        if self._earlier is not None:
+            before = self._earlier._units
+            index = len(self._units) - 1
+            if index >= len(before) or before[index].path != path:
+                raise self._other_calls(before[index].path if index < len(before) else "no call", path)
+            layout = find_layout(before[index], call, (self._earlier.size, self.size))
+            self._learn(call, layout)
+            for x, examples in zip(outputs, layout[len(tensors) :], strict=True):
+                if examples is None:
+                    self._shared.add(x, path, None)
+        return output
+
+    def _learn(self, call: Call, layout: Layout) -> None:
+        self.calls.append(call)
+        self.learned.append((call.path, layout))
+
+    def _other_calls(self, with_more: str, with_fewer: str) -> PrivacyError:
+        """Return the error for a model whose units are called in another order with one more example."""
+        sizes = (self._earlier.size if self._earlier else self.size, self.size)
+        pairs = zip((with_more, with_fewer), sizes, strict=True)
+        got = " and ".join(f"{path!r} with {size} examples" for path, size in pairs)
+        unit = with_fewer if with_more == "no call" else with_more
+        return refused("the calls of layers", "not to depend on the examples", got, REMEDY, unit=unit)
 
     def _tap(
         self,
@@ -159,36 +212,57 @@ class Capture:
         delta: Callable[[Displacements], Tensor | None] | None = None,
         source: Tensor | None = None,
         curved: bool = False,
+        is_copy: bool = False,
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self._finished and tensor.requires_grad:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
-            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved))
+            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy))
         return tensor
 
+    def _copies(self, path: str, parameter: Tensor) -> Tensor:
+        """Return each example's own copy of a parameter, shape (B, *P), with a tap."""
+        copies = copies_of({"": parameter}, self.size, self._displacements)[""]
+        delta, factors = partial(_displacement_of, parameter), partial(_written_out, parameter)
+        return self._tap(path, copies, factors, inputs=[], delta=delta, is_copy=True)
+
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a unit with a rule; as one without a rule if it has not exactly one argument."""
+        """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
         if len(args) + len(kwargs) != 1:
-            return self._generic(path, module, original, *args, **kwargs)
+            return original(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
-        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
-        weights = {name: weight for name, weight in read.items() if weight is not None}
-        return self._by_rule(path, rule, module, weights, x)
+        with self._functions.paused():
+            if self._layouts is None:
+                return self._learn_unit(path, [x], original(x))
+            layout = self._enter(path, [x])
+            if not any(layout):
+                return self._once(path, module, rule, original, x)
+            if layout[0] is None:
+                raise misplaced(path, "an input without examples")
+            x = require_rows(path, x, layout[0], self.size)
+            output = self._by_rule(path, rule, module, _weights_of(module, rule), x)
+            self._note(path, [x, output])
+            return output
+
+    def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
+        """Compute a unit whose input all examples share, and add its output to the shared values."""
+        output: Tensor = original(x)  # with the graph of the parameters, so that a use that is not seen is refused
+
+        def copies() -> Tensor:
+            own = self._shared.copies(x) if x in self._shared else x.expand(self.size, *x.shape)
+            rows = own.flatten(0, 1) if x.dim() > 0 else own
+            with self._functions.paused():
+                return self._by_rule(path, rule, module, _weights_of(module, rule), rows).view(self.size, *output.shape)
+
+        self._note(path, [x, output])
+        self._shared.add(output, path, copies)
+        return output
 
     def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Compute one call by a layer's rule from detached weights, and add a tap at the output."""
-        layout = self._enter(path)
-        if layout is not None:
-            examples = layout[0]
-            x = with_examples(path, x, examples, self.size)
-            if examples is not None and examples.dim != 0:
-                raise misplaced(path, f"dimension {examples.dim}")
         call = LayerCall(path, rule, layer, weights, x, self._norms, curved=self._curved)
         output = call.forward(self._displacements)
-        self._note(path, [call.x, output])
-        if layout is None:
-            return output
         if not self._curved:
             return self._tap(path, output, call.factors, inputs=[call.x])
         source = call.x if call.x.requires_grad else None
@@ -196,60 +270,133 @@ class Capture:
 
     def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
-        layout = self._enter(path)
-        self._note(path, [])
-        tap: Any = _ignore if layout is None else partial(self._tap, path, inputs=())
+        if any(x in self._shared for x in tensors_in([args, kwargs])):
+            condition, got = "to hold examples in dimension 0", "a value that all examples share"
+            raise refused(f"the tensors of '{path}'", condition, got, REMEDY, unit=path)
+        with self._functions.paused():
+            if self._layouts is None:
+                output = forward(module, _ignore, *args, **kwargs)
+                self._learn_unit(path, [], None)
+            else:
+                self._enter(path, [])
+                output = forward(module, partial(self._tap, path, inputs=()), *args, **kwargs)
+                self._note(path, [])
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
-        return tree_map_only(Tensor, Tensor.contiguous, forward(module, tap, *args, **kwargs))
-
-    def _generic(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a unit without a rule by its linear maps and convolutions, or by vmap if it has other operations."""
-        if path not in self._vmapped_units:
-            learning = self._layouts is None
-            start, watched = len(self.calls), Watched(tree_flatten((args, kwargs))[0] if learning else [])
-            output = self._by_products_of(path, module, original, *args, **kwargs)
-            if not learning or path in self.by_products:
-                return output
-            require_unchanged(path, watched)
-            del self.calls[start:]
-            self._vmapped_units.add(path)
-        return self._by_vmap(path, module, original, *args, **kwargs)
-
-    def _by_products_of(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a unit by rules for its linear maps and convolutions; note it if it uses its weights only there."""
-        own = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        numbers = count()
-
-        def take(product: Product) -> Tensor:
-            return self._by_rule(f"{path}[{next(numbers)}]", product.rule, product.layer, product.weights, product.x)
-
-        with Products(own, take):
-            output = original(*args, **kwargs)
-        if next(numbers) > 0 and not {id(p) for p in own} & {id(source) for source in sources(_tensors(output))}:
-            self.by_products.add(path)
-        return output
+        return tree_map_only(Tensor, Tensor.contiguous, output)
 
     def _by_vmap(self, path: str, module: nn.Module, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
-        layout, call = self._enter(path), VmappedUnit(path, module, original, (args, kwargs))
-        if layout is None:
-            output = call.plain()
-            self._note(path, [*call.tensors, *_tensors(output)])
+        call = VmappedUnit(path, module, original, (args, kwargs))
+        with self._functions.paused():
+            if self._layouts is None:
+                return self._learn_unit(path, call.tensors, call.plain())
+            layout, count = self._enter(path, call.tensors), len(call.tensors)
+            own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            copies = copies_of(own, self.size, self._displacements)
+            produced = call.output(copies, self._inputs(path, call.tensors, layout), self.size)
+            if len(produced) != len(layout) - count:
+                raise CallSequenceChangedError(path)
+            plain = tensors_in(call.plain()) if None in layout[count:] else produced
+            outputs: list[Tensor] = []
+            for own_rows, once, examples in zip(produced, plain, layout[count:], strict=True):
+                if examples is None:
+                    self._shared.add(once, path, partial(_itself, own_rows))
+                outputs.append(once if examples is None else joined(path, own_rows, examples))
+            self._note(path, [*call.tensors, *outputs])
+            for name, parameter in own.items():
+                delta, factors = partial(_displacement_of, parameter), partial(_written_out, parameter)
+                self._tap(path, copies[name], factors, inputs=[], delta=delta, is_copy=True)
+            return call.rebuilt(outputs)
+
+    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute a call of a torch function that has a shared value among its arguments."""
+        tensors = tensors_in([args, kwargs])
+        unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
+        path = f"{unit}[{name_of(func)}]"
+        if self._layouts is None:
+            return self._learn_function(path, func, args, kwargs, unit)
+        layout = self._enter(path, tensors)
+        if any(layout):
+            output = self._for_each(path, func, args, kwargs, layout)
+            self._note(path, [*tensors, *tensors_in(output)])
             return output
-        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        copies = copies_of(own, self.size, self._displacements)
-        output = call.output(copies, layout, self.size)
-        self._note(path, [*call.tensors, *_tensors(output)])
-        for name, parameter in own.items():
-            delta = partial(_displacement_of, parameter)
-            self._tap(path, copies[name], partial(_written_out, parameter), inputs=[], delta=delta)
+        output = func(*args, **kwargs)
+        outputs = tensors_in(output)
+        self._note(path, [*tensors, *outputs])
+        if layout:
+            once = cache(partial(self._mapped, path, func, args, kwargs, layout))
+            for index, x in enumerate(outputs):
+                self._shared.add(x, unit, partial(_at, once, index))
         return output
+
+    def _learn_function(self, path: str, func: Any, args: Any, kwargs: Any, unit: str) -> Any:
+        """Compute a call of a function while layouts are learned, and add a result that all examples share."""
+        earlier, index = cast("Capture", self._earlier), self._functions.count - 1
+        inputs = tensors_in([args, kwargs])
+        output = func(*args, **kwargs)
+        outputs = tensors_in(output)
+        call, recorded = Call(path, tuple(x.shape for x in [*inputs, *outputs])), earlier._recorded
+        layout: Layout = ()
+        if index < len(recorded) and recorded[index].name == name_of(func):
+            other = Call(path, recorded[index].shapes)
+            layout = attributed(other, call, (earlier.size, self.size), len(inputs))
+        self._learn(call, layout)
+        if layout and not any(layout):
+            for x in outputs:
+                self._shared.add(x, unit, None)
+        return output
+
+    def _for_each(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> Any:
+        """Compute a function of shared values and examples by a rule, or else by vmap from copies of these values."""
+        tensors = tensors_in([args, kwargs])
+        growing = [(x, examples) for x, examples in zip(tensors, layout, strict=False) if examples is not None]
+        product = find_product(func, args, kwargs)
+        if product is not None and len(growing) == 1 and growing[0][0] is product.x and self._takes(product):
+            x, examples = growing[0]
+            if examples.dim == 0:
+                x = require_rows(path, x, examples, self.size)
+                with self._functions.paused():
+                    return self._by_rule(path, product.rule, product.layer, product.weights, x)
+        outs = layout[len(tensors) :]
+        if not growing:
+            args = for_one_example(func, args, *cast("Any", outs[0]))
+        produced, rebuilt = self._mapped(path, func, args, kwargs, layout)
+        if len(produced) != len(outs):
+            raise CallSequenceChangedError(path)
+        return rebuilt([joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)])
+
+    def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> tuple[list[Tensor], Any]:
+        """Compute a function for each example: see `for_each`."""
+        try:
+            return for_each(func, args, kwargs, self._inputs(path, tensors_in([args, kwargs]), layout))
+        except (PrivacyError, CallSequenceChangedError):
+            raise
+        except Exception as error:
+            got, unit = (str(error).splitlines() or [type(error).__name__])[0].rstrip("."), path.partition("[")[0]
+            name = f"the function '{name_of(func)}' with parameters of '{unit}'"
+            raise refused(name, "to run on one example", got, REMEDY, unit=unit) from error
+
+    def _inputs(self, path: str, tensors: Sequence[Tensor], layout: Layout) -> list[tuple[Tensor, int | None]]:
+        """Return tensors with their examples in dimension 0, and that dimension; None if all examples share one."""
+        found: list[tuple[Tensor, int | None]] = []
+        for x, examples in zip(tensors, layout, strict=False):
+            if examples is not None:
+                found.append((split(path, x, examples, self.size), 0))
+            else:
+                found.append((self._shared.copies(x), 0) if x in self._shared else (x, None))
+        return found
+
+    def _takes(self, product: Product) -> bool:
+        """Return whether a call can be computed by its rule: from weights, and not from copies of computed weights."""
+        moves = self._displacements is not None or self._curved
+        trained = [w for w in product.weights.values() if w.requires_grad or w in self._shared]
+        return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
 
 
 def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the units, the smallest modules that own trainable parameters, with their paths; each unit once.
+    """Yield the units with their paths: modules with a rule or a forward of their own, and those that are taken whole.
 
-    A module that is taken whole is one unit, and no module within it is a unit elsewhere. `passes` calls it too.
+    Each unit is yielded once. No module within a unit is a unit elsewhere. `passes` calls it too.
 
     Args:
         model: the module.
@@ -264,8 +411,8 @@ def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) 
     if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
         return
     seen.add(id(model))
-    owns = any(p.requires_grad for p in model.parameters(recurse=False))
-    if owns or path in whole or find_forward(model) is not None or parametrize.is_parametrized(model):
+    owns = any(p.requires_grad for p in model.parameters(recurse=False)) or parametrize.is_parametrized(model)
+    if path in whole or find_forward(model) is not None or (owns and find_rule(model) is not None):
         yield path, model
         return
     for name, child in model.named_children():
@@ -311,6 +458,16 @@ def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
     return {parameter: Dense(grads_BP)}
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in an output, in order."""
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+def _weights_of(module: nn.Module, rule: Rule) -> dict[str, Tensor]:
+    """Return the weights that a layer's rule knows, by name; a parametrization may compute one."""
+    read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
+    return {name: weight for name, weight in read.items() if weight is not None}
+
+
+def _at(once: Callable[[], tuple[list[Tensor], Any]], index: int) -> Tensor:
+    """Return one of the tensors of a function's result."""
+    return once()[0][index]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -3,8 +3,7 @@
 The privacy guarantee of the fast engine rests on this: a row must be attributed to its own example. The dimension is
 learned from two batches of different sizes, and a tensor is refused if it has no such dimension.
 
-`passes` calls `find_layout` and `mixes`, `capture` calls `with_examples`, and `vmapped_unit` calls `split` and
-`joined`.
+`capture` calls the functions below.
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ class ExampleDim(NamedTuple):
     rows: int
 
 
-# The dimension of the examples in each tensor of a call; None for a tensor that all examples share.
+# The dimension of the examples in each tensor of a call; None for a tensor that all examples share. The layout () of a
+# function's call says that its result cannot be attributed to examples.
 Layout = tuple[ExampleDim | None, ...]
 
 
@@ -53,40 +53,42 @@ def find_layout(one: Call, other: Call, sizes: tuple[int, int]) -> Layout:
     return tuple(_example_dim(one.path, *shapes, sizes) for shapes in zip(one.shapes, other.shapes, strict=True))
 
 
-def mixes(unit: str, one: Call, other: Call, sizes: tuple[int, int]) -> bool:
-    """Return whether a call is a linear map or convolution inside `unit` with examples outside of dimension 0."""
-    if not one.path.startswith(f"{unit}["):
-        return False
+def attributed(one: Call, other: Call, sizes: tuple[int, int], inputs: int) -> Layout:
+    """Return the layout of a function's call, as `find_layout`; () if the result cannot be attributed to examples.
+
+    Args:
+        one: as in `find_layout`.
+        other: as in `find_layout`.
+        sizes: as in `find_layout`.
+        inputs: the number of tensors among the arguments.
+    """
     try:
-        return any(examples is None or examples.dim != 0 for examples in find_layout(one, other, sizes))
+        layout = find_layout(one, other, sizes)
     except UnsupportedModuleError:
-        return True
+        return ()
+    mixes = any(layout) and None in layout[inputs:]
+    return () if mixes else layout
 
 
-def with_examples(path: str, x: Tensor, examples: ExampleDim | None, size: int) -> Tensor:
-    """Return x; if all examples share it, expanded to one row per example in dimension 0, without a copy."""
-    if examples is None:
-        x = x[0] if x.dim() > 0 and len(x) == 1 else x
-        return x.expand(size, *x.shape)
-    if x.shape[examples.dim] != size * examples.rows:
+def require_rows(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
+    """Return x, whose dimension 0 holds the examples."""
+    if examples.dim != 0:
+        raise misplaced(path, f"dimension {examples.dim}")
+    if len(x) != size * examples.rows:
         raise CallSequenceChangedError(path)
     return x
 
 
-def split(path: str, x: Tensor, examples: ExampleDim | None, size: int) -> Tensor:
-    """Return (..., B rows, ...) as (B, ..., rows, ...), with the memory layout of each example alone."""
-    if examples is None:
-        return x
+def split(path: str, x: Tensor, examples: ExampleDim, size: int) -> Tensor:
+    """Return (..., B rows, ...) as (B, ..., rows, ...)."""
     dim, rows = examples
-    if x.shape[dim] != size * rows:
+    if x.dim() <= dim or x.shape[dim] != size * rows:
         raise CallSequenceChangedError(path)
-    return x.reshape(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
+    return x.view(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0)
 
 
-def joined(path: str, x: Tensor, examples: ExampleDim | None) -> Tensor:
+def joined(path: str, x: Tensor, examples: ExampleDim) -> Tensor:
     """Return (B, ..., rows, ...) as (..., B rows, ...), as the module itself would return it."""
-    if examples is None:
-        return x.flatten(0, 1) if x.dim() > 1 and x.shape[1] == 1 else x
     dim, rows = examples
     if x.dim() < dim + 2 or x.shape[dim + 1] != rows:
         raise misplaced(path, f"an output of shape {tuple(x.shape[1:])} per example")

@@ -10,7 +10,6 @@ and public numbers only. Two methods are not part of it: `_require_runs` and `sh
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,6 @@ from privgrad.gradient.autograd_graph import sources
 from privgrad.gradient.engines.capture import Capture, units
 from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
-from privgrad.gradient.engines.layouts import find_layout, mixes
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
 from privgrad.gradient.engines.taps import HvpTerms, Tap
@@ -193,7 +191,8 @@ class Passes:
             before: the number of calls to look at; None: all of them.
         """
         calls = (self.layouts.current.calls or [])[:before]
-        return next((path for path, layout in reversed(calls) if layout and None in (layout[0], layout[-1])), None)
+        shared = (path for path, layout in reversed(calls) if layout and None in (layout[0], layout[-1]))
+        return next((path for path in shared if "[" not in path), None)
 
     def _displacements(self, examples: Any, point: Point) -> Displacements | None:
         """Return the displacement of each example's parameters at a point that is not `exact`; None at the weights."""
@@ -227,7 +226,7 @@ class Passes:
             losses = require_losses(self._loss_fn(self._model, examples), capture.size)
             capture.finish()
             refuse_reentrant(losses)
-            _require_inside_units(losses, trainable(self._model))
+            _require_seen(losses, trainable(self._model), capture)
             yield losses
 
     def _collected(
@@ -252,7 +251,7 @@ class Passes:
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
                 _require_unwritten(tap)
-                if grad is None and tap.path in self.layouts.current.vmapped_units:
+                if grad is None and tap.is_copy:
                     grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
                 if grad is None:
                     continue
@@ -274,26 +273,15 @@ class Passes:
         The larger batch repeats an example, so both batches hold the same values. Some models choose a layer's
         arguments by these values.
         """
-        size, captures = count_examples(few), list[Capture]()
-        sizes = (size + 1, size)
-        for batch in (map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few), few):
-            captures.append(capture := Capture(self._model, None, count_examples(batch), vmapped))
+
+        def recorded(batch: Any, earlier: Capture | None = None) -> Capture:
+            capture = Capture(self._model, None, count_examples(batch), vmapped, earlier=earlier)
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
                 self._loss_fn(self._model, batch)
                 capture.finish()
-        more, fewer = (capture.calls for capture in captures)
-        paths = [[call.path for call in calls] for calls in (more, fewer)]
-        if paths[0] != paths[1]:
-            differing = next(pair for pair in zip_longest(*paths, fillvalue="no call") if pair[0] != pair[1])
-            got = " and ".join(f"{path!r} with {size} examples" for path, size in zip(differing, sizes, strict=True))
-            unit = next(path for path in differing if path != "no call")
-            raise refused("the calls of layers", "not to depend on the examples", got, REMEDY, unit=unit)
-        pairs = list(zip(more, fewer, strict=True))
-        mixing = {unit for unit in captures[0].by_products if any(mixes(unit, *pair, sizes) for pair in pairs)}
-        if mixing:
-            vmapped |= mixing
-            return self._learned(few, vmapped)
-        return [(one.path, find_layout(one, other, sizes)) for one, other in pairs]
+            return capture
+
+        return recorded(few, recorded(map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few))).learned
 
     def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
         """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
@@ -318,18 +306,22 @@ def _require_unwritten(tap: Tap) -> None:
             raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
 
 
-def _require_inside_units(losses: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise UnsupportedModuleError if the graph of the losses reaches a parameter.
+def _require_seen(losses: Tensor, parameters: Mapping[str, nn.Parameter], capture: Capture) -> None:
+    """Raise an error if the graph of the losses reaches a parameter: the capture has not seen some use of it.
 
-    Units compute from detached parameters, so such a parameter is used outside of its unit.
+    Units and copies are computed from detached parameters.
+
+    Raises:
+        CallSequenceChangedError: the calls of functions were not seen, because no earlier batch needed that.
+        UnsupportedModuleError: a use mixes examples, or is a function that torch does not show.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for source in sources([losses]):
         name = names.get(id(source))
         if name is not None:
-            remedy = (
-                "use it in its own module's forward only (a tied layer: a module that is given the parameter, as "
-                f"head.weight = table.weight; a rule: through `parameters`), or {REMEDY}"
-            )
-            condition, got, unit = "to be used by its own module only", "a use outside of it", name.rpartition(".")[0]
-            raise refused(f"parameter {name!r}", condition, got, remedy, unit=unit)
+            unit = name.rpartition(".")[0]
+            if not capture.sees_functions:
+                raise CallSequenceChangedError(unit)
+            remedy = f"use it in torch functions of one example each (a rule: through `parameters`), or {REMEDY}"
+            condition, got = "to keep examples apart", "a use that cannot be attributed to examples"
+            raise refused(f"the uses of parameter {name!r}", condition, got, remedy, unit=unit)

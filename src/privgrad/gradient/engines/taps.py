@@ -27,6 +27,7 @@ class Tap:
         delta: displacements of the parameters -> their effect on this tensor, to first order; for Hessian products.
         source: the unit's input, if gradients flow to it; for Hessian products.
         curved: whether the parameters' Hessian product needs HvpTerms, besides the gradient at the edge.
+        is_copy: whether the edge leads to copies of a parameter, whose gradients are zero if the losses do not use it.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Tap:
     delta: Callable[[Displacements], Tensor | None] | None = None
     source: Tensor | None = None
     curved: bool = False
+    is_copy: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from privgrad.errors import PrivacyError
 from privgrad.gradient.batching import Mended, batched
 from privgrad.gradient.engines.arguments import Watched
-from privgrad.gradient.engines.layouts import Layout, joined, split
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import preserved, weight_norms
@@ -51,39 +50,38 @@ class VmappedUnit:
         require_unchanged(self._path, self._watched)
         return output
 
-    def output(self, copies: Mapping[str, Tensor], layout: Layout, size: int) -> Any:
-        """Return the output, computed from each example's own copy of the parameters.
+    def output(self, copies: Mapping[str, Tensor], inputs: Sequence[tuple[Tensor, int | None]], size: int) -> Any:
+        """Return the tensors in the output, computed from each example's own copy of the parameters.
 
         Args:
             copies: the trained parameters by name, each of shape (B, *P).
-            layout: of the tensors among the arguments and in the output.
+            inputs: the tensors among the arguments, with the dimension of their examples; None: all examples share it.
             size: B.
+        Returns:
+            The tensors, each with the examples in dimension 0.
         Raises:
-            CallSequenceChangedError: the call has another number of tensors than the layout.
+            CallSequenceChangedError: the outputs of the examples differ in their number of tensors.
             UnsupportedModuleError: the unit cannot run on single examples, or changes its arguments.
         """
-        count = len(self.tensors)
-        if len(layout) < count:
-            raise CallSequenceChangedError(self._path)
-        pairs = zip(self.tensors, layout[:count], strict=True)
-        inputs = [split(self._path, x, examples, size) for x, examples in pairs]
-        dims = [None if examples is None else 0 for examples in layout[:count]]
-        versions = [x._version for x in inputs]
+        # Dropout draws in the order of memory, and BAM's second pass needs equal draws.
+        tensors, dims = [x.contiguous() for x, _ in inputs], [dim for _, dim in inputs]
+        versions = [x._version for x in tensors]
         try:
             with self._isolated():
-                produced = batched(self._single, (0, *dims), module=self._module)(copies, *inputs)
+                produced = batched(self._single, (0, *dims), module=self._module)(copies, *tensors)
         except Exception:  # an operation without a rule in vmap
             require_unchanged(self._path, self._watched)
-            if writes := sum(x._version - version for x, version in zip(inputs, versions, strict=True)):
+            if writes := sum(x._version - version for x, version in zip(tensors, versions, strict=True)):
                 condition, remedy = "not to be changed in place", f"work on a copy, or {REMEDY}"
                 raise refused(f"the input of '{self._path}'", condition, f"{writes} in-place writes", remedy) from None
-            produced = self._one_by_one(copies, inputs, dims, size)
+            produced = self._one_by_one(copies, tensors, dims, size)
         require_unchanged(self._path, self._watched)
-        if len(produced) != len(layout) - count:
-            raise CallSequenceChangedError(self._path)
-        outputs = iter([joined(self._path, x, at) for x, at in zip(produced, layout[count:], strict=True)])
-        leaves, structure = self._found
-        return tree_unflatten([next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+        return produced
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the last output, with these tensors in place of its own."""
+        remaining, (leaves, structure) = iter(tensors), self._found
+        return tree_unflatten([next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
     def _single(self, parameters: Mapping[str, Tensor], *inputs: Tensor) -> list[Tensor]:
         """Return the tensors in one example's output, and note its structure."""

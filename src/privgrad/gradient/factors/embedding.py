@@ -69,6 +69,8 @@ class Rows(LinearMapFactor):
         return x_BTI.new_zeros(*x_BTI.shape[:2], self.shape[0]).scatter_add(2, ids_BTS, products_BTS)
 
     def read(self, ids_BT: Tensor) -> Tensor:
+        if self.shape.numel() < ids_BT.shape[1] * self.ids_BT.shape[1]:  # the table is smaller than the comparison
+            return super().read(ids_BT)
         return (ids_BT[:, :, None] == self.ids_BT[:, None]).to(self.r_BTD.dtype) @ self.r_BTD
 
     def scaled(self, scales: Tensor) -> "Rows":

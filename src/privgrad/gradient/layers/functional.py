@@ -1,8 +1,7 @@
-"""Rules for calls of F.linear, F.embedding and F.conv1d to 3d, in modules that have no rule of their own.
+"""Rules for calls of torch functions with parameters among their arguments: linear maps, lookups, convolutions, norms.
 
-`engines.capture` opens `Products` around the forward of such a module. torch then passes each call of a torch function
-to `__torch_function__`. The privacy guarantee of the fast engine rests on this file: a product must have the rule and
-the options of its call.
+`engines.capture` passes each such call to `find_product`. The privacy guarantee of the fast engine rests on this file:
+a product must have the rule and the options of its call.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from privgrad.gradient.autograd_graph import sources
 from privgrad.gradient.layers.base import Rule
 from privgrad.gradient.layers.conv import FunctionalConvolution
 from privgrad.gradient.layers.embedding import Embedding
-from privgrad.gradient.layers.linear import Linear
+from privgrad.gradient.layers.linear import Linear, TransposedLinear
+from privgrad.gradient.layers.normalization import GroupNorm, LayerNorm, RMSNorm
 
 
 @dataclass(frozen=True)
 class Product:
-    """One call of F.linear, F.embedding or F.conv1d to 3d.
+    """One call of a torch function for which there is a rule.
 
     Attributes:
         rule: the rule for the call.
@@ -39,43 +37,28 @@ class Product:
     x: Tensor
 
 
-class Products(TorchFunctionMode):
-    """A mode that passes calls of these functions to `take`, and uses its result in place of theirs.
-
-    It takes a call only if its weights are computed from the given parameters alone. `engines.capture` opens it around
-    the forward of a module without a rule.
-
-    Args:
-        parameters: parameters of the module whose forward runs.
-        take: function from a product to the result of the call.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], take: Callable[[Product], Tensor]) -> None:
-        super().__init__()
-        self._own = {id(parameter) for parameter in parameters}
-        self._take = take
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return what `take` makes of a call with a rule and own weights; else call the function itself."""
-        read = _READERS.get(func)
-        product = read(*args, **(kwargs or {})) if read is not None else None
-        if product is None or not self._made_of_parameters(list(product.weights.values())):
-            return func(*args, **(kwargs or {}))
-        return self._take(product)
-
-    def _made_of_parameters(self, weights: Sequence[Tensor]) -> bool:
-        """Return whether some weight is trained, and all such weights are computed from the given parameters alone."""
-        trained = [weight for weight in weights if weight.requires_grad]
-        return bool(trained) and all(id(leaf) in self._own for leaf in sources(trained))
-
-
-def _weights(weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+def find_product(func: Any, args: Any, kwargs: Any) -> Product | None:
+    """Return the product of a call of a torch function; None if there is no rule for it."""
+    read = _READERS.get(func)
+    return None if read is None else read(*args, **kwargs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:  # noqa: A002, torch's name
     """Return the product of a call of F.linear with these arguments."""
-    return Product(Linear(), None, _weights(weight, bias), input)
+    stored = _transposed(weight)
+    if stored is None:
+        return Product(Linear(), None, _named(weight, bias), input)
+    return Product(TransposedLinear(), None, _named(stored, bias), input)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Product | None:  # noqa: A002, torch's name
+    """Return the product of x @ weight with a matrix; None for any other product."""
+    if not isinstance(other, Tensor) or other.dim() != 2 or input.dim() < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        return None
+    stored = _transposed(other)
+    if stored is None:
+        return Product(TransposedLinear(), None, {"weight": other}, input)
+    return Product(Linear(), None, {"weight": stored}, input)
 
 
 def _convolution(
@@ -99,7 +82,7 @@ def _convolution(
         groups=groups,
         padding_mode="zeros",
     )
-    return Product(FunctionalConvolution(), layer, _weights(weight, bias), input)
+    return Product(FunctionalConvolution(), layer, _named(weight, bias), input)
 
 
 def _embedding(
@@ -121,6 +104,62 @@ def _embedding(
     return Product(Embedding(), layer, {"weight": weight}, input)
 
 
+def _layer_norm(
+    input: Tensor,  # noqa: A002, torch's name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Product:
+    """Return the product of a call of F.layer_norm or torch.layer_norm."""
+    del cudnn_enable
+    layer = SimpleNamespace(normalized_shape=tuple(normalized_shape), eps=eps)
+    return Product(LayerNorm(), layer, _named(weight, bias), input)
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002, torch's name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Product:
+    """Return the product of a call of F.rms_norm."""
+    layer = SimpleNamespace(normalized_shape=tuple(normalized_shape), eps=eps)
+    return Product(RMSNorm(), layer, _named(weight, None), input)
+
+
+def _group_norm(
+    input: Tensor,  # noqa: A002, torch's name
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Product:
+    """Return the product of a call of F.group_norm or torch.group_norm."""
+    del cudnn_enabled
+    layer = SimpleNamespace(num_groups=num_groups, eps=eps)
+    return Product(GroupNorm(), layer, _named(weight, bias), input)
+
+
+def _named(weight: Tensor | None, bias: Tensor | None) -> dict[str, Tensor]:
+    """Return weight and bias by name, without those that are None."""
+    pairs = {"weight": weight, "bias": bias}
+    return {name: tensor for name, tensor in pairs.items() if tensor is not None}
+
+
+def _transposed(weight: Tensor) -> Tensor | None:
+    """Return the leaf whose transpose `weight` is; None if it is anything else. The leaf has no graph to go through."""
+    graph = weight.grad_fn
+    if graph is None or graph.name() not in ("TBackward0", "TransposeBackward0"):
+        return None
+    leaf = getattr(graph.next_functions[0][0], "variable", None)
+    if leaf is None or leaf.shape != weight.shape[::-1] or leaf.stride() != weight.stride()[::-1]:
+        return None
+    return leaf if leaf.data_ptr() == weight.data_ptr() else None
+
+
 def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """Return one number for each dimension, by torch's convention."""
     if isinstance(value, int):
@@ -130,8 +169,19 @@ def _sizes(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 _READERS: dict[Any, Callable[..., Product | None]] = {
     F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
     F.embedding: _embedding,
     torch.conv1d: _convolution,
     torch.conv2d: _convolution,
     torch.conv3d: _convolution,
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    torch.group_norm: _group_norm,
 }

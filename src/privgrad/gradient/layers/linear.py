@@ -49,11 +49,11 @@ class Linear(Rule):
 
 
 @register_rule("transformers.pytorch_utils.Conv1D")
-class _TransposedLinear(Linear):
-    """The rule of Hugging Face's Conv1D, which is a Linear whose weight has shape (I, O)."""
+class TransposedLinear(Linear):
+    """The rule of a linear map whose weight has shape (I, O): Hugging Face's Conv1D, and calls of x @ weight."""
 
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        return F.linear(x, parameters["weight"].T, parameters["bias"])
+        return F.linear(x, parameters["weight"].T, parameters.get("bias"))
 
     def factor(self, layer: Any, name: str, parameters: Mapping[str, Tensor], x: Tensor, grad: Tensor) -> Factor:
         return (

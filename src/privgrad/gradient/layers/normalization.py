@@ -99,7 +99,9 @@ class _ScaleAndShift(_Normalization):
 
 
 @register_rule(nn.LayerNorm)
-class _LayerNorm(_Normalization):
+class LayerNorm(_Normalization):
+    """The rule of nn.LayerNorm, and of calls of F.layer_norm, for which `functional` makes it."""
+
     def forward(self, layer: nn.LayerNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         shape = list(layer.normalized_shape)
         return F.layer_norm(x, shape, parameters.get("weight"), parameters.get("bias"), layer.eps)
@@ -117,7 +119,9 @@ class _LayerNorm(_Normalization):
 
 
 @register_rule(nn.RMSNorm)
-class _RMSNorm(_LayerNorm):
+class RMSNorm(LayerNorm):
+    """The rule of nn.RMSNorm, and of calls of F.rms_norm."""
+
     def forward(self, layer: Any, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.rms_norm(x, list(layer.normalized_shape), parameters.get("weight"), layer.eps)
 
@@ -126,7 +130,9 @@ class _RMSNorm(_LayerNorm):
 
 
 @register_rule(nn.GroupNorm)
-class _GroupNorm(_Normalization):
+class GroupNorm(_Normalization):
+    """The rule of nn.GroupNorm, and of calls of F.group_norm."""
+
     def forward(self, layer: nn.GroupNorm, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         return F.group_norm(x, layer.num_groups, parameters.get("weight"), parameters.get("bias"), layer.eps)
 

@@ -1,0 +1,113 @@
+"""The values that a model computes once for all examples: its parameters, and what follows from them alone.
+
+Examples are a parameter that is expanded, a table of relative positions, or a weight computed from other parameters.
+Where such a value meets the examples, each example gets its own copy, and the gradients at the copies are the
+per-example gradients. `capture` adds the values and asks for the copies.
+
+The privacy guarantee of the fast engine rests on this file: copy i must depend on example i, the model and public
+numbers only. A value itself keeps the graph of its parameters. A use that `capture` does not see therefore leads from
+the losses to a parameter, and `passes` refuses it.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from privgrad.gradient.engines.refusals import REMEDY, refused
+
+
+@dataclass
+class _Value:
+    """A shared value. `compute` returns its copies; None while layouts are being learned."""
+
+    tensor: Tensor
+    version: int
+    unit: str
+    compute: Callable[[], Tensor] | None
+    copies: Tensor | None = None
+
+
+class SharedValues:
+    """The shared values of one forward pass.
+
+    Args:
+        parameters: pairs of a path and a trainable parameter; the path is that of the module that owns it.
+        copies_of: parameter and path -> its copies, shape (B, *P).
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
+        self._copies_of = copies_of
+        self._values = {id(p): _Value(p, p._version, unit, None) for unit, p in parameters}
+        self._parameters = set(self._values)
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._values  # the values are kept, so no other object has this id
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a trainable parameter."""
+        return id(tensor) in self._parameters
+
+    def unit(self, tensor: Tensor) -> str:
+        """Return the path of the module to blame for a value: the owner of its first parameter."""
+        return self._values[id(tensor)].unit
+
+    def add(self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None) -> None:
+        """Add a value that was computed from shared values and from constants alone; a known value stays as it is.
+
+        Args:
+            tensor: the value, with the graph of its parameters.
+            unit: see `unit`.
+            compute: returns its copies, shape (B, *value). It runs at the first use, if there is one, in the modes of
+                the present moment.
+        """
+        if tensor not in self:
+            within = _present_modes(tensor.device.type)
+            delayed = None if compute is None else lambda: _within(within, compute)
+            self._values[id(tensor)] = _Value(tensor, tensor._version, unit, delayed)
+
+    def copies(self, tensor: Tensor) -> Tensor:
+        """Return one copy of a value for each example, shape (B, *value).
+
+        Raises:
+            UnsupportedModuleError: the value was written to since it was computed.
+        """
+        value = self._values[id(tensor)]
+        if value.version != tensor._version:
+            name, got = f"what '{value.unit}' computes once", f"{tensor._version - value.version} in-place writes"
+            raise refused(name, "not to be changed in place", got, f"work on a copy, or {REMEDY}", unit=value.unit)
+        if value.copies is None:
+            copies = self._copies_of(value.unit, tensor) if value.compute is None else value.compute()
+            value.copies = copies
+        return value.copies
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """The modes that decide how an operation is computed."""
+
+    device: str
+    grad: bool
+    autocast: bool
+    dtype: torch.dtype
+
+
+def _present_modes(device: str) -> _Modes:
+    return _Modes(device, torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+
+def _within(modes: _Modes, compute: Callable[[], Tensor]) -> Tensor:
+    """Return compute(), in these modes."""
+    autocast = torch.autocast(modes.device, modes.dtype, enabled=modes.autocast)
+    with _unseen_by_checkpoints(), torch.set_grad_enabled(modes.grad), autocast:
+        return compute()
+
+
+@contextmanager
+def _unseen_by_checkpoints() -> Generator[None]:
+    """Keep saved tensors out of a checkpoint: its second run has the copies already, and does not save them again."""
+    with saved_tensors_hooks(Tensor.detach, lambda x: x):
+        yield
