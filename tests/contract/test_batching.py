@@ -779,6 +779,7 @@ TEXTS = torch.tensor([[1, 2, 3], [4, 1, 3], [2, 2, 4], [0, 1, 0], [0, 0, 0], [1,
 
 
 @pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is")
 @pytest.mark.parametrize(
     "options", [{}, {"padding_idx": -1}, {"sparse": True}, {"looped": True, "sparse": True}, {"scripted": True}]

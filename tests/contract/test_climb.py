@@ -31,8 +31,13 @@ def earlier(x: Tensor) -> Tensor:
     return x + 0.1 * (x.cumsum(0) - x)
 
 
+def repeated(value: Tensor, size: int) -> Tensor:
+    """One copy for each example, in a way that cannot be attributed to them."""
+    return torch.cat([value] * size)
+
+
 class Bias(nn.Module):
-    """Biases that are looked up once for all examples, and reshaped."""
+    """Biases that are looked up once for all examples, and repeated in a list."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -41,7 +46,7 @@ class Bias(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, places = self.change(x), torch.arange(x.shape[1])
         biases = self.table((places[:, None] - places).clamp(-4, 4) + 4).permute(2, 0, 1)[None]
-        scores = (x @ x.transpose(1, 2))[:, None] + biases
+        scores = (x @ x.transpose(1, 2))[:, None] + repeated(biases, len(x))
         return (scores.softmax(-1) @ self.values(x)[:, None]).mean(1)
 
 
@@ -78,7 +83,7 @@ def test_only_the_modules_that_need_it_are_taken_whole_once():
     engine = Factored(model, losses_of)
     message = taken_by(engine, x)
     assert message.startswith("PrivateGradient computes 'blocks.0', 'blocks.1' for each example by itself")
-    assert "'blocks.1.table' to be broadcast over the examples" in message
+    assert "the uses of parameter 'blocks.1.table.weight' to keep examples apart" in message
     for _ in range(3):
         found = engine(x)
         for name, rows in one_by_one(model, x).items():
@@ -115,8 +120,8 @@ def coupled(model: nn.Module, x: Tensor) -> Tensor:
 
 def of_the_table(model: nn.Module, x: Tensor) -> Tensor:
     """Losses that use a parameter, so that even the root is refused, and that are coupled."""
-    penalty: Tensor = model.last.weight.square().sum()  # type: ignore[union-attr]
-    return coupled(model, x) + penalty
+    penalty: Tensor = model.last.weight.square().sum()[None]  # type: ignore[union-attr]
+    return coupled(model, x) + repeated(penalty, len(x))
 
 
 @pytest.mark.filterwarnings("ignore:PrivateGradient computes")
@@ -135,7 +140,7 @@ class Later(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        outside = self.layer.weight.sum() if LATER["on"] else 0.0
+        outside = repeated(self.layer.weight.sum()[None, None], len(x)) if LATER["on"] else 0.0
         return self.layer(x).sum(1) + outside
 
 
@@ -157,7 +162,7 @@ def test_no_module_is_taken_whole_after_the_first_step(first: str):
     engine.begin_step()
     LATER["on"] = True
     if first == "computed":
-        with pytest.raises(pg.UnsupportedModuleError, match=r"'layer.weight' to be used.*use engine='vmap'"):
+        with pytest.raises(pg.UnsupportedModuleError, match=r"uses of parameter 'layer.weight'.*use engine='vmap'"):
             engine(x)
     else:
         with pytest.warns(UserWarning, match="the whole model"):
@@ -275,7 +280,8 @@ def test_above_the_root_all_kinds_of_points_are_those_of_the_reference():
     model, x = FunctionalTying().double(), torch.randint(0, 7, (6, 3))
 
     def losses(model: nn.Module, x: Tensor) -> Tensor:
-        return losses_of(model, x) + model.embedding.weight.square().sum()  # type: ignore[union-attr]
+        penalty: Tensor = model.embedding.weight.square().sum()[None]  # type: ignore[union-attr]
+        return losses_of(model, x) + repeated(penalty, len(x))
 
     engine, reference = Factored(model, losses), Vmap(model, losses)
     moved = reference(x)

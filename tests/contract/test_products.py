@@ -1,6 +1,7 @@
 """Modules without a rule whose parameters enter by F.linear, F.embedding or F.conv: exact, only where that holds."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import privgrad as pg
 from privgrad.gradient.batching import batched
-from privgrad.gradient.engines import vmapped_unit
+from privgrad.gradient.engines import capture, vmapped_unit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.base import Dense
 
@@ -153,24 +154,30 @@ BY_PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] 
     "conv1d": (lambda: Functional(F.conv1d, 1, stride=[2], groups=2), floats(4, 9)),
     "conv2d": (lambda: Functional(F.conv2d, 2, padding=(1, 0), dilation=2), floats(2, 6, 7)),
     "conv3d": (lambda: Functional(F.conv3d, 3), floats(2, 4, 3, 4)),
-}
-WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
-    "an elementwise parameter too": (Gated, floats(5)),
-    "time first inside": (TimeFirstInside, floats(3, 5)),
     "shared input": (Positions, floats(3)),
-    "rows for all examples": (lambda: Shared(9, 4), floats(3, 4)),
-    "padding by name": (lambda: Functional(F.conv2d, 2, padding="same"), floats(2, 5, 5)),
-    "weights of examples": (DependsOnExamples, floats(5)),
     "a child with a norm": (Scaled, floats(3, 5)),
 }
+BY_COPIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "an elementwise parameter too": (Gated, floats(5)),
+    "time first inside": (TimeFirstInside, floats(3, 5)),
+    "rows for all examples": (lambda: Shared(9, 4), floats(3, 4)),
+    "padding by name": (lambda: Functional(F.conv2d, 2, padding="same"), floats(2, 5, 5)),
+}
+WHOLE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "weights of examples": (DependsOnExamples, floats(5)),
+}
+ALL = BY_PRODUCTS | BY_COPIES | WHOLE
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:vmap cannot batch this model"),
+    pytest.mark.filterwarnings("ignore:PrivateGradient computes"),
+]
 
 
-@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("name", [*BY_PRODUCTS, *WHOLE])
+@pytest.mark.parametrize("name", ALL)
 def test_equal_to_single_examples(name: str, dtype: torch.dtype, tolerance: float):
     torch.manual_seed(0)
-    make, inputs = (BY_PRODUCTS | WHOLE)[name]
+    make, inputs = ALL[name]
     model, x = nn.Sequential(nn.Identity(), make()).to(dtype), inputs(7).to(dtype)
     factors, rows = Factored(model, losses_of)(x), one_by_one(model, x)
     assert factors.keys() == rows.keys()
@@ -178,19 +185,23 @@ def test_equal_to_single_examples(name: str, dtype: torch.dtype, tolerance: floa
         assert_equal_to_loop(factor, rows[parameter], tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
-@pytest.mark.parametrize("name", [*BY_PRODUCTS, *WHOLE])
-def test_taken_whole_only_where_it_must_be(name: str, monkeypatch: pytest.MonkeyPatch):
-    calls: list[object] = []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return batched(*args, **kwargs)
-
-    monkeypatch.setattr(vmapped_unit, "batched", counted)
-    make, inputs = (BY_PRODUCTS | WHOLE)[name]
+@pytest.mark.parametrize("name", ALL)
+def test_taken_whole_or_copied_only_where_it_must_be(name: str, monkeypatch: pytest.MonkeyPatch):
+    whole: list[object] = []
+    copied: list[object] = []
+    for module, calls in ((vmapped_unit, whole), (capture, copied)):
+        original = module.copies_of
+        monkeypatch.setattr(module, "copies_of", partial(_counted, calls, original))
+    monkeypatch.setattr(vmapped_unit, "batched", partial(_counted, whole, batched))
+    make, inputs = ALL[name]
     Factored(make().double(), losses_of)(inputs(7))
-    assert bool(calls) == (name in WHOLE)
+    assert bool(whole) == (name in WHOLE)
+    assert bool(copied) == (name not in BY_PRODUCTS)
+
+
+def _counted(calls: list[object], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    calls.append(args)
+    return function(*args, **kwargs)
 
 
 def test_a_weight_made_of_the_whole_batch_is_refused():
@@ -206,7 +217,7 @@ def test_a_weight_made_of_the_whole_batch_is_refused():
         Factored(Whitened().double(), losses_of)(floats(5)(7))
 
 
-def test_a_module_that_takes_another_path_is_computed_by_vmap_from_then_on():
+def test_a_module_may_take_another_path_in_a_later_batch():
     class Sometimes(nn.Module):
         scaled = False
 
@@ -223,6 +234,5 @@ def test_a_module_that_takes_another_path_is_computed_by_vmap_from_then_on():
     for _ in range(4):
         assert type(engine(x)["weight"]) is not Dense
     model.scaled = True
-    with pytest.warns(UserWarning, match="the whole model.*'weight' to be used by its own module only"):
-        found = engine(x)["weight"]  # the fifth call: not audited
+    found = engine(x)["weight"]  # the fifth call: not audited
     assert_equal_to_loop(found, one_by_one(model, x)["weight"], 1e-10)

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from test_attacks import ShufflesInTraining, SortedByLength
-from test_engines import Tied
-from test_factored import FunctionalTying, Prompted, TimeFirst
+from test_factored import Prompted, TimeFirst
 from test_one_by_one import Checkpointed
 from test_rules import losses_of
-from test_state import Overwrites, Recurs
+from test_state import Overwrites
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -208,18 +207,6 @@ def bags(*, rows: bool) -> nn.Module:
     return With(call, table=table, head=nn.Linear(4, 3))
 
 
-def temperature() -> nn.Module:
-    return With(lambda m, x: m.body(x), body=nn.Linear(5, 3), heat=nn.Parameter(torch.zeros(1)))
-
-
-def scalar() -> nn.Module:
-    return With(lambda m, x: m.body(x), body=nn.Linear(5, 3), heat=nn.Parameter(torch.zeros(())))
-
-
-def heated(model: Any, x: Tensor) -> Tensor:
-    return losses_of(model, x) * model.heat.exp().sum() + model.heat.sum()
-
-
 VMAP: dict[str, Any] = {"options": {"engine": "vmap"}}
 IDS = torch.randint(0, 6, (SIZE, 4), generator=torch.Generator().manual_seed(2))
 CASES: dict[str, Case] = {
@@ -313,10 +300,10 @@ CASES: dict[str, Case] = {
     "changed in place": Case(
         lambda: overwriting(copied=False), "work on a copy", [{"make": lambda: overwriting(copied=True)}]
     ),
-    "changed in place, a unit by vmap": Case(
-        lambda: nn.Sequential(nn.Linear(5, 4), Overwrites(copied=False), nn.Linear(4, 2)),
-        "work on a copy, or use engine='vmap'",
-        [VMAP, {"make": lambda: nn.Sequential(nn.Linear(5, 4), Overwrites(copied=True), nn.Linear(4, 2))}],
+    "changed in place, needed by autograd": Case(
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Overwrites(copied=False), nn.Linear(4, 2)),
+        "work on a copy",
+        [{"make": lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Overwrites(copied=True), nn.Linear(4, 2))}],
     ),
     "packed": Case(lambda: recurrent(packed=True), "pad sequences", [{"make": recurrent}, VMAP], x=vectors(5, 4)),
     "without examples, recurrent": Case(
@@ -359,19 +346,13 @@ CASES: dict[str, Case] = {
 # Refused by the fast engine, and so taken whole, with a warning.
 TAKEN: dict[str, Case] = {
     "time first": Case(TimeFirst, "computes 'inner' for each.*examples in dimension 0", [VMAP], x=vectors(3, 4)),
-    "used elsewhere": Case(
-        FunctionalTying, "the whole model.*'embedding.weight' to be used by its own", [VMAP, {"make": Tied}], x=IDS
-    ),
-    "used in the loss": Case(temperature, "the whole model.*'heat' to be used by its own", [VMAP], losses=heated),
-    "a number used in the loss": Case(scalar, "the whole model.*'heat' to be used", [VMAP], losses=heated),
-    "repeated": Case(
-        lambda: Prompted(lambda x, size: x.repeat(size, 1, 1)),
-        "the whole model.*the shared output of 'prompt'",
+    "repeated in a list": Case(
+        lambda: Prompted(lambda x, size: torch.cat([x] * size)),
+        "the whole model.*the uses of parameter 'prompt.weight'",
         [VMAP],
         x=vectors(3, 4),
     ),
     "routed": Case(routed, r"the whole model.*'experts.\d' to hold examples in dimension 0", [VMAP]),
-    "a state": Case(lambda: Recurs(looped=True, prepared=True), "the whole model.*'keeps'", [VMAP], x=vectors(5, 4)),
 }
 
 

@@ -6,9 +6,35 @@ to `.grad`. If `sources` or `casts` were wrong, the self-check of the engines wo
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward  # pyright: ignore[reportPrivateUsage]
+
+
+def gradients_at(
+    edges: Sequence[GradientEdge],
+    outputs: Sequence[Tensor],
+    along: Sequence[Tensor] | None = None,
+    *,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """Return the gradients of sum <output, along> at edges of the graph; None where the outputs do not depend on one.
+
+    torch.autograd.grad would switch off the modes that see torch functions, also for a checkpointed part that is
+    computed again.
+
+    Args:
+        edges: where the gradients are computed.
+        outputs: tensors with a graph.
+        along: a tensor for each output; None: one.
+        create_graph: whether the gradients can be differentiated again.
+    """
+    along = [torch.ones_like(output) for output in outputs] if along is None else along
+    run, keep = cast(Any, _engine_run_backward), create_graph
+    found = run(tuple(outputs), tuple(along), keep, create_graph, tuple(edges), True, accumulate_grad=False)
+    return cast("list[Tensor | None]", list(found))
 
 
 def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

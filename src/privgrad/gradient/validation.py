@@ -9,7 +9,8 @@ find mistakes, but they prove nothing.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -147,7 +148,8 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
         remedy = "compute the loss from the model's output, without no_grad or detach"
         raise expected("loss_fn", "losses", "to have a gradient", "requires_grad=False", remedy)
     refuse_reentrant(losses)
-    grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    with refusing_in_place():
+        grads = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
     # torch types the result as if allow_unused did not exist.
     unused = [
         name for name, grad in zip(parameters, cast("Sequence[Tensor | None]", grads), strict=True) if grad is None
@@ -163,6 +165,19 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     randomness = find_randomness(model, loss_fn, few)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
+
+
+@contextmanager
+def refusing_in_place() -> Generator[None]:
+    """Raise UnsupportedModuleError where autograd needs a tensor that was changed; `engines.passes` calls it too."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        name, remedy = "a tensor that autograd needs", "work on a copy, as ordinary training requires too"
+        condition, got = "not to be changed in place", "an in-place write"
+        raise expected("loss_fn", name, condition, got, remedy, UnsupportedModuleError) from error
 
 
 def configuration(model: nn.Module) -> int:

@@ -78,7 +78,7 @@ class Capture:
         self.calls: list[Call] = []
         self.learned: list[tuple[str, Layout]] = []
         self._units: list[Call] = []
-        self._by_shapes = dict[Any, Layout]()
+        self._by_shapes = dict[Any, Layout | None]()
         self._finished = False
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
@@ -160,13 +160,17 @@ class Capture:
         """Return the layout of the next call, given the tensors among its arguments."""
         layouts, key = cast("list[tuple[str, Layout]]", self._layouts), (path, tuple(x.shape for x in tensors))
         if self._finished:  # a checkpointed part is computed again
-            if key not in self._by_shapes:
+            found = self._by_shapes.get(key)
+            if found is None:
                 raise CallSequenceChangedError(path)
-            return self._by_shapes[key]
+            return found
         index = len(self.calls)
         if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
             raise CallSequenceChangedError(path)
-        return self._by_shapes.setdefault(key, layouts[index][1])
+        layout = layouts[index][1]
+        if self._by_shapes.setdefault(key, layout) != layout:  # no way to know which of the two is computed again
+            self._by_shapes[key] = None
+        return layout
 
     def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
         """Record a call, with the shapes of its tensors."""
@@ -251,7 +255,8 @@ class Capture:
 
         def copies() -> Tensor:
             own = self._shared.copies(x) if x in self._shared else x.expand(self.size, *x.shape)
-            rows = own.flatten(0, 1) if x.dim() > 0 else own
+            is_one = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())  # without dimension 0 for rows
+            rows = own if is_one else own.flatten(0, 1)
             with self._functions.paused():
                 return self._by_rule(path, rule, module, _weights_of(module, rule), rows).view(self.size, *output.shape)
 

@@ -67,9 +67,6 @@ class Climb:
             yield
         except (UnitRefusedError, CallSequenceChangedError) as error:
             refusal = error if isinstance(error, UnitRefusedError) else calls_changed(error)
-            import os
-
-            os.environ.get("DBG") and print("CLIMB", str(refusal)[:400])
             if self.reached_loss or not self._is_open:
                 raise refusal from None
             self._new.append(self._take(refusal.unit))

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from privgrad.gradient.autograd_graph import gradients_at
 from privgrad.gradient.engines.taps import HvpTerms, Tap
 from privgrad.gradient.factors.displacement import Displacements
 
@@ -42,8 +42,7 @@ def backward(losses: Tensor, taps: Sequence[Tap]) -> Backward:
     """Compute the gradients of the summed losses at the taps and their sources, with a graph for a second pass."""
     edges = [tap.edge for tap in taps]
     sources = [get_gradient_edge(tap.source) for tap in taps if tap.source is not None]
-    found = torch.autograd.grad(losses.sum(), [*edges, *sources], create_graph=True, allow_unused=True)
-    grads = cast("list[Tensor | None]", list(found))
+    grads = gradients_at([*edges, *sources], [losses.sum()], create_graph=True)
     rest = iter(grads[len(taps) :])
     return Backward(taps, grads[: len(taps)], [next(rest) if tap.source is not None else None for tap in taps])
 
@@ -74,8 +73,7 @@ def curvature(first: Backward, displacements: Displacements) -> tuple[list[Tenso
             HvpTerms(grad, None, displacements) if tap.curved and grad is not None else None for tap, grad in pairs
         ]
     inner = [get_gradient_edge(grad) for grad in first.of_sources if grad is not None and grad.requires_grad]
-    second = torch.autograd.grad(ends, [*(tap.edge for tap in first.taps), *inner], others, allow_unused=True)
-    added = cast("list[Tensor | None]", list(second))
+    added = gradients_at([*(tap.edge for tap in first.taps), *inner], ends, others)
     rest = iter(added[len(first.taps) :])
     terms: list[HvpTerms | None] = []
     for tap, grad, back in zip(first.taps, total, first.of_sources, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.errors import PrivacyError
-from privgrad.gradient.autograd_graph import sources
+from privgrad.gradient.autograd_graph import gradients_at, sources
 from privgrad.gradient.engines.capture import Capture, units
 from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
@@ -32,7 +32,7 @@ from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
-from privgrad.gradient.validation import refuse_reentrant
+from privgrad.gradient.validation import refuse_reentrant, refusing_in_place
 from privgrad.types import LossFunction, count_examples, map_examples
 
 
@@ -102,7 +102,8 @@ class Passes:
             if not edges or not losses.requires_grad:
                 return {}, displacements
             # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on a unit's output.
-            grads = cast("Sequence[Tensor | None]", torch.autograd.grad(losses.sum(), edges, allow_unused=True))
+            with refusing_in_place():
+                grads = gradients_at(edges, [losses.sum()])
         return self._collected(losses, capture.taps, grads), displacements
 
     def inputs(self, examples: Any) -> dict[str, Factor]:

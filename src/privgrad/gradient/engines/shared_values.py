@@ -22,10 +22,11 @@ from privgrad.gradient.engines.refusals import REMEDY, refused
 
 @dataclass
 class _Value:
-    """A shared value. `compute` returns its copies; None while layouts are being learned."""
+    """A shared value. `compute` returns its copies; None for a parameter, and while layouts are being learned."""
 
     tensor: Tensor
     version: int
+    trained: bool
     unit: str
     compute: Callable[[], Tensor] | None
     copies: Tensor | None = None
@@ -41,11 +42,13 @@ class SharedValues:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
         self._copies_of = copies_of
-        self._values = {id(p): _Value(p, p._version, unit, None) for unit, p in parameters}
+        self._values = {id(p): _Value(p, p._version, True, unit, None) for unit, p in parameters}
         self._parameters = set(self._values)
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._values  # the values are kept, so no other object has this id
+        value = self._values.get(id(tensor))  # the values are kept, so no other object has this id
+        # The forward of an autograd.Function is seen, but not its backward: its result has a graph only afterwards.
+        return value is not None and value.tensor.requires_grad == value.trained
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a trainable parameter."""
@@ -67,7 +70,7 @@ class SharedValues:
         if tensor not in self:
             within = _present_modes(tensor.device.type)
             delayed = None if compute is None else lambda: _within(within, compute)
-            self._values[id(tensor)] = _Value(tensor, tensor._version, unit, delayed)
+            self._values[id(tensor)] = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed)
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return one copy of a value for each example, shape (B, *value).
