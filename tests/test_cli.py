@@ -468,3 +468,28 @@ def test_doctor_names_paths_and_remedies(here: Here, tmp_path: Path):
     assert last_json(here("doctor", "zoo:well", "--json")) == {"problems": []}
     for wrong in ("zoo", "zoo:absent", "absent:ill", "zoo:word", "zoo:needy"):
         assert "factory" in here("doctor", wrong, code=2).stderr
+
+
+def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def model():\n"
+        "    return nn.Sequential(nn.Linear(4, 3), nn.PReLU(3))\n"
+        "def losses(model, x):\n"
+        "    return model(x).square().sum(1)\n"
+        "def public():\n"
+        "    return losses, torch.randn(6, 4)\n"
+        "def coupled():\n"
+        "    return lambda model, x: losses(model, x - x.mean(0)), torch.randn(6, 4)\n"
+        "def alone():\n"
+        "    return torch.randn(6, 4)\n"
+    )
+    shown = here("doctor", "net:model", "--batch", "net:public").stdout
+    for word in ("PReLU", "prelu", "by a copy for each example", "by a rule", "a step of 6 examples", "MiB"):
+        assert word in shown
+    found = last_json(here("doctor", "net:model", "--batch", "net:public", "--json"))["explanation"]
+    assert [part["way"] for part in found["parts"]] == ["copies", "rule"]
+    assert "own example" in here("doctor", "net:model", "--batch", "net:coupled", code=2).stderr
+    for wrong in ("net", "net:absent", "net:alone"):
+        assert "batch" in here("doctor", "net:model", "--batch", wrong, code=2).stderr

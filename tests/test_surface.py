@@ -18,10 +18,11 @@ from privgrad.optim.base import widened
 from privgrad.processes import Processes
 
 NAMES = {
-    "privgrad": "Batch Budget BudgetExceededError FitResult Head Ledger NoisyGradient PrivacyError PrivacyPlan "
-    "PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion UnsupportedModuleError audit clip compare "
-    "federated fit fit_head freeze_unused optim perturb precondition release_histogram release_mean "
-    "release_second_moment release_sum side_information suggest",
+    "privgrad": "Batch Budget BudgetExceededError Explanation FitResult Head Ledger NoisyGradient PrivacyError "
+    "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
+    "UnsupportedModuleError audit clip  compare explain federated fit fit_head freeze_unused optim "
+    "perturb precondition release_histogram  release_mean release_second_moment release_sum "
+    "side_information suggest",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -91,6 +92,7 @@ SIGNATURES = {
     pg.precondition.public_adam: "gradient betas keep noise_eps eps eps_inside schedule",
     pg.precondition.public_adagrad: "gradient noise_eps eps eps_inside schedule",
     pg.side_information.frequencies: "counts parameter dim source provenance cap division power",
+    pg.explain: "model loss_fn public_batch",
     pg.freeze_unused: "model loss_fn public_batch",
     pg.suggest: "model plan public_batch loss_fn",
     pg.Suggestion.optimizer: "self model",
@@ -217,7 +219,7 @@ OPTIONS = {
     "statement": "ledger --delta --out --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
-    "doctor": "factory --json",
+    "doctor": "factory --batch --json",
 }
 
 

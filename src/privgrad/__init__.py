@@ -5,6 +5,7 @@ from privgrad.budget import Budget
 from privgrad.comparison import compare
 from privgrad.defaults import Suggestion, suggest
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
+from privgrad.gradient.explanation import Explanation, explain
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.gradient.unused import freeze_unused
 from privgrad.heads import Head, fit_head
@@ -21,6 +22,7 @@ __all__ = [
     "Batch",
     "Budget",
     "BudgetExceededError",
+    "Explanation",
     "FitResult",
     "Head",
     "Ledger",
@@ -37,6 +39,7 @@ __all__ = [
     "audit",
     "clip",
     "compare",
+    "explain",
     "federated",
     "fit",
     "fit_head",

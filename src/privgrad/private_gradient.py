@@ -38,6 +38,7 @@ from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.example_groups import group_means, group_of, split_by_group
+from privgrad.gradient.explanation import Explanation, parts_of
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.factors.shifted import shifted
@@ -233,6 +234,22 @@ class PrivateGradient:
         """
         perturb, precondition = self._parts().get("perturb"), self._precondition
         return {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
+
+    def explain(self) -> Explanation:
+        """Say how the last step computed the gradient of each parameter; `print` shows it.
+
+        `privgrad.explain` says it before a training, from public examples, with the time and the memory of a step.
+
+        Raises:
+            PrivacyError: no examples were computed so far.
+        Privacy:
+            It depends on the model, and on what the checks of the first steps found.
+        """
+        uses = self._engine.uses()
+        if not uses:
+            remedy = "compute a step first, or call privgrad.explain(model, loss_fn, public_batch)"
+            raise expected("PrivateGradient.explain", "the engine", "to have computed examples", 0, remedy)
+        return Explanation(parts_of(self._model, uses))
 
     def register_raw_observer(self, observer: Callable[[RawStep], None]) -> RemovableHandle:
         """Call `observer` with each step as it was before the noise, once it is charged.

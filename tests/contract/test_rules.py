@@ -273,16 +273,22 @@ def assert_equal_to_loop(factor: Factor, rows: Tensor, tolerance: float, roundin
     assert factor.examples == size
     assert factor.shape == rows.shape[1:]
     close(factor.dense(), rows)
-    close(factor.norms(), rows.reshape(size, -1).double().norm(dim=1))
-    close(factor.norms(inverse), (rows * inverse).reshape(size, -1).double().norm(dim=1))
-    close(factor.weighted_sum(weights), (weights.to(rows.dtype) @ rows.reshape(size, -1)).view(rows.shape[1:]))
+    close(factor.norms(), rows.reshape(size, rows.shape[1:].numel()).double().norm(dim=1))
+    close(factor.norms(inverse), (rows * inverse).reshape(size, rows.shape[1:].numel()).double().norm(dim=1))
+    close(
+        factor.weighted_sum(weights),
+        (weights.to(rows.dtype) @ rows.reshape(size, rows.shape[1:].numel())).view(rows.shape[1:]),
+    )
     exact = factor.exact_sum(weights)
     assert exact.dtype == torch.float64
-    close(exact, (weights @ rows.double().reshape(size, -1)).view(rows.shape[1:]))
+    close(exact, (weights @ rows.double().reshape(size, rows.shape[1:].numel())).view(rows.shape[1:]))
     terms = factor.term_bound(inverse)
     if terms is not None and size > 0:  # a bound on the norm, and on each term's
         assert bool(
-            (terms * (1 + tolerance) + rounding >= (rows * inverse).reshape(size, -1).double().norm(dim=1)).all()
+            (
+                terms * (1 + tolerance) + rounding
+                >= (rows * inverse).reshape(size, rows.shape[1:].numel()).double().norm(dim=1)
+            ).all()
         )
     kept = torch.arange(size) % 2 == 0
     close(factor.mask(kept).dense(), rows * kept.view(-1, *[1] * (rows.dim() - 1)))

@@ -333,8 +333,10 @@ def test_a_use_that_torch_does_not_show_is_taken_whole():
 
     model = With(call, scale=(3,), head=nn.Linear(4, 3)).double()
     engine, x = Factored(model, losses_of), floats(4)(6).double()
-    for parameter, rows in one_by_one(model, x).items():
-        assert_equal_to_loop(engine(x)[parameter], rows, 1e-10)
+    found, wanted = engine(x), one_by_one(model, x)
+    assert found.keys() == wanted.keys()
+    for parameter, rows in wanted.items():
+        assert_equal_to_loop(found[parameter], rows, 1e-10)
     assert engine._layouts.current.vmapped_units
 
 

@@ -34,14 +34,16 @@ class Cache:
 
 
 class Attends(nn.Module):
-    """Owns a parameter, so that it is taken by vmap; which fails after the cache was filled, if it is looped."""
+    """Owns a parameter. If it is listed, it is taken whole; if it is looped, vmap fails after the cache was filled."""
 
-    def __init__(self, *, looped: bool) -> None:
+    def __init__(self, *, looped: bool, listed: bool) -> None:
         super().__init__()
         self.sink, self.inner, self.looped = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), looped
+        self.listed = listed  # repeated in a way that the fast engine cannot attribute to examples
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        keys = x + self.sink if cache is None else cache.update(x + self.sink)
+        keys = x + (torch.cat([self.sink[None, None]] * len(x)) if self.listed else self.sink)
+        keys = keys if cache is None else cache.update(keys)
         if self.looped:
             assert keys.detach().abs().max().item() >= 0
         return self.inner((x @ keys.mT).softmax(-1) @ keys)
@@ -50,10 +52,10 @@ class Attends(nn.Module):
 class Decoder(nn.Module):
     """Fills a cache in training too (GPT-OSS), or in evaluation mode only (Mamba, RWKV)."""
 
-    def __init__(self, *, looped: bool = True, training_too: bool = True) -> None:
+    def __init__(self, *, looped: bool = True, training_too: bool = True, listed: bool = False) -> None:
         super().__init__()
         self.config, self.training_too = SimpleNamespace(use_cache=True), training_too
-        self.attention, self.head = Attends(looped=looped), nn.Linear(4, 3)
+        self.attention, self.head = Attends(looped=looped, listed=listed), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         cached = self.config.use_cache and (self.training_too or not self.training)
@@ -99,6 +101,15 @@ def test_a_layer_may_fill_an_argument_for_the_batch(looped: bool):
     assert_right(Factored, model, x)
 
 
+@pytest.mark.parametrize("looped", [True, False])
+def test_a_layer_that_fills_an_argument_is_taken_with_the_module_that_makes_it(looped: bool):
+    torch.manual_seed(0)
+    model, x = Decoder(looped=looped, listed=True).double(), texts()
+    model.config = SimpleNamespace(use_cache=1)
+    with pytest.warns(UserWarning, match="the whole model.*arguments of 'attention' to stay unchanged"):
+        assert_right(Factored, model, x)
+
+
 class CachedWhenEvaluated(nn.Module):
     """Is handed one tensor more in evaluation mode, as RWKV's layers are."""
 
@@ -140,23 +151,25 @@ def test_other_tensors_in_evaluation_mode_end_in_no_bare_error(state: bool):
 class Keeps(nn.Module):
     """Keeps a state in an attribute (RecurrentGemma): of the batch when it is set before, of an example if not."""
 
-    def __init__(self, *, looped: bool) -> None:
+    def __init__(self, *, looped: bool, listed: bool) -> None:
         super().__init__()
-        self.gain, self.looped = nn.Parameter(torch.rand(4)), looped
+        self.gain, self.looped, self.listed = nn.Parameter(torch.rand(4)), looped, listed
         self.state: Tensor | float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         before = 0.0 if self.state is None else self.state
-        output = torch.tanh(x * self.gain + before)
+        gain = torch.cat([self.gain[None, None]] * len(x)) if self.listed else self.gain
+        output = torch.tanh(x * gain + before)
         # A number, which vmap cannot know.
         self.state = output.detach().mean().item() if self.looped else output.detach()
         return output
 
 
 class Recurs(nn.Module):
-    def __init__(self, *, looped: bool, prepared: bool = False, twice: bool = False) -> None:
+    def __init__(self, *, looped: bool, prepared: bool = False, twice: bool = False, listed: bool = False) -> None:
         super().__init__()
-        self.keeps, self.head, self.prepared, self.twice = Keeps(looped=looped), nn.Linear(4, 3), prepared, twice
+        self.keeps, self.head = Keeps(looped=looped, listed=listed), nn.Linear(4, 3)
+        self.prepared, self.twice = prepared, twice
 
     def forward(self, x: Tensor) -> Tensor:
         self.keeps.state = x.new_ones(len(x), 1, 1) if self.prepared else None
@@ -164,10 +177,12 @@ class Recurs(nn.Module):
         return self.head((self.keeps(x) if self.twice else x).sum(1))
 
 
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+@pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("looped", [True, False])
-def test_a_state_in_an_attribute_passes_between_no_examples(looped: bool):
+def test_a_state_in_an_attribute_passes_between_no_examples(looped: bool, listed: bool):
     torch.manual_seed(0)
-    model, x = Recurs(looped=looped).double(), texts()
+    model, x = Recurs(looped=looped, listed=listed).double(), texts()
     for engine in (Factored, Vmap):
         assert_right(engine, model, x)
         assert model.keeps.state is None

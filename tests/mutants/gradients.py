@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state, randomness
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import climb, passes, vmapped_unit
+from privgrad.gradient.engines import capture, climb, passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors import base as factors
@@ -356,6 +356,13 @@ def states_kept(patch: Patch) -> None:
     patch.setattr(vmapped_unit, "preserved", lambda *_, **__: nullcontext())
 
 
+def averaged_copies(patch: Patch) -> None:
+    def wrong(parameter: Tensor, grads: Tensor) -> dict[Tensor, Any]:
+        return {parameter: Dense(grads.mean(0, keepdim=True).expand_as(grads))}
+
+    patch.setattr(capture, "_written_out", wrong)
+
+
 def shared_draws(patch: Patch) -> None:
     real: Any = batching.vmap
     patch.setattr(batching, "vmap", lambda of_one, **options: real(of_one, **(options | {"randomness": "same"})))
@@ -631,7 +638,7 @@ GRADIENTS = [
         "a layer's state passed from example to example",
         states_kept,
         "test_state.test_a_state_in_an_attribute_passes_between_no_examples",
-        {"looped": True},
+        {"looped": True, "listed": True},
         guard=NOT_ALONE,
     ),
     Mutant(
@@ -669,9 +676,21 @@ GRADIENTS = [
         "test_engines.test_a_parameter_without_gradient_is_refused_by_name",
     ),
     Mutant(
-        "a parameter's use outside of its module dropped",
-        unchecked(passes._require_inside_units, audit.require_single),
-        "test_factored.test_a_parameter_used_outside_its_module_is_named_and_its_model_taken_whole",
+        "a parameter's use in a hidden function dropped",
+        unchecked(passes._require_seen, audit.require_single),
+        "test_shared_values.test_a_use_that_torch_does_not_show_is_taken_whole",
+    ),
+    Mutant(
+        "one gradient of a shared value for all examples",
+        averaged_copies,
+        "test_shared_values.test_all_kinds_of_points_equal_single_examples",
+        {"name": "gated"},
+        guard=NOT_ALONE,
+    ),
+    Mutant(
+        "a statistic of the batch taken for a shared value",
+        unchecked(audit.require_single, checks.require_apart, checks.require_same_losses_in_half, in_training=False),
+        "test_shared_values.test_a_value_made_of_the_whole_batch_is_refused",
     ),
     Mutant(
         "a layer that mixes examples",

@@ -9,11 +9,11 @@ are. `Capture` sees each such call, and computes it from a copy of the parameter
 calls the new forwards, and torch the function `_function`.
 
 The privacy guarantee of the fast engine rests on this file: it must attribute each row of a tensor to its example. It
-refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd. What it does
-not see keeps the graph of its parameters, and `passes` refuses losses that depend on these.
+refuses tensors for which it cannot (see `layouts`), and `self_check` compares some results with autograd. A use that it
+does not see keeps the graph of its parameters, and `passes` refuses losses that depend on these.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, cast
@@ -21,16 +21,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from privgrad.errors import PrivacyError
+from privgrad.gradient.engines.call_record import CallRecord
 from privgrad.gradient.engines.function_calls import FunctionCalls, for_each, for_one_example, name_of, tensors_in
 from privgrad.gradient.engines.layer_call import LayerCall
-from privgrad.gradient.engines.layouts import Call, Layout, attributed, find_layout, joined, require_rows, split
+from privgrad.gradient.engines.layout_cache import Calls
+from privgrad.gradient.engines.layouts import Layout, joined, require_rows, split
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, written_to
 from privgrad.gradient.engines.shared_values import SharedValues
 from privgrad.gradient.engines.taps import Tap
+from privgrad.gradient.engines.units import units
 from privgrad.gradient.engines.vmapped_unit import VmappedUnit, copies_of
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
@@ -50,49 +52,36 @@ class Capture:
         displacements: of each example's parameters, if gradients are evaluated there.
         curved: whether to record what Hessian products need.
         norms: measured norms of Jacobians, kept from call to call.
-        earlier: while layouts are learned, the recorded pass with one more example; None in that pass itself.
+        earlier: the record of the first pass that learns layouts, in the second one; else None.
     Attributes:
         taps: where gradients are needed, in the order of the forward pass.
-        calls: the calls of units, in order, and those of functions with shared values, except in the first of the two
-            passes that learn.
-        learned: the layouts of these calls, after the second of the two passes that learn.
+        record: the calls of units, and of functions with shared values.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        layouts: list[tuple[str, Layout]] | None,
+        layouts: Calls | None,
         size: int,
         vmapped_units: Collection[str],
         displacements: Displacements | None = None,
         *,
         curved: bool = False,
         norms: JacobianNorms | None = None,
-        earlier: "Capture | None" = None,
+        earlier: CallRecord | None = None,
     ) -> None:
-        self._model, self._layouts, self.size, self._displacements = model, layouts, size, displacements
-        self._vmapped_units = vmapped_units
+        self._model, self.size, self._displacements, self._vmapped_units = model, size, displacements, vmapped_units
         self._norms = JacobianNorms() if norms is None else norms
-        self._curved, self._earlier = curved, earlier
+        self._curved = curved
         self.taps: list[Tap] = []
-        self.calls: list[Call] = []
-        self.learned: list[tuple[str, Layout]] = []
-        self._units: list[Call] = []
-        self._by_shapes = dict[Any, Layout | None]()
-        self._finished = False
+        self.record = CallRecord(layouts, size, earlier)
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
         own = [(name.rpartition(".")[0], p) for name, p, _ in self._parameters if p.requires_grad]
         self._shared = SharedValues(own, self._copies)
-        learns_first = layouts is None and earlier is None
-        self._functions = FunctionCalls(self._shared, self._function, record=learns_first)
-        self._recorded = self._functions.recorded
+        recorded = self.record.functions if layouts is None and earlier is None else None
+        self._functions = FunctionCalls(self._shared, self._function, recorded)
         self._stack = ExitStack()
-
-    @property
-    def sees_functions(self) -> bool:
-        """Whether the calls of functions are seen; not if no call that was learned needs it."""
-        return self._layouts is None or any(None in layout or "[" in path for path, layout in self._layouts)
 
     def __enter__(self) -> "Capture":
         """Replace the forwards of all units, and the buffers by copies, until the exit."""
@@ -122,7 +111,7 @@ class Capture:
             else:
                 forward = partial(self._ruled, path, module, cast(Rule, rule), original)
             vars(module)["forward"] = forward
-        if self.sees_functions:
+        if self.record.needs_functions:
             self._stack.enter_context(self._functions)
         return self
 
@@ -138,9 +127,9 @@ class Capture:
 
         Raises:
             UnsupportedModuleError: the pass wrote to parameters or buffers.
-            CallSequenceChangedError: it made fewer calls than there are layouts.
+            CallSequenceChangedError: it made fewer calls than were learned.
         """
-        self._finished = True
+        self.record.finish()
         written = [name for name, parameter, version in self._parameters if parameter._version != version]
         if written:
             raise written_to(", ".join(written))
@@ -151,60 +140,16 @@ class Capture:
                 f"parameters only, like spectral_norm's vectors, {REMEDY}, or call .eval() on the module"
             )
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
-        if self._layouts is not None and len(self.calls) != len(self._layouts):
-            raise CallSequenceChangedError(self._layouts[len(self.calls)][0])
-        if self._earlier is not None and len(self._units) != len(self._earlier._units):
-            raise self._other_calls(self._earlier._units[len(self._units)].path, "no call")
-
-    def _enter(self, path: str, tensors: Sequence[Tensor]) -> Layout:
-        """Return the layout of the next call, given the tensors among its arguments."""
-        layouts, key = cast("list[tuple[str, Layout]]", self._layouts), (path, tuple(x.shape for x in tensors))
-        if self._finished:  # a checkpointed part is computed again
-            found = self._by_shapes.get(key)
-            if found is None:
-                raise CallSequenceChangedError(path)
-            return found
-        index = len(self.calls)
-        if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
-            raise CallSequenceChangedError(path)
-        layout = layouts[index][1]
-        if self._by_shapes.setdefault(key, layout) != layout:  # no way to know which of the two is computed again
-            self._by_shapes[key] = None
-        return layout
-
-    def _note(self, path: str, tensors: Sequence[Tensor]) -> None:
-        """Record a call, with the shapes of its tensors."""
-        if not self._finished:
-            self.calls.append(Call(path, tuple(tensor.shape for tensor in tensors)))
 
     def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
         """Record a call of a unit while layouts are learned, and add a result that all examples share."""
         outputs = tensors_in(output)
-        call = Call(path, tuple(x.shape for x in [*tensors, *outputs]))
-        self._units.append(call)
-        if self._earlier is not None:
-            before = self._earlier._units
-            index = len(self._units) - 1
-            if index >= len(before) or before[index].path != path:
-                raise self._other_calls(before[index].path if index < len(before) else "no call", path)
-            layout = find_layout(before[index], call, (self._earlier.size, self.size))
-            self._learn(call, layout)
+        layout = self.record.learn_unit(path, tensors, outputs)
+        if layout is not None:
             for x, examples in zip(outputs, layout[len(tensors) :], strict=True):
                 if examples is None:
                     self._shared.add(x, path, None)
         return output
-
-    def _learn(self, call: Call, layout: Layout) -> None:
-        self.calls.append(call)
-        self.learned.append((call.path, layout))
-
-    def _other_calls(self, with_more: str, with_fewer: str) -> PrivacyError:
-        """Return the error for a model whose units are called in another order with one more example."""
-        sizes = (self._earlier.size if self._earlier else self.size, self.size)
-        pairs = zip((with_more, with_fewer), sizes, strict=True)
-        got = " and ".join(f"{path!r} with {size} examples" for path, size in pairs)
-        unit = with_fewer if with_more == "no call" else with_more
-        return refused("the calls of layers", "not to depend on the examples", got, REMEDY, unit=unit)
 
     def _tap(
         self,
@@ -220,7 +165,7 @@ class Capture:
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
-        if not self._finished and tensor.requires_grad:
+        if not self.record.is_finished and tensor.requires_grad:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
             self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy))
         return tensor
@@ -237,17 +182,15 @@ class Capture:
             return original(*args, **kwargs)
         (x,) = (*args, *kwargs.values())
         with self._functions.paused():
-            if self._layouts is None:
+            if self.record.is_learning:
                 return self._learn_unit(path, [x], original(x))
-            layout = self._enter(path, [x])
+            layout = self.record.enter(path, [x])
             if not any(layout):
                 return self._once(path, module, rule, original, x)
             if layout[0] is None:
                 raise misplaced(path, "an input without examples")
             x = require_rows(path, x, layout[0], self.size)
-            output = self._by_rule(path, rule, module, _weights_of(module, rule), x)
-            self._note(path, [x, output])
-            return output
+            return self._by_rule(path, rule, module, _weights_of(module, rule), x)
 
     def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""
@@ -260,8 +203,7 @@ class Capture:
             with self._functions.paused():
                 return self._by_rule(path, rule, module, _weights_of(module, rule), rows).view(self.size, *output.shape)
 
-        self._note(path, [x, output])
-        self._shared.add(output, path, copies)
+        self._shared.add(output, path, copies, [x])
         return output
 
     def _by_rule(self, path: str, rule: Rule, layer: Any, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -279,13 +221,12 @@ class Capture:
             condition, got = "to hold examples in dimension 0", "a value that all examples share"
             raise refused(f"the tensors of '{path}'", condition, got, REMEDY, unit=path)
         with self._functions.paused():
-            if self._layouts is None:
-                output = forward(module, _ignore, *args, **kwargs)
+            if self.record.is_learning:
                 self._learn_unit(path, [], None)
             else:
-                self._enter(path, [])
-                output = forward(module, partial(self._tap, path, inputs=()), *args, **kwargs)
-                self._note(path, [])
+                self.record.enter(path, [])
+            tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
+            output = forward(module, tap, *args, **kwargs)
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
 
@@ -293,11 +234,11 @@ class Capture:
         """Compute a unit with a separate copy of its parameters for each example, and add taps at the copies."""
         call = VmappedUnit(path, module, original, (args, kwargs))
         with self._functions.paused():
-            if self._layouts is None:
+            if self.record.is_learning:
                 return self._learn_unit(path, call.tensors, call.plain())
-            layout, count = self._enter(path, call.tensors), len(call.tensors)
+            layout, count = self.record.enter(path, call.tensors), len(call.tensors)
             own = {name: p for name, p in module.named_parameters() if p.requires_grad}
-            copies = copies_of(own, self.size, self._displacements)
+            copies = {name: self._copies(path, parameter) for name, parameter in own.items()}
             produced = call.output(copies, self._inputs(path, call.tensors, layout), self.size)
             if len(produced) != len(layout) - count:
                 raise CallSequenceChangedError(path)
@@ -305,12 +246,8 @@ class Capture:
             outputs: list[Tensor] = []
             for own_rows, once, examples in zip(produced, plain, layout[count:], strict=True):
                 if examples is None:
-                    self._shared.add(once, path, partial(_itself, own_rows))
+                    self._shared.add(once, path, lambda rows=own_rows: rows)
                 outputs.append(once if examples is None else joined(path, own_rows, examples))
-            self._note(path, [*call.tensors, *outputs])
-            for name, parameter in own.items():
-                delta, factors = partial(_displacement_of, parameter), partial(_written_out, parameter)
-                self._tap(path, copies[name], factors, inputs=[], delta=delta, is_copy=True)
             return call.rebuilt(outputs)
 
     def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -318,34 +255,24 @@ class Capture:
         tensors = tensors_in([args, kwargs])
         unit = next(self._shared.unit(x) for x in tensors if x in self._shared)
         path = f"{unit}[{name_of(func)}]"
-        if self._layouts is None:
+        if self.record.is_learning:
             return self._learn_function(path, func, args, kwargs, unit)
-        layout = self._enter(path, tensors)
+        layout = self.record.enter(path, tensors)
         if any(layout):
-            output = self._for_each(path, func, args, kwargs, layout)
-            self._note(path, [*tensors, *tensors_in(output)])
-            return output
+            return self._for_each(path, func, args, kwargs, layout)
         output = func(*args, **kwargs)
-        outputs = tensors_in(output)
-        self._note(path, [*tensors, *outputs])
         if layout:
             once = cache(partial(self._mapped, path, func, args, kwargs, layout))
-            for index, x in enumerate(outputs):
-                self._shared.add(x, unit, partial(_at, once, index))
+            for index, x in enumerate(tensors_in(output)):
+                self._shared.add(x, unit, partial(_at, once, index), tensors)
         return output
 
     def _learn_function(self, path: str, func: Any, args: Any, kwargs: Any, unit: str) -> Any:
         """Compute a call of a function while layouts are learned, and add a result that all examples share."""
-        earlier, index = cast("Capture", self._earlier), self._functions.count - 1
-        inputs = tensors_in([args, kwargs])
+        index, inputs = self._functions.count - 1, tensors_in([args, kwargs])
         output = func(*args, **kwargs)
         outputs = tensors_in(output)
-        call, recorded = Call(path, tuple(x.shape for x in [*inputs, *outputs])), earlier._recorded
-        layout: Layout = ()
-        if index < len(recorded) and recorded[index].name == name_of(func):
-            other = Call(path, recorded[index].shapes)
-            layout = attributed(other, call, (earlier.size, self.size), len(inputs))
-        self._learn(call, layout)
+        layout = self.record.learn_function(path, name_of(func), index, inputs, outputs)
         if layout and not any(layout):
             for x in outputs:
                 self._shared.add(x, unit, None)
@@ -398,32 +325,6 @@ class Capture:
         return all(self._shared.is_parameter(w) if moves else w in self._shared for w in trained)
 
 
-def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the units with their paths: modules with a rule or a forward of their own, and those that are taken whole.
-
-    Each unit is yielded once. No module within a unit is a unit elsewhere. `passes` calls it too.
-
-    Args:
-        model: the module.
-        whole: paths of modules that are taken whole, and of other units.
-    """
-    seen = {id(part) for path in whole for part in [*model.get_submodule(path).modules()][1:]}
-    yield from _units(model, "", whole, seen)
-
-
-def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the units within a module that were not seen; see `units`."""
-    if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
-        return
-    seen.add(id(model))
-    owns = any(p.requires_grad for p in model.parameters(recurse=False)) or parametrize.is_parametrized(model)
-    if path in whole or find_forward(model) is not None or (owns and find_rule(model) is not None):
-        yield path, model
-        return
-    for name, child in model.named_children():
-        yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
-
-
 def _cached_configs(model: nn.Module) -> list[Any]:
     """Return the configurations of transformers in a model that ask for a key-value cache.
 
@@ -472,7 +373,3 @@ def _weights_of(module: nn.Module, rule: Rule) -> dict[str, Tensor]:
 def _at(once: Callable[[], tuple[list[Tensor], Any]], index: int) -> Tensor:
     """Return one of the tensors of a function's result."""
     return once()[0][index]
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -40,13 +40,15 @@ class Climb:
     Attributes:
         any: whether some module is taken whole.
         reached_loss: whether even the root was refused, so that `of_losses` computes the gradients.
+        reasons: what was expected of a refused unit, by the path of the module that was taken whole because of it.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
         self._model, self._loss_fn, self._layouts = model, loss_fn, layouts
         self.any = self.reached_loss = False
         self._is_open, self._is_accepted = True, False
-        self._new, self._reason = list[str](), ""  # the modules of the climbs so far, until an attempt is accepted
+        self.reasons = dict[str, str]()
+        self._new = list[str]()  # the modules of the climbs so far, until an attempt is accepted
 
     def begin_step(self) -> None:
         """Allow no more climbs if an earlier step was computed."""
@@ -70,10 +72,10 @@ class Climb:
             if self.reached_loss or not self._is_open:
                 raise refusal from None
             self._new.append(self._take(refusal.unit))
-            self.any, self._reason = True, refusal.reason
+            self.any, self.reasons[self._new[-1]] = True, refusal.reason
         else:
             if self._new:
-                _warn_of(self._new, self._reason)
+                _warn_of(self._new, self.reasons[self._new[-1]])
             self._new, self._is_accepted = [], True
 
     def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:

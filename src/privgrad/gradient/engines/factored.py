@@ -31,6 +31,7 @@ from privgrad.gradient.engines.self_check import (
     restored,
     rows_to_check,
 )
+from privgrad.gradient.engines.uses import Use, with_reasons
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import Pulled, PulledDense
@@ -41,7 +42,6 @@ from privgrad.gradient.randomness import Randomness, find_randomness, without_ra
 from privgrad.gradient.validation import require_apart, require_same_losses_in_half
 from privgrad.types import LossFunction, count_examples, map_examples
 
-_TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05  # relative tolerance of a check; the second in half precision
 _WEIGHTS = Point()
 
 Found = tuple[dict[str, Factor], Displacements | None]
@@ -166,6 +166,12 @@ class Factored:
                     self._audit(examples)
                 return self._passes.inputs(examples)
 
+    def uses(self) -> dict[str, Use]:
+        """Return how the last pass computed the gradient of each parameter, by name; `explanation` calls it."""
+        if self._climb.reached_loss:
+            return {name: Use("whole", "", self._climb.reasons[""]) for name in trainable(self._model)}
+        return with_reasons(self._passes.uses, self._layouts.current.calls or [], self._climb.reasons)
+
     def begin_step(self) -> None:
         """Count a step of the training. PrivateGradient calls it, whatever batch was drawn."""
         self._passes.norms.begin_step()
@@ -283,7 +289,7 @@ class Factored:
                 with without_randomness(self._model, self._randomness):
                     self._require_single(few, point, self._passes.compute(few, point), range(PROBED))
                 if self._randomness != "none" and not point.exact:
-                    require_same_draws(self._passes, few, self._tolerance, self._schedule.calls)
+                    require_same_draws(self._passes, few, self._passes.tolerance, self._schedule.calls)
         except NotImplementedError as error:
             remedy = "use BAM(mode='sam'), or other layers (for instance Embedding and a sum instead of EmbeddingBag)"
             raise refused("the loss", "to have a second derivative", error, remedy) from error
@@ -347,7 +353,7 @@ class Factored:
         if self._randomness == "other":  # the check above ran in evaluation mode
             few = few_of(examples, salt=self._schedule.calls)
             with restored(self._model):
-                require_apart_in_training(self._passes, few, self._tolerance, self._schedule.calls)
+                require_apart_in_training(self._passes, few, self._passes.tolerance, self._schedule.calls)
         self._schedule.is_due = False
 
     def _check_losses(self, examples: Any) -> None:
@@ -386,13 +392,8 @@ class Factored:
     def _require_single(self, examples: Any, point: Point, found: Found, rows: Sequence[int]) -> None:
         """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
         factors, along = found
-        model, loss_fn, tolerance = self._model, self._loss_fn, self._tolerance
+        model, loss_fn, tolerance = self._model, self._loss_fn, self._passes.tolerance
         suspect = self._passes.shared()
         require_single(
             model, loss_fn, examples, factors, tolerance, along, rows=rows, exact=point.exact, suspect=suspect
         )
-
-    @property
-    def _tolerance(self) -> float:
-        """The relative tolerance of a check: it allows for a ReLU at its kink, and for half precision if used."""
-        return _TOLERANCE_HALF if self._passes.half else _TOLERANCE

@@ -88,16 +88,15 @@ class FunctionCalls(TorchFunctionMode):
     Args:
         shared: the shared values of the pass.
         take: function, args, kwargs -> the result of the call.
-        record: whether to record all calls, with their shapes.
+        record: a list for all calls, which are not passed to `take` then; None: no record.
     Attributes:
         count: the number of calls so far, of any function but those of `_METADATA`.
-        recorded: the calls, in order, if they are recorded.
     """
 
-    def __init__(self, shared: SharedValues, take: Callable[[Any, Any, Any], Any], *, record: bool) -> None:
+    def __init__(self, shared: SharedValues, take: Callable[[Any, Any, Any], Any], record: list[Called] | None) -> None:
         super().__init__()
         self._shared, self._take, self._record = shared, take, record
-        self.count, self.recorded, self._is_paused = 0, list[Called](), False
+        self.count, self._is_paused = 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `take` if there is a shared value among the arguments, else the function itself."""
@@ -107,9 +106,9 @@ class FunctionCalls(TorchFunctionMode):
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
         self.count += 1
-        if self._record:
+        if self._record is not None:
             output = func(*args, **kwargs)
-            self.recorded.append(Called(name, shapes_of([args, kwargs, output])))
+            self._record.append(Called(name, shapes_of([args, kwargs, output])))
             return output
         if self._has_shared(args) or (kwargs and self._has_shared(kwargs.values())):
             return self._take(func, args, kwargs)

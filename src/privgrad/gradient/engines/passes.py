@@ -18,12 +18,15 @@ from torch.nn.utils import parametrize
 
 from privgrad.errors import PrivacyError
 from privgrad.gradient.autograd_graph import gradients_at, sources
-from privgrad.gradient.engines.capture import Capture, units
+from privgrad.gradient.engines.call_record import CallRecord
+from privgrad.gradient.engines.capture import Capture
 from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
 from privgrad.gradient.engines.memory import MemoryPlan
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
 from privgrad.gradient.engines.taps import HvpTerms, Tap
+from privgrad.gradient.engines.units import units
+from privgrad.gradient.engines.uses import Use, use_of
 from privgrad.gradient.engines.vmap import shares
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
@@ -34,6 +37,8 @@ from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
 from privgrad.gradient.validation import refuse_reentrant, refusing_in_place
 from privgrad.types import LossFunction, count_examples, map_examples
+
+_TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Passes:
         half: whether any output gradient of the last pass is in half precision.
         floats: the number of floats of output gradients per example in the last pass.
         norms: the norms of the Jacobians of computed weights.
+        uses: how the gradient of each parameter was computed in the last pass.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, memory: MemoryPlan) -> None:
@@ -84,6 +90,12 @@ class Passes:
         self.layouts = LayoutCache()
         self.pulled = dict[int, bool]()
         self.half, self.floats = False, 0
+        self.uses = dict[str, Use]()
+
+    @property
+    def tolerance(self) -> float:
+        """The relative tolerance of a check: it allows for a ReLU at its kink, and for half precision if used."""
+        return _TOLERANCE_HALF if self.half else _TOLERANCE
 
     def compute(self, examples: Any, point: Point) -> tuple[dict[str, Factor], Displacements | None]:
         """Return the gradients at a point as factors, and the displacements of the parameters.
@@ -177,11 +189,11 @@ class Passes:
             raise
         except Exception as error:
             got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            if (shared := self.shared(len(capture.calls))) is not None:
+            if (shared := self.shared(len(capture.record.paths))) is not None:
                 condition = "to be broadcast over the examples, not repeated"
                 raise refused(f"the shared output of '{shared}'", condition, got, REMEDY, unit=shared) from error
-            if capture.calls:
-                last = capture.calls[-1].path
+            if capture.record.paths:
+                last = capture.record.paths[-1]
                 condition = "to have the output of the unchanged layer"
                 raise refused(f"the layer '{last}'", condition, got, REMEDY, unit=last) from error
 
@@ -248,6 +260,8 @@ class Passes:
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
+        self.uses = uses = dict[str, Use]()
+        vmapped = self.layouts.current.vmapped_units
         room = self._memory.room(self.floats) if room is None else room
         with torch.autocast(losses.device.type, enabled=False):
             for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
@@ -259,6 +273,7 @@ class Passes:
                 own = terms[index] if terms else None
                 for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
                     name = names[id(parameter)]
+                    uses[name] = use_of(tap, vmapped, uses.get(name))
                     if factor.examples != size:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")
@@ -275,12 +290,12 @@ class Passes:
         arguments by these values.
         """
 
-        def recorded(batch: Any, earlier: Capture | None = None) -> Capture:
+        def recorded(batch: Any, earlier: CallRecord | None = None) -> CallRecord:
             capture = Capture(self._model, None, count_examples(batch), vmapped, earlier=earlier)
             with torch.enable_grad(), torch.random.fork_rng(), preserved(self._model), capture:
                 self._loss_fn(self._model, batch)
                 capture.finish()
-            return capture
+            return capture.record
 
         return recorded(few, recorded(map_examples(lambda leaf: torch.cat([leaf, leaf[:1]]), few))).learned
 
@@ -321,7 +336,7 @@ def _require_seen(losses: Tensor, parameters: Mapping[str, nn.Parameter], captur
         name = names.get(id(source))
         if name is not None:
             unit = name.rpartition(".")[0]
-            if not capture.sees_functions:
+            if not capture.record.needs_functions:
                 raise CallSequenceChangedError(unit)
             remedy = f"use it in torch functions of one example each (a rule: through `parameters`), or {REMEDY}"
             condition, got = "to keep examples apart", "a use that cannot be attributed to examples"

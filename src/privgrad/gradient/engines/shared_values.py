@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from privgrad.gradient.engines.refusals import REMEDY, refused
+from privgrad.gradient.layers.base import version_of
 
 
 @dataclass
@@ -29,6 +30,7 @@ class _Value:
     trained: bool
     unit: str
     compute: Callable[[], Tensor] | None
+    inputs: Sequence[tuple[Tensor, int]] = ()  # constants that it was computed from, with their versions
     copies: Tensor | None = None
 
 
@@ -58,7 +60,9 @@ class SharedValues:
         """Return the path of the module to blame for a value: the owner of its first parameter."""
         return self._values[id(tensor)].unit
 
-    def add(self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None) -> None:
+    def add(
+        self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None, inputs: Sequence[Tensor] = ()
+    ) -> None:
         """Add a value that was computed from shared values and from constants alone; a known value stays as it is.
 
         Args:
@@ -66,21 +70,24 @@ class SharedValues:
             unit: see `unit`.
             compute: returns its copies, shape (B, *value). It runs at the first use, if there is one, in the modes of
                 the present moment.
+            inputs: the tensors that it reads.
         """
         if tensor not in self:
             within = _present_modes(tensor.device.type)
             delayed = None if compute is None else lambda: _within(within, compute)
-            self._values[id(tensor)] = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed)
+            versions = [(x, version_of(x)) for x in inputs]
+            self._values[id(tensor)] = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions)
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return one copy of a value for each example, shape (B, *value).
 
         Raises:
-            UnsupportedModuleError: the value was written to since it was computed.
+            UnsupportedModuleError: the value, or what its copies are computed from, was written to.
         """
         value = self._values[id(tensor)]
-        if value.version != tensor._version:
-            name, got = f"what '{value.unit}' computes once", f"{tensor._version - value.version} in-place writes"
+        writes = sum(version_of(x) - version for x, version in [(tensor, value.version), *value.inputs])
+        if (value.copies is None and writes) or value.version != tensor._version:
+            name, got = f"what '{value.unit}' computes once", f"{writes} in-place writes"
             raise refused(name, "not to be changed in place", got, f"work on a copy, or {REMEDY}", unit=value.unit)
         if value.copies is None:
             copies = self._copies_of(value.unit, tensor) if value.compute is None else value.compute()

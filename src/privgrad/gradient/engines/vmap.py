@@ -18,6 +18,7 @@ from torch.func import functional_call, grad
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.batching import batched
+from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.module_state import (
     BoundLoss,
@@ -54,6 +55,10 @@ class Vmap:
             return usual_size
         an_example = sum(p.numel() * p.element_size() for p in trainable(self._model).values())
         return max(1, int(self._memory_mb * 2**20) // max(1, an_example))
+
+    def uses(self) -> dict[str, Use]:
+        """Return that each parameter is computed by this engine; see `Factored.uses`."""
+        return {name: Use("whole", "", "engine='vmap'") for name in trainable(self._model)}
 
     def begin_step(self) -> None:
         """Do nothing: this engine keeps nothing from step to step."""

@@ -5,7 +5,7 @@ and recurrent layers have a forward with taps instead (`base.register_forward`),
 maps. `functional` applies rules to calls of `F.linear` and `F.conv1d` to 3d. The engine in `privgrad.gradient.engines`
 finds the rule of each layer. Importing this package registers all rules and forwards of the library.
 
-A layer that none of these covers is computed by vmap, which is correct but slow. A rule therefore only adds speed,
+Parameters that none of these covers are copied for each example, which is correct but slow. A rule only adds speed,
 provided that it is correct: a wrong rule breaks the privacy guarantee. The self-check of the engine compares rules with
 autograd, and `tests/contract/test_rules.py` compares them with the reference engine.
 """

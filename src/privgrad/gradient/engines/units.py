@@ -1,0 +1,38 @@
+"""The units of a model: the modules whose calls the fast engine computes itself, with their parameters.
+
+All other parameters reach torch functions. The privacy guarantee does not rest on this file: a parameter that is in no
+unit, or in two, is used by functions or refused.
+"""
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from privgrad.gradient.layers.base import find_forward, find_rule
+
+
+def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the units with their paths: modules with a rule or a forward of their own, and those that are taken whole.
+
+    Each unit is yielded once. No module within a unit is a unit elsewhere. `capture` and `passes` call it.
+
+    Args:
+        model: the module.
+        whole: paths of modules that are taken whole, and of other units.
+    """
+    seen = {id(part) for path in whole for part in [*model.get_submodule(path).modules()][1:]}
+    yield from _units(model, "", whole, seen)
+
+
+def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the units within a module that were not seen; see `units`."""
+    if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
+        return
+    seen.add(id(model))
+    owns = any(p.requires_grad for p in model.parameters(recurse=False)) or parametrize.is_parametrized(model)
+    if path in whole or find_forward(model) is not None or (owns and find_rule(model) is not None):
+        yield path, model
+        return
+    for name, child in model.named_children():
+        yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
