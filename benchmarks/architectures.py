@@ -1,6 +1,6 @@
 """What `benchmarks.zoo` measures of one architecture, in a process of its own."""
 
-import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from benchmarks.measure import Built, build, peak_memory, seconds_in_turn
 from benchmarks.methods import OURS, Setup, SkipError
 from benchmarks.run import machine
-from tests.zoo.architectures import REAL, make
+from tests.zoo.architectures import ARCHITECTURES, REAL, make
+from tests.zoo.exactness import KINDS, computed_by_example, differences
 
 Row = dict[str, Any]
 STEPS, CHECKED = 1_000, 10  # of a training, and how many of them the engine checks: the 1st, 2nd, 4th, ... 512th
 FIRST = 4  # calls before the rounds: the 1st, 2nd and 4th are checked
-UNITS = re.compile(r"PrivateGradient computes (.*?) for each example")
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,13 @@ def measure(setup: Architecture, methods: Iterable[str], rounds: int, limit: flo
         "name": setup.name, "batch_size": setup.batch_size, "device": setup.device, "precision": setup.dtype,
         "parameters": sum(p.numel() for p in setup.case.model.parameters() if p.requires_grad), "clock": clock,
         "failed": {}, "machine": machine(setup), "date": date.today().isoformat(),
-    }  # fmt: skip
+    } | inspect(setup.name)  # fmt: skip
     built = {"ordinary": ordinary}
     for method in methods:
         try:
             built[method] = build(setup, method, steps=FIRST if method in OURS else 2, clock=clock)
         except SkipError as reason:
             row["failed"][method] = str(reason)
-    row["by_example"] = sorted({unit for found in built.values() for unit in _units(found)})
     yield row
     steps = {method: found.step for method, found in built.items()}
     seconds = seconds_in_turn(steps, setup, repetitions=rounds, clock=clock)
@@ -89,11 +88,25 @@ def measure(setup: Architecture, methods: Iterable[str], rounds: int, limit: flo
     yield row
 
 
-def _units(built: Built) -> Iterator[str]:
-    """Yield what the engine computes for each example by itself."""
-    for warning in built.warnings:
-        if found := UNITS.search(warning):
-            yield found[1]
+def inspect(name: str) -> Row:
+    """Compare the tiny model with single examples, and list what the engine computes for each example by itself.
+
+    Returns:
+        `exact`: the largest relative error by kind of gradient, or the message of a refusal; `by_example`: number of
+        modules by class; `share_by_example`: of the trainable parameters.
+    """
+    warnings.simplefilter("ignore")
+    found: Row = {"exact": {}}
+    for kind in KINDS if name in ARCHITECTURES else ():  # the others have BatchNorm: single examples are another model
+        try:
+            found["exact"][kind] = max(differences(make(name), make(name), kind).values())
+        except Exception as error:  # the table says how
+            found["exact"][kind] = f"{type(error).__name__}: {error}"
+    try:
+        found["by_example"], found["share_by_example"] = computed_by_example(make(name))
+    except Exception:  # it is refused, as the lines above say
+        found["by_example"], found["share_by_example"] = {}, 0.0
+    return found
 
 
 def _checks(built: Built, step: float, ordinary: float) -> Row:

@@ -54,7 +54,7 @@ def _bit(size: Size) -> Case:
 
 
 def _resnet(size: Size) -> Case:
-    return _timm("resnet18", size)
+    return _timm("resnet18", replace(size, image=max(32, size.image)))
 
 
 _ALL: dict[str, Maker] = {

@@ -157,6 +157,7 @@ UNITS: dict[str, Maker] = {
     "hand_relative_bias": residual(RelativeBias),
     "hand_time_first": residual(TimeFirst),
     "hand_latents": residual(Latents),
+    "hand_routed_block": residual(Experts),
     "hand_moe_modulelist": _routed,
     "hand_dense_moe": _dense,
     "hand_spectral_norm_head": built(SpectralHead, _of_width, state_losses),
