@@ -6,13 +6,10 @@ import pytest
 import torch
 
 import privgrad as pg
-from tests.zoo.architectures import ARCHITECTURES, COUPLED, TRANSFORMERS, VARIANTS, WITH_BATCH_NORM, make
+from tests.zoo.architectures import ARCHITECTURES, BLOCKS, COUPLED, TRANSFORMERS, VARIANTS, WITH_BATCH_NORM, make
 from tests.zoo.exactness import KINDS, differences, released, rounding
 
-QUICK = [
-    "hand_relative_bias", "hand_time_first", "hand_latents", "hand_routed_block", "hand_loss_temperature",
-    "hand_root_param_padding_idx", "bert", "swin",
-]  # fmt: skip
+QUICK = [*BLOCKS, "hand_loss_temperature", "hand_root_param_padding_idx", "bert", "swin"]
 # transformers has no gradient checkpointing for these.
 NOT_CHECKPOINTED = {
     "albert",
@@ -45,7 +42,7 @@ KNOWN: dict[tuple[str, str], str] = {
     **{("hand_moe_modulelist", variant): _ROUTES for variant in ("", "bf16")},
 }  # fmt: skip
 VARIED = [
-    *((name, "") for name in ARCHITECTURES),
+    *((name, "") for name in ARCHITECTURES | BLOCKS),
     *((name, "lora") for name in TRANSFORMERS if name not in NO_LORA),
     *((name, "checkpointing") for name in TRANSFORMERS if name not in NOT_CHECKPOINTED),
     *((name, "bf16") for name in ARCHITECTURES),

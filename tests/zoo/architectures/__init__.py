@@ -15,7 +15,7 @@ from .decoders import DECODERS
 from .encoders import ENCODERS
 from .of_timm import TIMM, TIMM_REFUSED
 from .series import SERIES
-from .units import COUPLED_UNITS, UNITS
+from .units import BLOCKS, COUPLED_UNITS, UNITS
 from .variants import VARIANTS
 from .vision import VISION, VISION_REFUSED, clip_with_its_own_loss
 
@@ -27,7 +27,7 @@ WITH_BATCH_NORM: dict[str, Maker] = VISION_REFUSED | TIMM_REFUSED
 COUPLED: dict[str, Maker] = COUPLED_UNITS | {"clip_with_its_own_loss": clip_with_its_own_loss}
 
 __all__ = [
-    "ARCHITECTURES", "COUPLED", "HAND", "REAL", "TIMM", "TINY", "TRANSFORMERS", "VARIANTS", "WITH_BATCH_NORM", "Case",
+    "ARCHITECTURES", "BLOCKS", "COUPLED", "HAND", "REAL", "TIMM", "TINY", "TRANSFORMERS", "VARIANTS", "WITH_BATCH_NORM", "Case",
     "Size", "make",
 ]  # fmt: skip
 
@@ -42,7 +42,7 @@ def make(
     """Return a new model of an architecture, always with the same weights and examples.
 
     Args:
-        name: a key of ARCHITECTURES, WITH_BATCH_NORM or COUPLED.
+        name: a key of ARCHITECTURES, BLOCKS, WITH_BATCH_NORM or COUPLED.
         variant: one of VARIANTS, or none.
         size: of the model and of its batch.
         dtype: of its parameters and of examples that are no integers.
@@ -50,4 +50,4 @@ def make(
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return moved(variant((ARCHITECTURES | WITH_BATCH_NORM | COUPLED)[name](size)), dtype, device)
+        return moved(variant((ARCHITECTURES | BLOCKS | WITH_BATCH_NORM | COUPLED)[name](size)), dtype, device)

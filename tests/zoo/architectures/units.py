@@ -19,7 +19,7 @@ class RelativeBias(nn.Module):
         self.table, self.values = nn.Embedding(9, 2), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
         biases = self.table((places[:, None] - places).clamp(-4, 4) + 4).permute(2, 0, 1)[None]
         scores = (x @ x.transpose(1, 2))[:, None] + biases
         return (scores.softmax(-1) @ self.values(x)[:, None]).mean(1)
@@ -51,7 +51,7 @@ class Latents(nn.Module):
         self.latents, self.head = nn.Embedding(3, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        latents = self.latents(torch.arange(3)[None]).repeat(len(x), 1, 1)
+        latents = self.latents(torch.arange(3, device=x.device)[None]).repeat(len(x), 1, 1)
         return self.head((latents @ x.transpose(1, 2)).softmax(-1) @ x)
 
 
@@ -153,11 +153,13 @@ def _routed(size: Size) -> Case:
     return Case(model, vectors(size, size.time, 8), state_losses)
 
 
-UNITS: dict[str, Maker] = {
+BLOCKS: dict[str, Maker] = {
     "hand_relative_bias": residual(RelativeBias),
     "hand_time_first": residual(TimeFirst),
     "hand_latents": residual(Latents),
     "hand_routed_block": residual(Experts),
+}
+UNITS: dict[str, Maker] = {
     "hand_moe_modulelist": _routed,
     "hand_dense_moe": _dense,
     "hand_spectral_norm_head": built(SpectralHead, _of_width, state_losses),
