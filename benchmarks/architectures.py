@@ -63,6 +63,7 @@ def measure(setup: Architecture, methods: Iterable[str], rounds: int, limit: flo
         "parameters": sum(p.numel() for p in setup.case.model.parameters() if p.requires_grad), "clock": clock,
         "failed": {}, "machine": machine(setup), "date": date.today().isoformat(),
     } | inspect(setup.name)  # fmt: skip
+    yield row
     built = {"ordinary": ordinary}
     for method in methods:
         try:

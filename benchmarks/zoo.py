@@ -4,9 +4,11 @@ Each architecture has a process of its own with a time limit. A file that exists
 `scripts/models_page.py` makes docs/models.md of the results.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +25,7 @@ METHODS = ("plain", "preconditioned", "bam", "opacus-ghost")
 
 def send_rows(sender: Connection, setup: Architecture, methods: list[str], rounds: int, limit: float) -> None:
     """Run in a new process: measure, and send the row after each part."""
+    os.setsid()  # so that it can be stopped with the processes that it starts
     torch.set_num_threads(1)
     for row in measure(setup, methods, rounds, limit / 4):
         sender.send(row)
@@ -45,6 +48,9 @@ def measured(setup: Architecture, methods: list[str], rounds: int, limit: float)
         process.join()
         if process.exitcode:
             row["stopped"] = f"its process ended with code {process.exitcode}"
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
     return row

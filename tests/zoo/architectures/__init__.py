@@ -27,8 +27,8 @@ WITH_BATCH_NORM: dict[str, Maker] = VISION_REFUSED | TIMM_REFUSED
 COUPLED: dict[str, Maker] = COUPLED_UNITS | {"clip_with_its_own_loss": clip_with_its_own_loss}
 
 __all__ = [
-    "ARCHITECTURES", "BLOCKS", "COUPLED", "HAND", "REAL", "TIMM", "TINY", "TRANSFORMERS", "VARIANTS", "WITH_BATCH_NORM", "Case",
-    "Size", "make",
+    "ARCHITECTURES", "BLOCKS", "COUPLED", "HAND", "REAL", "TIMM", "TINY", "TRANSFORMERS", "VARIANTS",
+    "WITH_BATCH_NORM", "Case", "Size", "make",
 ]  # fmt: skip
 
 
