@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test slow bench lint docs dist clean
+.PHONY: help demo test slow zoo bench lint docs dist clean
 
 help:
 	@echo "make demo   install into .venv, train privately on real data, write report/index.html"
 	@echo "make test   install into .venv, run the tests"
 	@echo "make slow   the tests that take minutes"
+	@echo "make zoo    the tests of 99 architectures, which run each night"
 	@echo "make bench  time and memory of a private step over an ordinary one -> results/bench/"
 	@echo "make lint   format, style, types, layers, prose"
 	@echo "make docs   the documentation as a site -> site/index.html"
@@ -29,6 +30,10 @@ test: .venv/installed
 
 slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+zoo: .venv/installed
+	$(BIN)/python -m pip install --quiet --group zoo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "slow or not slow" tests/zoo
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.run --all --out results/bench/$$(date +%F).jsonl

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -24,27 +26,50 @@ SLOW = 5.0  # seconds above which a step is repeated three times only
 SHORT = 0.5  # seconds below which an untimed step goes before each timed one, as in a training
 
 
-def build(setup: Setup, method: str) -> Step:
-    """The method's step, taken twice.
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+
+
+class Built(NamedTuple):
+    """A method that has taken its first steps.
+
+    Attributes:
+        step: takes one more.
+        seconds: of each of the first steps.
+        warnings: texts of the warnings that it gave.
+    """
+
+    step: Step
+    seconds: list[float]
+    warnings: list[str]
+
+
+def build(setup: Setup, method: str, *, steps: int = 2, clock: str = "wall") -> Built:
+    """The method after its first steps.
 
     Raises:
         SkipError: the method cannot take this workload.
     """
-    warnings.simplefilter("ignore")
-    try:
-        step = METHODS[method](setup)
-        for _ in range(2):
-            step()
-    except SkipError:
-        raise
-    except Exception as error:  # a peer may fail in any way; the table says how
-        first_line = (str(error).strip() or "no message").splitlines()[0]
-        raise SkipError(f"{type(error).__name__}: {first_line[:200]}") from error
+    seconds: list[float] = []
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        try:
+            step = METHODS[method](setup)
+            for _ in range(steps):
+                seconds.append(_seconds(step, setup, clock))
+        except SkipError:
+            raise
+        except Exception as error:  # a peer may fail in any way; the table says how
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            raise SkipError(f"{type(error).__name__}: {first_line[:600]}") from error
+    return Built(step, seconds, [str(warning.message) for warning in given])
+
+
+def _seconds(step: Step, setup: Setup, clock: str) -> float:
     setup.synchronize()
-    return step
-
-
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+    before = CLOCKS[clock]()
+    step()
+    setup.synchronize()
+    return CLOCKS[clock]() - before
 
 
 def seconds_in_turn(
@@ -73,11 +98,7 @@ def seconds_in_turn(
                 continue
             if not seconds[method] or seconds[method][-1] < SHORT:
                 step()
-            setup.synchronize()
-            before = CLOCKS[clock]()
-            step()
-            setup.synchronize()
-            seconds[method].append(CLOCKS[clock]() - before)
+            seconds[method].append(_seconds(step, setup, clock))
     return seconds
 
 
@@ -100,7 +121,8 @@ def peak_memory(setup: Setup, method: str, *, threads: int, limit: float) -> dic
         "MALLOC_TRIM_THRESHOLD_": str(2**17),
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "benchmarks.measure", method, str(threads), json.dumps(asdict(setup))]
+    kind = f"{type(setup).__module__}:{type(setup).__qualname__}"
+    command = [sys.executable, "-m", "benchmarks.measure", method, str(threads), kind, json.dumps(asdict(setup))]
     try:
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired as error:
@@ -154,6 +176,7 @@ def _status(field: str) -> int:
 
 
 if __name__ == "__main__":
-    _, _method, _threads, _setup = sys.argv
+    _, _method, _threads, _kind, _setup = sys.argv
     torch.set_num_threads(int(_threads))
-    sys.stdout.write(json.dumps(_measure_memory(Setup(**json.loads(_setup)), _method)) + "\n")
+    _made: Setup = pkgutil.resolve_name(_kind)(**json.loads(_setup))
+    sys.stdout.write(json.dumps(_measure_memory(_made, _method)) + "\n")

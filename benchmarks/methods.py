@@ -140,7 +140,9 @@ def _preconditioned(model: nn.Module) -> dict[str, Any]:
     precondition = _room("precondition")
     generator = torch.Generator().manual_seed(2)
     scales = {
-        name: (torch.rand(p.shape, generator=generator) + 0.5).to(p.device) for name, p in model.named_parameters()
+        name: (torch.rand(p.shape, generator=generator) + 0.5).to(p.device)
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }
     known = pg.Scales(scales, provenance="common knowledge", source="made up")
     return {"precondition": precondition.fixed(known)}

@@ -68,7 +68,7 @@ def measure(
             continue
         tell(f"{setup.name}: building {method}")
         try:
-            steps[method] = build(setup, method)
+            steps[method] = build(setup, method).step
         except SkipError as reason:
             skipped[method] = str(reason)
     tell(f"{setup.name}: timing {', '.join(steps)}")

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.data import heavy_tail
-from privgrad.gradient.factors.weight_standardization import WeightStandardization
 from privgrad.models import ws_conv2d
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -63,6 +62,8 @@ class StandardizedConv2d(nn.Conv2d):
     """Weight standardization as a layer of its own, unknown to any engine."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        from privgrad.gradient.factors.weight_standardization import WeightStandardization
+
         return self._conv_forward(input, WeightStandardization()(self.weight), self.bias)
 
 

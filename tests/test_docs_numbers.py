@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import statistics
 import tomllib
 from collections.abc import Iterator
@@ -148,6 +149,13 @@ def test_what_preconditioned_inputs_cost_stands_in_the_records():
         assert printed(second / first, kept) == kept
         assert printed((third - second) / first, refresh) == refresh
         assert printed((second + (third - second) / 100) / first, total) == total
+
+
+def test_the_page_on_models_is_written_from_the_records():
+    script = runpy.run_path(str(ROOT / "scripts/models_page.py"))
+    files = {path.name: script["read"](path) for path in sorted(script["RECORDS"].glob("*.jsonl"))}
+    assert files
+    assert script["page"](files) == script["PAGE"].read_text(), "run scripts/models_page.py"
 
 
 def rate(run: dict[str, Any]) -> float:

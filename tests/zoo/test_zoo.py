@@ -1,103 +1,74 @@
 """The released gradient of many architectures equals a loop over single examples, by the default engine."""
 
-import warnings
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from architectures import COUPLED, HAND, SIZE, TRANSFORMERS, Case, make
-from torch import Tensor
-from torch.utils.data import Dataset
 
 import privgrad as pg
-from conftest import make_plan
+from tests.zoo.architectures import ARCHITECTURES, BLOCKS, COUPLED, TRANSFORMERS, VARIANTS, WITH_BATCH_NORM, make
+from tests.zoo.exactness import KINDS, differences, released, rounding
 
-QUICK = [*HAND, "bert", "swin"]
-# Parts of these are computed for each example by itself, with a warning.
-TAKEN_WHOLE = {"t5", "mpnet", "deberta_v2", "swin", "longformer", "perceiver", "yolos", "clip"} | (
-    HAND.keys() - {"hand_root_param_padding_idx"}
-)
-KINDS = ["plain", "preconditioned", "BAM"]
-pytestmark = pytest.mark.filterwarnings("ignore:PrivateGradient computes")
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """The examples of a case as a data set."""
-
-    def __init__(self, examples: dict[str, Tensor]) -> None:
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: value[index] for name, value in self._examples.items()}
-
-
-def of_one(case: Case, index: int, at: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The gradient of one example's loss by autograd, at the weights or at other values."""
-    named = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
-    before = {name: p.data for name, p in named.items()}
-    buffers = {name: b.clone() for name, b in case.model.named_buffers()}
-    for name, value in (at or {}).items():
-        named[name].data = value
-    losses = case.losses(case.model, {name: value[index : index + 1] for name, value in case.examples.items()})
-    grads = torch.autograd.grad(losses.sum(), list(named.values()), allow_unused=True, materialize_grads=True)
-    for name, p in named.items():
-        p.data = before[name]
-    for name, buffer in case.model.named_buffers():
-        buffer.data.copy_(buffers[name])
-    return dict(zip(named, grads, strict=True))
-
-
-def norm_of(grads: dict[str, Tensor]) -> Tensor:
-    return torch.stack([grad.norm() for grad in grads.values()]).norm()
-
-
-def summed(case: Case, kind: str, scales: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """The median norm C, and the mean of the gradients, each divided by the scales and clipped to C."""
-    rows: list[dict[str, Tensor]] = []
-    for index in range(SIZE):
-        row = of_one(case, index)
-        if kind == "BAM":
-            norm, weights = norm_of(row), dict(case.model.named_parameters())
-            row = of_one(case, index, {name: weights[name].detach() + 0.05 * g / norm for name, g in row.items()})
-        rows.append({name: grad / scales[name] for name, grad in row.items()})
-    norms = torch.stack([norm_of(row) for row in rows])
-    bound = float(norms.median())
-    shares = (bound / norms).clamp(max=1.0)
-    sums = {name: torch.stack([row[name] * s for row, s in zip(rows, shares, strict=True)]).sum(0) for name in rows[0]}
-    return bound, {name: total / SIZE for name, total in sums.items()}
+QUICK = [*BLOCKS, "hand_loss_temperature", "hand_root_param_padding_idx", "bert", "swin"]
+# transformers has no gradient checkpointing for these.
+NOT_CHECKPOINTED = {
+    "albert",
+    "mpnet",
+    "perceiver",
+    "convnext",
+    "convnextv2",
+    "poolformer",
+    "resnet_groupnorm",
+    "patchtst",
+}
+# peft finds no linear layer, or refuses the model.
+NO_LORA = {"poolformer", "resnet_groupnorm", "mamba", "mamba2"}
+SINGLE_PRECISION = {"gpt_neo"}  # it computes its attention in single precision
+# What the engine refuses by name, with a part of its message. The remedy of each has a test of its own.
+REFUSED = {"hand_spectral_norm_head": "like spectral_norm's vectors, use engine='vmap'"}
+# Not right yet, by name and variant.
+_STALE = "the engine keeps tensors of vmap for a forward pass that is computed again"
+_WRITES = "peft writes the parameters of experts in the forward pass"
+_ROUTES = "the engine refuses it if the rows of its first check reach no expert of some kind"
+KNOWN: dict[tuple[str, str], str] = {
+    **{(name, "lora"): _WRITES for name in ("mixtral", "qwen3_moe", "olmoe")},
+    **{
+        (name, "checkpointing"): _STALE
+        for name in (
+            "deberta_v2", "falcon", "gemma2", "gemma3", "olmo2", "mamba", "mamba2", "rwkv", "beit", "dinov2", "yolos",
+        )
+    },
+    **{(name, "checkpointing"): "BAM only" for name in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")},
+    **{("hand_moe_modulelist", variant): _ROUTES for variant in ("", "bf16")},
+}  # fmt: skip
+VARIED = [
+    *((name, "") for name in ARCHITECTURES | BLOCKS),
+    *((name, "lora") for name in TRANSFORMERS if name not in NO_LORA),
+    *((name, "checkpointing") for name in TRANSFORMERS if name not in NOT_CHECKPOINTED),
+    *((name, "bf16") for name in ARCHITECTURES),
+]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "PrivateGradient computes",
+        "vmap cannot batch this model",
+        "the forward pass changed",  # RecurrentGemma's states
+        "`gradient_checkpointing_enable` is deprecated",
+        "fan_in_fan_out is set to False",  # peft on GPT-2
+    )
+]
 
 
-def released(case: Case, bound: float, **options: Any) -> pg.NoisyGradient:
-    """The gradient of one step, without noise."""
-    numbers: dict[str, Any] = {"sample_rate": 1.0, "expected_batch_size": SIZE, "num_examples": SIZE}
-    plan = make_plan(**numbers, noise_multiplier=0.0, max_grad_norm=bound, seed=0)
-    private_grad = pg.PrivateGradient(case.model, case.losses, plan, **options)
-    return private_grad(next(iter(plan.batches(Rows(case.examples)))))
-
-
-def compare(name: str, kind: str) -> None:
-    """Hold a released gradient without noise to the loop."""
-    case, loop = make(name), make(name)
-    named = {n: p for n, p in case.model.named_parameters() if p.requires_grad}
-    generator = torch.Generator().manual_seed(7)
-    scales = {n: torch.ones_like(p) for n, p in named.items()}
-    if kind == "preconditioned":
-        scales = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype).exp() for n, p in named.items()}
-    bound, wanted = summed(loop, kind, scales)
-    options: dict[str, Any] = {"perturb": pg.perturb.BAM(0.05)} if kind == "BAM" else {}
-    if kind == "preconditioned":
-        options["precondition"] = pg.precondition.fixed(pg.Scales(scales, provenance="public data", source="a test"))
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        found = released(case, bound, **options)
-    assert any("PrivateGradient computes" in str(warning.message) for warning in given) == (name in TAKEN_WHOLE)
-    whole = norm_of(wanted)
-    assert whole > 0
-    for parameter, value in wanted.items():
-        assert (found[parameter] - value).norm() <= 1e-8 * value.norm() + 1e-10 * whole, parameter
+def compare(name: str, kind: str, variant: str = "") -> None:
+    """Bound the difference of a released gradient without noise from the loop."""
+    half = variant == "bf16"
+    dtype = torch.bfloat16 if half else torch.float64
+    new = partial(make, name, dtype=dtype, variant=VARIANTS.get(variant, lambda case: case))
+    found = differences(new(), new(), kind, least=1.0 if half else 0.01)
+    tolerance = 1e-6 if name in SINGLE_PRECISION else 1e-8
+    if half:  # some gradients are worse conditioned than that
+        tolerance = max(5e-2, 3 * rounding(new(), kind))
+    assert {parameter: value for parameter, value in found.items() if value > tolerance} == {}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -112,7 +83,25 @@ def test_coupled_examples_are_refused(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_BATCH_NORM)
+def test_batch_norm_is_refused_by_name_and_with_a_remedy(name: str):
+    with pytest.raises(pg.PrivacyError, match=r"got BatchNorm\w* at '[\w.]+'.*replace it by GroupNorm or LayerNorm"):
+        released(make(name), 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_names_a_remedy_that_works(name: str):
+    with pytest.raises(pg.PrivacyError, match=REFUSED[name]):
+        released(make(name), 1.0)
+    found = differences(make(name), make(name), "plain", engine="vmap")
+    assert max(found.values()) <= 1e-8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*HAND, *TRANSFORMERS])
-def test_all_architectures(name: str, kind: str):
-    compare(name, kind)
+@pytest.mark.parametrize(("name", "variant"), [pair for pair in VARIED if pair[0] not in REFUSED])
+def test_all_architectures(name: str, variant: str, kind: str, request: pytest.FixtureRequest):
+    if reason := KNOWN.get((name, variant)):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+    compare(name, kind, variant)
