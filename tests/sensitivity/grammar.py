@@ -145,6 +145,52 @@ class TwoInputs(nn.Module):
         return self.way
 
 
+class ByFunction(nn.Module):
+    """Parameters that functions use, and values that are computed from them once for all examples."""
+
+    def __init__(self, way: str, width: int, places: int) -> None:
+        super().__init__()
+        self.way = way
+        self.first = nn.Parameter(0.3 * torch.randn(_OWN[way][0](width, places)))
+        self.second = nn.Parameter(0.3 * torch.randn(_OWN[way][1](width, places)))
+        self.layer = nn.Linear(width, width) if way in ("mapped table", "generated weight") else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first, self.second
+        if self.way == "matmul":
+            return torch.tanh(x @ first) @ second.T
+        if self.way == "norm by function":
+            return F.layer_norm(x, first.shape, first, second)
+        if self.way == "token":
+            return torch.cat([first.expand(len(x), -1, -1), x + second], 1)
+        if self.way == "written token":
+            out = x.new_zeros(len(x), x.shape[1] + 1, x.shape[2])
+            out[:, 1:], out[:, 0] = x, first
+            return out.add_(second)
+        if self.way == "relative places":
+            bias = first[(torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()].permute(2, 0, 1)
+            return (x @ x.mT + bias).softmax(-1) @ x * second
+        assert self.layer is not None
+        if self.way == "mapped table":
+            return x * self.layer(torch.tanh(self.layer(first))) + second
+        return F.linear(x, torch.tanh(self.layer(first)), second)
+
+    def extra_repr(self) -> str:
+        return self.way
+
+
+# The shapes of the two parameters, by width and places.
+_OWN: dict[str, tuple[Callable[[int, int], Shape], Callable[[int, int], Shape]]] = {
+    "matmul": (lambda width, _: (width, 3), lambda width, _: (width, 3)),
+    "norm by function": (lambda width, _: (width,), lambda width, _: (width,)),
+    "token": (lambda width, _: (1, 1, width), lambda width, places: (1, places, width)),
+    "written token": (lambda width, _: (width,), lambda width, places: (places + 1, width)),
+    "relative places": (lambda _, places: (places, 1), lambda width, _: (width,)),
+    "mapped table": (lambda width, places: (places, width), lambda width, _: (width,)),
+    "generated weight": (lambda width, _: (2, width), lambda *_: (2,)),
+}
+
+
 class Scale(nn.Module):
     """A single module with a scale and nothing else."""
 
@@ -372,6 +418,18 @@ def frozen(draw: Draw, shape: Shape) -> Made:
     return layer, out
 
 
+def by_function(way: str) -> Builder:
+    """Return a builder of modules whose parameters are used by functions."""
+
+    def build(draw: Draw, shape: Shape) -> Made:
+        places = shape[-2] if len(shape) > 1 else 1
+        outer = (*shape[:-2], places + 1) if "token" in way else shape[:-1]
+        width = 2 if way == "generated weight" else shape[-1]
+        return ByFunction(way, shape[-1], places), (*outer, width)
+
+    return build
+
+
 # By name: the ranks of the shapes that a part takes, and its builder.
 PARTS: dict[str, tuple[tuple[int, ...], Builder]] = {
     "Linear": ((1, 2, 3), linear),
@@ -411,6 +469,10 @@ PARTS: dict[str, tuple[tuple[int, ...], Builder]] = {
     "computed weight": ((1, 2), computed),
     "constant parametrization": ((1, 2), constant),
     "frozen": ((1, 2), frozen),
+    "matmul": ((1, 2, 3), by_function("matmul")),
+    "norm by function": ((1, 2), by_function("norm by function")),
+    "generated weight": ((1, 2), by_function("generated weight")),
+    **{way: ((2,), by_function(way)) for way in ("token", "written token", "relative places", "mapped table")},
 }
 # What takes something other than one tensor of floats stands first in a model.
 ROOTS = (

@@ -10,6 +10,6 @@ provided that it is correct: a wrong rule breaks the privacy guarantee. The self
 autograd, and `tests/contract/test_rules.py` compares them with the reference engine.
 """
 
-from privgrad.gradient.layers import attention, conv, embedding, linear, normalization, recurrent
+from privgrad.gradient.layers import attention, conv, embedding, experts, linear, normalization, recurrent
 
-__all__ = ["attention", "conv", "embedding", "linear", "normalization", "recurrent"]
+__all__ = ["attention", "conv", "embedding", "experts", "linear", "normalization", "recurrent"]

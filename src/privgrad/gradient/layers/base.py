@@ -170,11 +170,13 @@ def find_rule(layer: nn.Module) -> Rule | None:
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
-_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {}
+_FORWARDS: dict[type[nn.Module] | str, Callable[..., Any]] = {}
 
 
-def register_forward(*layers: type[nn.Module]) -> Callable[[Forward], Forward]:
+def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forward]:
     """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
+
+    A type is a module class, or a qualified name as in `register_rule`.
 
     Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
     taps, or in different rows, its factors are added up.
@@ -193,7 +195,8 @@ def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
     There is none for subclasses, parametrized modules and modules whose forward has been replaced. `engines.capture`
     calls it.
     """
-    forward = _FORWARDS.get(type(layer))
+    kind = type(layer)
+    forward = _FORWARDS.get(kind) or _FORWARDS.get(f"{kind.__module__}.{kind.__qualname__}")
     if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
         return None
     return forward
