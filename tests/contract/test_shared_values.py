@@ -182,6 +182,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "gated": (lambda: With(gated, gate=(), power=(), head=nn.Linear(4, 3)), lambda size: floats(4)(size).abs() + 0.1),
     "unused mixture": (lambda: With(unused_mixture, scale=(), head=nn.Linear(4, 3)), floats(4)),
     "detached": (lambda: With(detached, scale=(3,), head=nn.Linear(4, 3)), floats(4)),
+    "written": (lambda: With(written, net=nn.Linear(2, 4), scale=(4,), head=nn.Linear(4, 3)), floats(3, 4)),
     "twice": (lambda: With(twice, scale=(4,), shift=(4,), head=nn.Linear(4, 4)), floats(4)),
     "windows": (
         lambda: With(
@@ -284,6 +285,14 @@ def test_no_example_moves_the_rows_of_another(size: int):
 
 def centered(m: Any, x: Tensor) -> Tensor:
     return m.head(x) * (m.scale * x.mean(0).sum())
+
+
+def written(m: Any, x: Tensor) -> Tensor:
+    """Swin V2: a network of places with activations in place."""
+    places = m.net(torch.arange(6, dtype=x.dtype).view(3, 2)).relu_()
+    shift = m.scale * 2
+    shift.add_(1).neg_()
+    return m.head(x + places.view(1, 3, 4) * shift).sum(1)
 
 
 def after_writing(m: Any, x: Tensor, *, copied: bool) -> Tensor:

@@ -18,6 +18,8 @@ from privgrad.gradient.engines.layout_cache import Calls
 from privgrad.gradient.engines.layouts import Call, Layout, attributed, find_layout
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
 
+_SORTED = ("grouped_mm", "_grouped_mm")  # their rows are sorted by content: those of an expert are neighbors
+
 
 class CallRecord:
     """The calls of one forward pass.
@@ -101,7 +103,8 @@ class CallRecord:
             outputs: the tensors in its result.
         """
         earlier, layout = self._earlier, Layout()
-        if earlier is not None and index < len(earlier.functions) and earlier.functions[index].name == name:
+        known = earlier.functions[index].name if earlier is not None and index < len(earlier.functions) else None
+        if earlier is not None and known == name and name not in _SORTED:
             one = Call(path, earlier.functions[index].shapes)
             other = Call(path, tuple(x.shape for x in [*inputs, *outputs]))
             layout = attributed(one, other, (earlier._size, self._size), len(inputs))

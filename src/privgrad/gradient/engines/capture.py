@@ -37,7 +37,7 @@ from privgrad.gradient.engines.vmapped_unit import VmappedUnit, copies_of
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms
-from privgrad.gradient.layers.base import Rule, find_forward, find_rule
+from privgrad.gradient.layers.base import Rule, find_forward, find_rule, version_of
 from privgrad.gradient.layers.functional import Product, find_product
 
 
@@ -260,12 +260,22 @@ class Capture:
         layout = self.record.enter(path, tensors)
         if any(layout):
             return self._for_each(path, func, args, kwargs, layout)
+        first, version = tensors[0], version_of(tensors[0])
         output = func(*args, **kwargs)
-        if layout:
+        if layout and output is first and first in self._shared and version_of(first) != version:
+            self._shared.rewrite(
+                first, version, partial(self._rewritten, path, func, args, kwargs, layout), tensors[1:]
+            )
+        elif layout:
             once = cache(partial(self._mapped, path, func, args, kwargs, layout))
             for index, x in enumerate(tensors_in(output)):
                 self._shared.add(x, unit, partial(_at, once, index), tensors)
         return output
+
+    def _rewritten(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout, before: Tensor) -> Tensor:
+        """Return the copies of a shared value that a function changes in place, from the copies before."""
+        inputs = self._inputs(path, tensors_in([args, kwargs])[1:], layout[1:])
+        return self._computed_for_each(path, func, args, kwargs, [(before.clone(), 0), *inputs])[0][0]
 
     def _learn_function(self, path: str, func: Any, args: Any, kwargs: Any, unit: str) -> Any:
         """Compute a call of a function while layouts are learned, and add a result that all examples share."""
@@ -298,9 +308,15 @@ class Capture:
         return rebuilt([joined(path, x, cast("Any", at)) for x, at in zip(produced, outs, strict=True)])
 
     def _mapped(self, path: str, func: Any, args: Any, kwargs: Any, layout: Layout) -> tuple[list[Tensor], Any]:
+        """Compute a function for each example, given its layout: see `for_each`."""
+        return self._computed_for_each(path, func, args, kwargs, self._inputs(path, tensors_in([args, kwargs]), layout))
+
+    def _computed_for_each(
+        self, path: str, func: Any, args: Any, kwargs: Any, inputs: Sequence[tuple[Tensor, int | None]]
+    ) -> tuple[list[Tensor], Any]:
         """Compute a function for each example: see `for_each`."""
         try:
-            return for_each(func, args, kwargs, self._inputs(path, tensors_in([args, kwargs]), layout))
+            return for_each(func, args, kwargs, inputs)
         except (PrivacyError, CallSequenceChangedError):
             raise
         except Exception as error:

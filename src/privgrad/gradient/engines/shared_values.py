@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.engines.refusals import REMEDY, refused
 from privgrad.gradient.layers.base import version_of
 
@@ -78,6 +79,22 @@ class SharedValues:
             versions = [(x, version_of(x)) for x in inputs]
             self._values[id(tensor)] = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions)
 
+    def rewrite(
+        self, tensor: Tensor, version: int, compute: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()
+    ) -> None:
+        """Follow an operation that has changed a value in place.
+
+        Args:
+            tensor: the value, not a parameter.
+            version: its version before the operation.
+            compute: the copies before -> the copies after, which are other tensors.
+            inputs: the other tensors that the operation reads.
+        """
+        before = self._values[id(tensor)]
+        if before.version == version:  # else another operation changed it, through a view
+            del self._values[id(tensor)]
+            self.add(tensor, before.unit, lambda: compute(self._computed(before)), inputs)
+
     def copies(self, tensor: Tensor) -> Tensor:
         """Return one copy of a value for each example, shape (B, *value).
 
@@ -85,14 +102,24 @@ class SharedValues:
             UnsupportedModuleError: the value, or what its copies are computed from, was written to.
         """
         value = self._values[id(tensor)]
-        writes = sum(version_of(x) - version for x, version in [(tensor, value.version), *value.inputs])
-        if (value.copies is None and writes) or value.version != tensor._version:
-            name, got = f"what '{value.unit}' computes once", f"{writes} in-place writes"
-            raise refused(name, "not to be changed in place", got, f"work on a copy, or {REMEDY}", unit=value.unit)
+        if value.version != tensor._version:
+            raise _written_to(value.unit)
+        return self._computed(value)
+
+    def _computed(self, value: _Value) -> Tensor:
+        """Return the copies of a value as it was when it was added."""
         if value.copies is None:
-            copies = self._copies_of(value.unit, tensor) if value.compute is None else value.compute()
-            value.copies = copies
+            if any(version_of(x) != version for x, version in value.inputs):
+                raise _written_to(value.unit)
+            compute = value.compute
+            value.copies = self._copies_of(value.unit, value.tensor) if compute is None else compute()
         return value.copies
+
+
+def _written_to(unit: str) -> UnsupportedModuleError:
+    """Return the error for a value that was written to through a view, or after it was read."""
+    name, got, remedy = f"what '{unit}' computes once", "an in-place write", f"work on a copy, or {REMEDY}"
+    return refused(name, "not to be changed in place", got, remedy, unit=unit)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _named(weight: Tensor | None, bias: Tensor | None) -> dict[str, Tensor]:
 def _transposed(weight: Tensor) -> Tensor | None:
     """Return the leaf whose transpose `weight` is; None if it is anything else. The leaf has no graph to go through."""
     graph = weight.grad_fn
-    if graph is None or graph.name() not in ("TBackward0", "TransposeBackward0"):
+    if graph is None or graph.name() not in ("TBackward0", "TransposeBackward0", "PermuteBackward0"):
         return None
     leaf = getattr(graph.next_functions[0][0], "variable", None)
     if leaf is None or leaf.shape != weight.shape[::-1] or leaf.stride() != weight.stride()[::-1]:
