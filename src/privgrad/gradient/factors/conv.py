@@ -224,7 +224,7 @@ class Convolution(LinearMapFactor):
     def _is_correlation(self) -> bool:
         """Whether `_correlation` computes the gradients, which is for one output per channel, on a processor.
 
-        Kernels of graphics cards are not made for it. Nor are those for one dimension, if the inputs have strides.
+        It excludes graphics cards, whose kernels are not made for it, and dilation in one dimension.
         """
         depthwise = self.shape[1] == 1 and self.shape[0] == self.geometry.groups > 1
         return depthwise and self.x.device.type == "cpu" and (self.x.dim() > 3 or self.geometry.dilation == (1,))

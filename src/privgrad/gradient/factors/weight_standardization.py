@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, Sum, as_linear_map, term_bound_of
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.displacement import Displacement
+from privgrad.gradient.factors.jacobian import Jacobian
 from privgrad.gradient.factors.norms import at_least_float32, canceled, largest_scale, masked, native_norms
 from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.row_map import RowMap
 
 
 class WeightStandardization(nn.Module):
@@ -191,13 +193,15 @@ class StandardizedWeight:
         fits = "0.gain" not in own or own["original"].dim() == own["0.gain"].dim()
         return cls(parametrization) if fits and not changed else None
 
-    def stretch(self, parameter: Tensor) -> float:
-        """Bound the spectral norm of the weight's Jacobian with respect to the parameter.
-
-        Computes: for v, the largest |r_o k_o|, since the rest of the Jacobian is a projection. For the gain, the root
-        of the mean of y_o^2, which is at most 1.
-        """
-        return float((self.inverse_1O * self.k_1O).abs().max()) if parameter is self.own["original"] else 1.0
+    def rows_of(self, jacobian: Jacobian) -> RowMap:
+        """Return the weight's Jacobian with respect to v or the gain in closed form, for `jacobian.Pulled`."""
+        y_OF, shape = self.rows.flatten(1), jacobian.parameter.shape
+        length_O = native_norms(y_OF)
+        unit_OF = y_OF / length_O.clamp(min=torch.finfo(y_OF.dtype).tiny)[:, None]
+        if jacobian.parameter is not self.own["original"]:
+            return RowMap(unit_OF, (length_O / self.fan_in**0.5,), shape)
+        scale_O = (self.inverse_1O * self.k_1O)[0]
+        return RowMap(unit_OF, (scale_O, -scale_O, -scale_O * length_O.square() / self.fan_in), shape)
 
     def takes(self, grads: Factor) -> bool:
         """Return whether `pull` is cheaper for these gradients than the general way, `jacobian.Pulled`."""
