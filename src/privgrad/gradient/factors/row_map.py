@@ -103,7 +103,7 @@ class RowSums(NamedTuple):
 
     @classmethod
     def of(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
-        """Return the sums for gradients with respect to a weight with unit rows u.
+        """Return the sums for gradients with respect to a weight, and for rows u; these may have any length.
 
         Computes: inner products of patches or positions where these take fewer operations. Otherwise the gradients are
         written out in chunks.
@@ -112,18 +112,22 @@ class RowSums(NamedTuple):
         floats = grads.positions * unit_OF.shape[1] if outer else unit_OF.numel()
         few = examples_per_block(floats)
         parts = [grads[start : start + few] for start in range(0, grads.examples, few) or [0]]
-        sums = [cls._of_outer(_outer(part), unit_OF) if outer else cls._of_dense(part, unit_OF) for part in parts]
+        sums = [cls._of_outer(part, unit_OF) if outer else cls._of_dense(part, unit_OF) for part in parts]
         return cls(*map(torch.cat, zip(*sums, strict=True)))
 
     @classmethod
-    def _of_outer(cls, h: Outer, unit_OF: Tensor) -> "RowSums":
+    def _of_outer(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
+        if isinstance(grads, Convolution):
+            h, along_BO = grads.of_patches(), grads.row_products(unit_OF)
+        else:
+            h = cast(Outer, grads)
+            along_BO = ((h.a_BTI @ unit_OF.mT) * h.b_BTO).sum(1)
         a_BTT = h.a_BTI @ h.a_BTI.mT
         a_BT, b_BT = a_BTT.diagonal(dim1=1, dim2=2).sqrt(), native_norms(h.b_BTO)
         square_BO = ((a_BTT @ h.b_BTO) * h.b_BTO).sum(1)
         mean_BO = (h.a_BTI.mean(2)[:, None] @ h.b_BTO)[:, 0]
-        unit_BO = ((h.a_BTI @ unit_OF.mT) * h.b_BTO).sum(1)
         bound_B = (a_BT * b_BT).sum(1, dtype=torch.float64)
-        return cls(square_BO, mean_BO, unit_BO, bound_B, h.underflowing(a_BT, b_BT))
+        return cls(square_BO, mean_BO, along_BO, bound_B, h.underflowing(a_BT, b_BT))
 
     @classmethod
     def _of_dense(cls, grads: Factor, unit_OF: Tensor) -> "RowSums":
@@ -151,10 +155,6 @@ def _is_outer(grads: Factor) -> bool:
     if isinstance(grads, Outer):
         return grads.positions * sum(grads.shape) < grads.shape.numel()
     return isinstance(grads, Convolution) and grads.by_inner_products
-
-
-def _outer(grads: Factor) -> Outer:
-    return grads if isinstance(grads, Outer) else cast(Convolution, grads).of_patches()
 
 
 def found(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *, verified: bool) -> RowMap | None:
