@@ -5,7 +5,7 @@ the gradient there, and `hvp` calls `delta`. The privacy guarantee rests on this
 i of a factor must depend on example i only. `self_check` compares some rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from privgrad.gradient.engines.taps import HvpTerms
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements, PerSampleWeight
 from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
+from privgrad.gradient.factors.row_map import SharedSums
 from privgrad.gradient.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
 from privgrad.gradient.layers.base import Rule, add_to
 
@@ -115,7 +116,7 @@ class LayerCall:
         total = factor if more is None else factor + more
         if weight.grad_fn is None:
             return {weight: total}
-        return _pulled(total, weight, partial(_norm_of, self._norms, (self._path, name), standardized))
+        return _pulled(total, weight, self._norms, (self._path, name), standardized)
 
     def _per_sample_weights(self, displacements: Displacements) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
         """Return, by name, the per-example weights that a parametrization computes from displaced parameters."""
@@ -135,15 +136,17 @@ def _parametrizations(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, nn
     return {name: own for name, own in cast(nn.ModuleDict, layer.parametrizations).items() if name in weights}
 
 
-def _norm_of(norms: JacobianNorms, key: tuple[str, str], known: StandardizedWeight | None, jacobian: Jacobian) -> float:
-    """Return a bound on the norm of a weight's Jacobian: in closed form for weight standardization, else measured."""
-    if known is not None:
-        return known.stretch(jacobian.parameter)
-    return norms.of((*key, id(jacobian.parameter)), jacobian)
-
-
-def _pulled(factor: Factor, weight: Tensor, norm_of: Callable[[Jacobian], float]) -> dict[Tensor, Factor]:
+def _pulled(
+    factor: Factor, weight: Tensor, norms: JacobianNorms, key: tuple[str, str], known: StandardizedWeight | None
+) -> dict[Tensor, Factor]:
     """Return the factors of the parameters from which a weight is computed, given the factor of the weight."""
     leaves = {id(source): source for source in sources([weight])}.values()
     apart = casts(weight) or any(leaf.itemsize < 4 for leaf in (weight, *leaves))
-    return {leaf: Pulled(factor, Jacobian(weight, leaf, norm_of), apart=apart) for leaf in leaves}
+
+    def jacobian_of(leaf: Tensor) -> Jacobian:
+        place = (*key, id(leaf))
+        rows = partial(norms.rows, place) if known is None else known.rows_of
+        return Jacobian(weight, leaf, partial(norms.of, place), None if apart else rows)
+
+    sums = SharedSums(factor)
+    return {leaf: Pulled(factor, jacobian_of(leaf), apart=apart, sums=sums) for leaf in leaves}

@@ -1,14 +1,16 @@
 """The factor of a convolution's weight.
 
 With few output positions, a convolution is treated as a linear map of patches. Otherwise torch's own convolution
-kernels compute the gradients.
+kernels compute the gradients. The gradient of a depthwise convolution is itself a convolution, of inputs with output
+gradients, and torch computes that many times faster than its own derivative.
 
 The rules of `layers.conv` make each `Geometry` and `Convolution`. `privgrad.gradient.clipping` and the engines call the
-methods of `Convolution` that implement `base.Factor`. `weight_standardization` also calls `of_patches` and
-`by_inner_products`, and `displacement` also calls the methods of `Geometry`.
+methods of `Convolution` that implement `base.Factor`. `weight_standardization` and `row_map` also call `of_patches` and
+`by_inner_products`, `row_map` calls `row_products`, and `displacement` also calls the methods of `Geometry`.
 
 The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the bound. It does not rest
-on `by_patches`, `by_inner_products`, `has_fewer_patches` and `worth_keeping`: they choose between equal results.
+on `by_patches`, `is_pointwise`, `by_inner_products`, `has_fewer_patches` and `worth_keeping`: they choose between equal
+results.
 
 Shape suffixes: B examples, I inputs, O outputs.
 """
@@ -22,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from privgrad.gradient.factors.base import Examples, Factor, LinearMapFactor, as_linear_map
+from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, as_linear_map
 from privgrad.gradient.factors.norms import at_least_float32, examples_per_block, masked, position_norms
 from privgrad.gradient.factors.outer import Outer, bounding_product
 
 _FEW = 64  # most output positions for which patches are written out
+_FEWEST = 16  # most output positions for which products of patches are faster than a grouped convolution
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,20 @@ class Geometry:
         """Return whether to write patches out, which pays off for few positions and one group."""
         return self.groups == 1 and math.prod(positions) <= _FEW
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether every patch is one position of the input, so that patches are a view of the inputs."""
+        ones = (1,) * len(self.kernel)
+        return self.kernel == self.stride == ones and not any(self.padding) and self.groups == 1
+
     def patches(self, x: Tensor) -> Tensor:
         """Return the patch of x at each output position, shape (rows, positions, I * kernel).
 
         Args:
             x: inputs, shape (rows, I, *space).
         """
+        if self.is_pointwise:
+            return x.flatten(2).mT
         space = x.dim() - 2
         if space <= 2:  # F.unfold is fast, but only knows 2 dimensions
             flat = (1,) * (2 - space)
@@ -130,13 +141,16 @@ class Convolution(LinearMapFactor):
     def dense(self) -> Tensor:
         """Return all gradients, shape (B, *P).
 
-        Computes: for few positions, products of patches and output gradients. Otherwise one grouped convolution with
-        one group per example.
+        Computes: for very few positions or a pointwise convolution, products of patches and output gradients. For a
+        depthwise one, a convolution of inputs with output gradients. Otherwise one grouped convolution with one group
+        per example.
         """
         if self.examples == 0:
             return self.b.new_zeros(0, *self.shape)
-        if self._few_positions:
+        if self.geometry.is_pointwise or (self._few_positions and self._positions <= _FEWEST):
             return self.of_patches().dense().view(self.examples, *self.shape)
+        if self._is_correlation:
+            return self._correlation()
         # Each example is a group of channels. Its parts are the batch, over which torch sums the gradient.
         split = (z.view(self.examples, self.parts, *z.shape[1:]) for z in (self.x.contiguous(), self.b.contiguous()))
         x, b = (z.transpose(0, 1).flatten(1, 2) for z in split)
@@ -144,6 +158,8 @@ class Convolution(LinearMapFactor):
         return self._weight_gradient(x, b, shape, self.examples * self.geometry.groups).view(self.examples, *self.shape)
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        if self._is_correlation:
+            return Dense(self.dense()).weighted_sum(weight_B)
         b = self.b * self._of_rows(weight_B).to(self.b.dtype).view(-1, *[1] * (self.b.dim() - 1))
         return self._weight_gradient(self.x, b, tuple(self.shape), self.geometry.groups)
 
@@ -196,6 +212,17 @@ class Convolution(LinearMapFactor):
         found = Outer(self.geometry.patches(self.x), self.b.flatten(2).mT)
         return found if self.parts == 1 else found.merge(self.parts)
 
+    def row_products(self, rows_OF: Tensor) -> Tensor:
+        """Return the inner product of each row of each gradient with the row of a common matrix, shape (B, O).
+
+        Computes: the output of the convolution with these rows as its weight, times the gradients of the outputs. This
+        is faster than the same product with patches.
+        """
+        geometry, zeros = self.geometry, (0,) * len(self.geometry.kernel)
+        options = (geometry.stride, geometry.padding, geometry.dilation, False, zeros, geometry.groups)
+        outputs = torch.convolution(self.x, rows_OF.reshape(self.shape).to(self.x.dtype), None, *options)
+        return (outputs * self.b).flatten(2).sum(2).view(self.examples, self.parts, -1).sum(1)
+
     @property
     def _positions(self) -> int:
         return int(self.b.shape[2:].numel())
@@ -203,6 +230,30 @@ class Convolution(LinearMapFactor):
     @property
     def _few_positions(self) -> bool:
         return self.geometry.by_patches(self.b.shape[2:])
+
+    @property
+    def _is_correlation(self) -> bool:
+        """Whether `_correlation` computes the gradients, which is for one output per channel, on a processor.
+
+        It excludes graphics cards, whose kernels are not made for it, and dilation in one dimension.
+        """
+        depthwise = self.shape[1] == 1 and self.shape[0] == self.geometry.groups > 1
+        return depthwise and self.x.device.type == "cpu" and (self.x.dim() > 3 or self.geometry.dilation == (1,))
+
+    def _correlation(self) -> Tensor:
+        """Return all gradients of a depthwise convolution, shape (B, O, 1, *kernel).
+
+        Computes: g[k] = sum over t of b[t] x[stride t + dilation k], for each row and channel by itself. This is a
+        convolution of x with the kernel b, where stride and dilation are exchanged.
+        """
+        geometry, channels = self.geometry, len(self.x) * self.shape[0]
+        x, b = self.x.reshape(1, channels, *self.x.shape[2:]), self.b.reshape(channels, 1, *self.b.shape[2:])
+        zeros = (0,) * len(geometry.kernel)
+        options = (geometry.dilation, geometry.padding, geometry.stride, False, zeros, channels)
+        found = torch.convolution(x, b, None, *options)
+        for dim, size in enumerate(geometry.kernel):  # a stride that leaves a rest adds shifts beyond the kernel
+            found = found.narrow(2 + dim, 0, size)
+        return found.reshape(self.examples, self.parts, *self.shape).sum(1)
 
     @property
     def by_inner_products(self) -> bool:

@@ -2,8 +2,8 @@
 
 A torch parametrization such as weight_norm computes a weight this way. A layer's rule gives the gradients with respect
 to the weight, and `Pulled` multiplies them with the transposed Jacobian. `engines.layer_call` makes these factors,
-and calls `JacobianNorms.of`. `privgrad.gradient.clipping` and the engines call the methods of `Pulled`, which implement
-`base.Factor`. `shifted` calls `inner_products`.
+and calls `JacobianNorms.of` and `rows`. `privgrad.gradient.clipping` and the engines call the methods of `Pulled`,
+which implement `base.Factor`. `shifted` calls `inner_products`.
 
 The privacy guarantee rests on this file: on the gradients, and on the norm of the Jacobian. Clipping judges by this
 norm how far a sum may be rounded. The guarantee does not rest on `worth_keeping`, which only saves time.
@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from privgrad.gradient.factors.norms import (
     native_norms,
     norms_of,
 )
+from privgrad.gradient.factors.row_map import RowMap, SharedSums
+from privgrad.gradient.factors.row_map import found as found_map
 
 _ROUNDS, _MARGIN = 6, 2.0  # rounds of the power method, and the factor by which its result is enlarged
 _STEPS, _GROWTH = 32, 1.25  # the norm of J is measured again after so many steps, or if J grew by this factor
@@ -45,20 +47,40 @@ class Jacobian:
     Args:
         weight: the weight, with its graph.
         parameter: a leaf of that graph.
-        norm: an upper bound on the spectral norm of J, or a function that returns one.
+        norm: an upper bound on the spectral norm of J, or a function that returns one; if there are no `rows`.
+        rows: a function that returns J in closed form, or None if J has no such form.
     """
 
-    def __init__(self, weight: Tensor, parameter: Tensor, norm: "float | Callable[[Jacobian], float]") -> None:
-        self.weight, self.parameter, self._norm = weight, parameter, norm
+    def __init__(
+        self,
+        weight: Tensor,
+        parameter: Tensor,
+        norm: "float | Callable[[Jacobian], float]",
+        rows: "Callable[[Jacobian], RowMap | None] | None" = None,
+    ) -> None:
+        self.weight, self.parameter, self._norm, self._rows = weight, parameter, norm, rows
+
+    @cached_property
+    def rows(self) -> RowMap | None:
+        """J in closed form, or None."""
+        return None if self._rows is None else self._rows(self)
 
     def pull(self, grad: Tensor, *, batched: bool = False) -> Tensor:
         """Return the vector-Jacobian product J^T grad, shaped like the parameter; with `batched`, one per row."""
         grad = grad.to(self.weight.dtype)
+        if self.rows is not None:
+            return self.rows.pull(grad) if batched else self.rows.pull(grad[None])[0]
+        return self.product(grad, batched=batched)
+
+    def product(self, grad: Tensor, *, batched: bool = False) -> Tensor:
+        """Return what `pull` returns, by autograd."""
         return torch.autograd.grad(self.weight, self.parameter, grad, retain_graph=True, is_grads_batched=batched)[0]
 
     @cached_property
     def norm(self) -> float:
         """The upper bound on the spectral norm of J."""
+        if self.rows is not None:
+            return self.rows.spectral_norm
         return self._norm(self) if callable(self._norm) else self._norm
 
     def stretch(self, u: Tensor) -> float:
@@ -95,7 +117,7 @@ class Jacobian:
 
 
 class JacobianNorms:
-    """A cache of the norms of Jacobians, each kept for some steps.
+    """A cache of what is known of Jacobians: their norms, each kept for some steps, and their closed forms.
 
     A step usually changes weights little, but may change J at once, for instance where a gate opens. So each step
     computes |J^T u| for a fixed u. If this has grown too much, the norm is measured again.
@@ -107,6 +129,7 @@ class JacobianNorms:
 
     def __init__(self) -> None:
         self._found: dict[object, _Measured] = {}
+        self._maps: dict[object, _Mapped] = {}
         self._step: int | None = None
 
     def begin_step(self) -> None:
@@ -126,6 +149,31 @@ class JacobianNorms:
             known = _Measured(jacobian.measured_norm(start), start, stretch, period, step)
         self._found[key] = known._replace(step=step)
         return known.norm
+
+    def rows(self, key: object, jacobian: Jacobian) -> RowMap | None:
+        """Return the closed form of the key's Jacobian, or None; found again in each step, and verified now and then.
+
+        If there is none, the next attempt is many steps later.
+        """
+        step, known, weight = self._step, self._maps.get(key), jacobian.weight.detach()
+        period = None if step is None else step // _STEPS
+        verified = known is not None and period is not None and known.period == period
+        if known is not None and verified and known.map is None:
+            return None
+        if known is not None and verified and known.step == step:
+            if torch.equal(known.weight, weight):
+                return known.map
+            verified = False
+        found = found_map(weight, jacobian.parameter, jacobian.product, verified=verified)
+        self._maps[key] = _Mapped(found, weight, period, step)
+        return found
+
+
+class _Mapped(NamedTuple):
+    map: RowMap | None
+    weight: Tensor  # that the map belongs to
+    period: int | None  # the period of _STEPS steps in which the map was verified
+    step: int | None  # the last step that used the map
 
 
 class _Measured(NamedTuple):
@@ -150,13 +198,15 @@ class Pulled(Factor):
         jacobian: J, the same for every example.
         apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for half precision,
             where all examples would share the rounding errors of a large sum.
+        sums: shared by all parameters of the weight; None: its own.
     """
 
     usual_terms: ClassVar[float] = 32.0  # `term_bound` is several times too large, because the norm of J is
 
-    def __init__(self, inner: Factor, jacobian: Jacobian, *, apart: bool) -> None:
+    def __init__(self, inner: Factor, jacobian: Jacobian, *, apart: bool, sums: SharedSums | None = None) -> None:
         super().__init__(inner.examples, jacobian.parameter.shape)
         self.inner, self.jacobian, self.apart = inner, jacobian, apart
+        self.sums = SharedSums(inner) if sums is None else sums
 
     def __getitem__(self, examples: Examples) -> "Pulled":
         return self._like(self.inner[examples])
@@ -168,6 +218,16 @@ class Pulled(Factor):
         if self.examples == 1:
             return at_least_float32(self.jacobian.pull(grads_BP[0])[None])
         return at_least_float32(self.jacobian.pull(grads_BP, batched=True))
+
+    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
+        """Return the norms, from sums over rows if J has a closed form, and from written-out gradients otherwise."""
+        rows = self.jacobian.rows
+        if inverse_scales is not None or rows is None or rows.is_per_row or self.examples == 0:
+            return super().norms(inverse_scales)
+        norm_B, spoiled_B = rows.norms(self.sums.of(rows))
+        for index in cast("list[int]", spoiled_B.nonzero()[:, 0].tolist()):
+            norm_B[index] = Factor.norms(self[index : index + 1])[0]
+        return norm_B
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         if self.examples == 0 or not self.apart:
@@ -202,6 +262,9 @@ class Pulled(Factor):
         return self.inner.worth_keeping
 
     def written_out(self) -> "PulledDense":
+        rows = self.jacobian.rows
+        if rows is not None and rows.is_per_row and self.examples > 0:
+            return PulledDense(rows.along(self.sums.of(rows).along))
         return PulledDense(super().written_out().grads_BP)
 
     def mask(self, kept_B: Tensor) -> "Pulled":

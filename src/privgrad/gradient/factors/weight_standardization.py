@@ -9,17 +9,21 @@ Shape suffixes: B examples, T positions of an example, O outputs, F fan-in, P a 
 """
 
 from collections.abc import Mapping
-from typing import Any, cast
+from functools import cached_property
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, Sum, as_linear_map, term_bound_of
+from privgrad.gradient.factors.base import Dense, Examples, Factor, LinearMapFactor, Sum
+from privgrad.gradient.factors.combined import Combined, Rows, by_rows
 from privgrad.gradient.factors.conv import Convolution
 from privgrad.gradient.factors.displacement import Displacement
-from privgrad.gradient.factors.norms import at_least_float32, canceled, largest_scale, masked, native_norms
+from privgrad.gradient.factors.jacobian import Jacobian
+from privgrad.gradient.factors.norms import at_least_float32, masked, native_norms
 from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.row_map import RowMap, RowSums
 
 
 class WeightStandardization(nn.Module):
@@ -49,82 +53,6 @@ def _added(fan_in: int) -> float:
     return 1e-4 / fan_in
 
 
-Rows = Outer | Dense  # gradients of a weight as rows, shape (O, F): Outer for few positions, or written out
-
-
-class Combined(LinearMapFactor):
-    """Gradients whose row o is g_io = h_io + along_io y_o + level_io.
-
-    The three terms are a row of the example's own, a multiple of a row that all examples share, and a constant.
-
-    Args:
-        inner: h_i, shape (O, F): `Rows`, or a sum of them.
-        rows: y, shape P, which is (O, F) after F is flattened.
-        along_BO: factors of y_o.
-        level_BO: constants that are added to all entries of a row.
-        square_BO: |g_io|^2 up to rounding errors of |h_io|^2, or None if it is not known.
-    """
-
-    def __init__(
-        self, inner: Factor, rows: Tensor, along_BO: Tensor, level_BO: Tensor, square_BO: Tensor | None = None
-    ) -> None:
-        super().__init__(inner.examples, rows.shape)
-        self.inner, self.rows, self.along_BO, self.level_BO = inner, rows, along_BO, level_BO
-        self.square_BO = square_BO
-
-    def __getitem__(self, examples: Examples) -> "Combined":
-        numbers = (None if x is None else x[examples] for x in (self.along_BO, self.level_BO, self.square_BO))
-        return Combined(self.inner[examples], self.rows, *cast("Any", numbers))
-
-    def dense(self) -> Tensor:
-        out_BOF = torch.addcmul(self.level_BO[:, :, None], self.along_BO[:, :, None], self.rows.flatten(1))
-        return out_BOF.add_(self.inner.dense()).view(self.examples, *self.shape)
-
-    def weighted_sum(self, weight_B: Tensor) -> Tensor:
-        along_O, level_O = (weight_B.to(x.dtype) @ x for x in (self.along_BO, self.level_BO))
-        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], self.rows.flatten(1))
-        return (self.inner.weighted_sum(weight_B) + shared_OF).view(self.shape)
-
-    def exact_sum(self, weight_B: Tensor) -> Tensor:
-        along_O, level_O = (weight_B.double() @ x.double() for x in (self.along_BO, self.level_BO))
-        shared_OF = torch.addcmul(level_O[:, None], along_O[:, None], self.rows.double().flatten(1))
-        return (self.inner.exact_sum(weight_B) + shared_OF).view(self.shape)
-
-    @property
-    def positions(self) -> int:
-        return self.inner.positions
-
-    def mask(self, kept_B: Tensor) -> "Combined":
-        numbers = (None if x is None else masked(x, kept_B) for x in (self.along_BO, self.level_BO, self.square_BO))
-        return Combined(self.inner.mask(kept_B), self.rows, *cast("Any", numbers))
-
-    def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
-        if inverse_scales is not None or self.square_BO is None:
-            return super().norms(inverse_scales)
-        square_B = self.square_BO.sum(1, dtype=torch.float64)
-        norm_B = square_B.clamp(min=0).sqrt()
-        again = canceled(square_B, self.term_bound()) | ~torch.isfinite(square_B)
-        for part in self.inner.parts if isinstance(self.inner, Sum) else [self.inner]:
-            again |= part.underflowing() if isinstance(part, Outer) else False
-        for index in cast("list[int]", again.nonzero()[:, 0].tolist()):
-            norm_B[index] = Factor.norms(self[index : index + 1])[0]
-        return norm_B
-
-    def term_bound(self, inverse_scales: Tensor | None = None) -> Tensor:
-        along_B = native_norms(self.along_BO * native_norms(self.rows.flatten(1)))
-        level_B = native_norms(self.level_BO) * self.rows[0].numel() ** 0.5
-        return largest_scale(inverse_scales) * (term_bound_of(self.inner, None) + along_B.double() + level_B.double())
-
-    def of_patches(self) -> "Combined":
-        """Return the gradients as gradients of a linear map of patches, shape (O, F)."""
-        return Combined(self.inner, self.rows.flatten(1), self.along_BO, self.level_BO)
-
-    def apply(self, x_BTI: Tensor) -> Tensor:
-        shared_BTO = (x_BTI @ self.rows.mT) * self.along_BO[:, None]
-        shared_BTO += x_BTI.sum(2, keepdim=True) * self.level_BO[:, None]
-        return shared_BTO + as_linear_map(self.inner).apply(x_BTI)
-
-
 class Projected(Combined):
     """Gradients with respect to v, from gradients h with respect to the weight that is computed from v.
 
@@ -132,28 +60,63 @@ class Projected(Combined):
     part along the standardized row y_o.
 
     Args:
-        h: gradients with respect to the weight.
+        grads: h: a `Convolution` of few positions, or `Dense` rows.
         rows: y, shape P.
-        scale_BO: scale_io.
-        mean_BO: mean of h_io.
-        along_BO: mean of y_o h_io.
-        square_BO: |q_io|^2.
+        scale_1O: scale_o, the same for all examples.
+        numbers: mean of h_io, mean of y_o h_io and |q_io|^2, each of shape (B, O).
+        bound_B: a bound on the norms of the terms of h, float64.
+        lost_B: whether squares of h underflow.
     """
 
     def __init__(
-        self, h: Rows, rows: Tensor, scale_BO: Tensor, mean_BO: Tensor, along_BO: Tensor, square_BO: Tensor
+        self,
+        grads: Factor,
+        rows: Tensor,
+        scale_1O: Tensor,
+        numbers: tuple[Tensor, ...],
+        bound_B: Tensor,
+        lost_B: Tensor,
     ) -> None:
-        inner, square = _by_rows(h, scale_BO), scale_BO.double().square() * square_BO
-        super().__init__(inner, rows, -scale_BO * along_BO, -scale_BO * mean_BO, square)
-        self.parts = h, (scale_BO, mean_BO, along_BO, square_BO)
+        LinearMapFactor.__init__(self, grads.examples, rows.shape)
+        self._grads, self.rows, self._scale_1O, self._numbers = grads, rows, scale_1O, numbers
+        self._bound_B, self._lost_B = bound_B, lost_B
+        mean_BO, along_BO, square_BO = numbers
+        self.along_BO, self.level_BO = -scale_1O * along_BO, -scale_1O * mean_BO
+        self.square_BO = scale_1O.double().square() * square_BO
+
+    @cached_property
+    def parts(self) -> tuple[Rows, tuple[Tensor, ...]]:
+        """The gradients h as rows; and scale, mean, along and |q|^2."""
+        mean_BO, along_BO, square_BO = self._numbers
+        return _rows_of(self._grads), (self._scale_1O.expand_as(mean_BO), mean_BO, along_BO, square_BO)
+
+    @cached_property
+    def inner(self) -> Rows:  # pyright: ignore[reportIncompatibleVariableOverride], computed where it is needed only
+        h, (scale_BO, *_) = self.parts
+        return by_rows(h, scale_BO)
 
     def __getitem__(self, examples: Examples) -> "Projected":
-        h, numbers = self.parts
-        return Projected(h[examples], self.rows, *(x[examples] for x in numbers))
+        numbers = tuple(x[examples] for x in self._numbers)
+        bound_B, lost_B = self._bound_B[examples], self._lost_B[examples]
+        return Projected(self._grads[examples], self.rows, self._scale_1O, numbers, bound_B, lost_B)
 
     def mask(self, kept_B: Tensor) -> "Projected":
-        h, numbers = self.parts
-        return Projected(h.mask(kept_B), self.rows, *(masked(x, kept_B) for x in numbers))
+        numbers = tuple(masked(x, kept_B) for x in self._numbers)
+        bound_B, lost_B = masked(self._bound_B, kept_B), self._lost_B & kept_B
+        return Projected(self._grads.mask(kept_B), self.rows, self._scale_1O, numbers, bound_B, lost_B)
+
+    def _inner_sum(self, weight_B: Tensor) -> Tensor:
+        return self._grads.weighted_sum(weight_B).flatten(1) * self._scale_1O.mT
+
+    def _inner_terms(self) -> Tensor:
+        return self._bound_B * float(self._scale_1O.abs().max())
+
+    def _underflowing(self) -> Tensor:
+        return self._lost_B
+
+    @property
+    def positions(self) -> int:
+        return self._grads.positions
 
 
 class StandardizedWeight:
@@ -191,13 +154,15 @@ class StandardizedWeight:
         fits = "0.gain" not in own or own["original"].dim() == own["0.gain"].dim()
         return cls(parametrization) if fits and not changed else None
 
-    def stretch(self, parameter: Tensor) -> float:
-        """Bound the spectral norm of the weight's Jacobian with respect to the parameter.
-
-        Computes: for v, the largest |r_o k_o|, since the rest of the Jacobian is a projection. For the gain, the root
-        of the mean of y_o^2, which is at most 1.
-        """
-        return float((self.inverse_1O * self.k_1O).abs().max()) if parameter is self.own["original"] else 1.0
+    def rows_of(self, jacobian: Jacobian) -> RowMap:
+        """Return the weight's Jacobian with respect to v or the gain in closed form, for `jacobian.Pulled`."""
+        y_OF, shape = self.rows.flatten(1), jacobian.parameter.shape
+        length_O = native_norms(y_OF)
+        unit_OF = y_OF / length_O.clamp(min=torch.finfo(y_OF.dtype).tiny)[:, None]
+        if jacobian.parameter is not self.own["original"]:
+            return RowMap(unit_OF, (length_O / self.fan_in**0.5,), shape)
+        scale_O = (self.inverse_1O * self.k_1O)[0]
+        return RowMap(unit_OF, (scale_O, -scale_O, -scale_O * length_O.square() / self.fan_in), shape)
 
     def takes(self, grads: Factor) -> bool:
         """Return whether `pull` is cheaper for these gradients than the general way, `jacobian.Pulled`."""
@@ -220,11 +185,12 @@ class StandardizedWeight:
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
         """Return gradients with respect to each parameter, given gradients with respect to the weight."""
-        h = _rows_of(grads)
-        mean_BO, along_BO = self._means(h)
-        scale_BO = (self.inverse_1O * self.k_1O).expand_as(mean_BO)
-        square_BO = _products(h, h) - self.fan_in * _taken(mean_BO, along_BO, self.level_1O, self.lost_1O)
-        pulled = Projected(h, self.rows, scale_BO, mean_BO, along_BO, square_BO)
+        h = grads if self.takes(grads) else _rows_of(grads)
+        sums = RowSums.of(h, self.rows.flatten(1))
+        mean_BO, along_BO = sums.mean, sums.along / self.fan_in
+        square_BO = sums.square - self.fan_in * _taken(mean_BO, along_BO, self.level_1O, self.lost_1O)
+        numbers, scale_1O = (mean_BO, along_BO, square_BO), self.inverse_1O * self.k_1O
+        pulled = Projected(h, self.rows, scale_1O, numbers, sums.bound, sums.spoiled)
         return self.named(pulled, self.fan_in**0.5 * along_BO)
 
     def tangent(self, displacements: Mapping[str, Displacement]) -> Displacement:
@@ -236,7 +202,7 @@ class StandardizedWeight:
         g, share_B1, gain_BO = self.along(displacements)
         scale_BO = share_B1 * self.inverse_1O * self.k_1O
         along_BO = scale_BO * (g.along_BO - self.slope(g)) + gain_BO
-        moved = Combined(_by_rows(cast(Rows, g.inner), scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
+        moved = Combined(by_rows(g.inner, scale_BO), self.rows, along_BO, scale_BO * g.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def curved(
@@ -271,7 +237,7 @@ class StandardizedWeight:
         inner = own = _sum(first, scale_BO, h, of_h_BO)
         inner_square_BO = _products(own, own)
         if rest is not None:
-            rest = _by_rows(rest, scale_BO)
+            rest = by_rows(rest, scale_BO)
             inner_square_BO += 2 * _products(own, rest) + _products(rest, rest)
             inner = _both(own, rest)
         # <inner> and <y inner>: the projection removes both; then of_y is added along y.
@@ -322,23 +288,23 @@ class MovedStandardizedWeight:
         self._common = common
         g, s_B1, m_BO = common.along(displacements)
         r_1O, added = common.inverse_1O, _added(common.fan_in)
-        variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * cast(Tensor, g.square_BO) / common.fan_in)
+        variance_BO = r_1O**-2 + s_B1 * (2 * common.slope(g) / r_1O + s_B1 * g.square_BO / common.fan_in)
         self._inverse_BO = variance_BO.to(m_BO.dtype).clamp(min=added).rsqrt()
         self._k_BO, share_BO, of_y_BO = common.k_1O + m_BO, s_B1 * self._inverse_BO, self._inverse_BO / r_1O
-        square_BO = cast(Tensor, g.square_BO).to(m_BO.dtype) / common.fan_in
+        square_BO = g.square_BO.to(m_BO.dtype) / common.fan_in
         along_BO = of_y_BO + share_BO * g.along_BO
         self._level_BO = common.level_1O * along_BO  # <y'>: apart from its part along y, g has mean 0
         moved_BO = of_y_BO.square() * (1 - common.lost_1O) + share_BO * (
             2 * of_y_BO * common.slope(g) + share_BO * square_BO
         )
         self._lost_BO = 1 - moved_BO
-        self._rows = Combined(_by_rows(cast(Rows, g.inner), share_BO), common.rows, along_BO, share_BO * g.level_BO)
+        self._rows = Combined(by_rows(g.inner, share_BO), common.rows, along_BO, share_BO * g.level_BO)
 
     def displacement(self) -> Displacement:
         """Return the displacement of each example's weight from the common weight."""
         rows, k_BO = self._rows, self._k_BO
         along_BO = k_BO * rows.along_BO - self._common.k_1O
-        moved = Combined(_by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
+        moved = Combined(by_rows(cast(Rows, rows.inner), k_BO), rows.rows, along_BO, k_BO * rows.level_BO)
         return Displacement(moved, along_BO.new_ones(moved.examples))
 
     def pull(self, grads: Factor) -> dict[Tensor, Factor]:
@@ -350,7 +316,7 @@ class MovedStandardizedWeight:
         square_BO = _products(h, h) - fan_in * _taken(mean_BO, along_BO, self._level_BO, self._lost_BO)
         square_BO = scale_BO.double().square() * square_BO
         y_BO = -scale_BO * along_BO
-        inner = _both(_by_rows(h, scale_BO), _by_rows(cast(Rows, rows.inner), y_BO))
+        inner = _both(by_rows(h, scale_BO), by_rows(cast(Rows, rows.inner), y_BO))
         level_BO = y_BO * rows.level_BO - scale_BO * mean_BO
         pulled = Combined(inner, rows.rows, y_BO * rows.along_BO, level_BO, square_BO)
         return self._common.named(pulled, fan_in**0.5 * along_BO)
@@ -366,13 +332,6 @@ def _rows_of(grads: Factor) -> Rows:
     if isinstance(grads, Convolution) and grads.by_inner_products:
         return grads.of_patches()
     return Dense(grads.dense().flatten(2))
-
-
-def _by_rows(h: Rows, scale_BO: Tensor) -> Rows:
-    """Return every row of every example times its own number."""
-    if isinstance(h, Outer):
-        return Outer(h.a_BTI, h.b_BTO * scale_BO[:, None])
-    return Dense(h.grads_BP * scale_BO[:, :, None])
 
 
 def _both(one: Rows, other: Rows) -> Factor:
