@@ -175,7 +175,10 @@ def _release_on_cpu(
     """
 
     def work(blocks: Iterable[tuple[int, list[np.ndarray]]]) -> None:
-        draw = {dtype: stream.normal_blocks(step, np.float64 if on_grid else dtype, dense=on_grid) for dtype in dtypes}
+        draw = {
+            dtype: stream.normal_blocks(step, np.float64 if on_grid else dtype, dense=on_grid, most=most)
+            for dtype in dtypes
+        }
         for block, pieces in blocks:
             normals = draw[pieces[0].dtype](block, sum(piece.size for piece in pieces))
             for piece in pieces:
@@ -184,7 +187,9 @@ def _release_on_cpu(
 
     blocks = _blocks(values)
     dtypes = {pieces[0].dtype for pieces in blocks}
-    in_threads(work, list(enumerate(blocks)), numbers=sum(value.numel() for value in values))
+    numbers = sum(value.numel() for value in values)
+    most = min(BLOCK, numbers)
+    in_threads(work, list(enumerate(blocks)), numbers=numbers)
 
 
 def _add(piece: np.ndarray, normals: np.ndarray, *, std: float, divisor: int) -> None:

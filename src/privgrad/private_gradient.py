@@ -351,7 +351,7 @@ class PrivateGradient:
                 seed = processes.broadcast_object(int(self._dropout_stream.uint64(step, 1)[0] >> 1))
                 with processes.all_succeed(step=step):
                     clipped, clipping = self._clipped_sum(batch, step, seed, parameters)
-                clipped = replace(clipped, values=processes.reduce(clipped.values))
+                clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
                 if self._observers:  # a copy: the noise is added in place
                     raw_mean = {name: value / self._plan.divisor for name, value in clipped.values.items()}
@@ -458,7 +458,7 @@ class PrivateGradient:
             step=step,
             on_grid=self._plan.noise_on_grid,
         )
-        gradient = replace(gradient, tensors=_rounded(gradient, parameters))
+        gradient = NoisyGradient(_rounded(gradient, parameters), gradient.noise_std)
         self._charge(batch, gradient)
         return gradient
 

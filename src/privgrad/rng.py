@@ -88,7 +88,7 @@ class Stream:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        self._key, self._cipher = key, algorithms.AES(key)
         self._process = this_process()
 
     def __reduce__(self) -> str:
@@ -127,7 +127,9 @@ class Stream:
             part[:] = draw(start // BLOCK, part.size)
         return torch.from_numpy(out)
 
-    def normal_blocks(self, step: int, dtype: Any, *, dense: bool = False) -> Callable[[int, int], np.ndarray]:
+    def normal_blocks(
+        self, step: int, dtype: Any, *, dense: bool = False, most: int = BLOCK
+    ) -> Callable[[int, int], np.ndarray]:
         """Return a function (block, count) -> the first `count` <= BLOCK standard normals of a block of the step.
 
         `noise.add_noise` draws the noise with it on the CPU.
@@ -143,12 +145,15 @@ class Stream:
             dtype: float32 or float64. Draw each block in one dtype only: in two dtypes it would use the same words.
             dense: use 32 more bits for the radius, with float64. Values in the tail then lie closer together, and the
                 tail reaches 11.5 standard deviations. For noise on a grid, which must reach every grid point.
+            most: the largest count that the function will be called with, at most BLOCK. It decides the size of the
+                buffers only.
         Privacy:
             Each block has its own words of a cryptographic stream, independently of who draws it and when.
             Floating-point numbers form a grid, and this grid can leak (Mironov 2012): see add_noise.
         """
-        z, size = np.empty(BLOCK, dtype), np.dtype(dtype).itemsize
-        stream, tails = _room(len(_ZEROS)), _room(len(_ZEROS) // 4 if dense else 0)
+        most += most % 2
+        z, size = np.empty(most, dtype), np.dtype(dtype).itemsize
+        stream, tails = _room((8 + size) // 2 * most), _room(2 * most if dense else 0)
 
         def draw(block: int, count: int) -> np.ndarray:
             pairs, tail = (count + 1) // 2, None
@@ -183,7 +188,7 @@ class Stream:
         """Return a cipher that encrypts zeros to the step's key stream, starting at its 16-byte unit `counter`."""
         self._require_own_process()
         nonce = step.to_bytes(8, "big") + counter.to_bytes(8, "big")
-        return Cipher(algorithms.AES(self._key), modes.CTR(nonce)).encryptor()
+        return Cipher(self._cipher, modes.CTR(nonce)).encryptor()
 
     def _require_own_process(self) -> None:
         """Raise PrivacyError in a fork of the process that made the stream."""

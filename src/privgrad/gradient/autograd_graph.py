@@ -51,11 +51,10 @@ def casts(tensor: Tensor) -> bool:
 def nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
     """Yield the nodes of the graph that computes `tensors`, each node once."""
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen = set[Any]()
+    seen = set[Any]([None])
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(edge[0] for edge in node.next_functions)
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [edge[0] for edge in node.next_functions]

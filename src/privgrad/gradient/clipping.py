@@ -10,7 +10,8 @@ calls its `add` and `result`. `federated.local_update` does the same for one use
 Shape suffixes: B examples of the chunk, P the shape of one parameter.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -64,7 +65,7 @@ class Flat:
     """
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-        norm_B = _joint_norm(norms.values())
+        norm_B = _joint_norm_of(norms)
         factor_B = (max_grad_norm / norm_B).clamp(max=1.0)
         return dict.fromkeys(norms, factor_B)
 
@@ -89,8 +90,7 @@ class Automatic:
             raise expected("Automatic", "gamma", "to be at least 1e-8", self.gamma, "0.01 is the paper's")
 
     def factors(self, norms: Mapping[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-        norm_B = _joint_norm(norms.values())
-        return dict.fromkeys(norms, max_grad_norm / (norm_B + self.gamma))
+        return dict.fromkeys(norms, max_grad_norm / (_joint_norm_of(norms) + self.gamma))
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class ClippingAccumulator:
         if not chunk:
             return
         with ExitStack() as stack:
-            for device in self._devices:
+            for device in filter(torch.is_autocast_enabled, self._devices):
                 # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(device, enabled=False))
             self._seen.append(_add_clipped(self._sums, chunk, self._clip, self._bound, self._scales))
@@ -236,13 +236,7 @@ class ClippingAccumulator:
             name: _released_sum(self._sums.values.get(name), parameter, self._scales.get(name), self._expected_size)
             for name, parameter in self._like.items()
         }
-        nothing = torch.zeros(0, dtype=torch.float64)
-        raw = RawClipping(
-            torch.cat([part.raw_norms for part in self._seen] or [nothing]),
-            torch.cat([part.raw_factors for part in self._seen] or [nothing]),
-            torch.cat([part.raw_lengths for part in self._seen] or [nothing]),
-            sum(part.raw_nonfinite_examples for part in self._seen),
-        )
+        raw = self._seen[0] if len(self._seen) == 1 else _joined(self._seen)
         return ClippedSum(total, sensitivity=(1 + self._grouped) * self._bound), raw
 
 
@@ -266,6 +260,17 @@ def _released_sum(total: Tensor | None, parameter: Tensor, scales: Tensor | None
         return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
     total = total.to(torch.promote_types(total.dtype, dtype))
     return (total if scales is None else total.mul_(scales)).to(dtype)
+
+
+def _joined(parts: Sequence[RawClipping]) -> RawClipping:
+    """Return the norms and factors of all parts of a batch."""
+    nothing = torch.zeros(0, dtype=torch.float64)
+    return RawClipping(
+        torch.cat([part.raw_norms for part in parts] or [nothing]),
+        torch.cat([part.raw_factors for part in parts] or [nothing]),
+        torch.cat([part.raw_lengths for part in parts] or [nothing]),
+        sum(part.raw_nonfinite_examples for part in parts),
+    )
 
 
 class _Sums:
@@ -299,16 +304,15 @@ class _Sums:
 
     def add(self, chunk: Mapping[str, Factor], factors: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> None:
         """Add every example's gradient times its factor; `terms` bound the terms of each gradient."""
-        heavy, light = dict[str, Tensor](), list[Tensor]()
-        for name, factor_B in factors.items():
-            term_B = factor_B * terms[name]
-            heavy[name] = ~(term_B <= self._light(chunk[name]) * self._bound)
-            light.append(torch.where(heavy[name], 0.0, term_B).sum())
-        sums = cast("list[float]", torch.stack(light).tolist())
-        counts = cast("list[int]", torch.stack([heavy_B.sum() for heavy_B in heavy.values()]).tolist())
-        for name, more, count in zip(factors, sums, counts, strict=True):
+        term_NB = _products(factors, terms)
+        sums, largest = (cast("list[float]", ends.tolist()) for ends in (term_NB.sum(1), term_NB.amax(1)))
+        for name, term_B, more, most in zip(factors, term_NB, sums, largest, strict=True):
+            heavy_B, limit = None, self._light(chunk[name]) * self._bound
+            if not most <= limit:  # nan is not
+                heavy_B = ~(term_B <= limit)
+                more = float(torch.where(heavy_B, 0.0, term_B).sum())
             self._terms[name] = self._terms.get(name, 0.0) + more
-            added = self._sum(name, chunk[name], factors[name], heavy[name] if count else None)
+            added = self._sum(name, chunk[name], factors[name], heavy_B)
             known = self.values.get(name)
             self.values[name] = added if known is None else known.double().add_(added)
 
@@ -346,17 +350,18 @@ def _add_clipped(
     inverse_scales: Mapping[str, Tensor],
 ) -> RawClipping:
     """Clip one chunk of gradients and add it to `sums`; return its norms and factors."""
-    norms = {name: factor.norms(inverse_scales.get(name)) for name, factor in chunk.items()}
-    norm_B, nonfinite, apart = _joint_norm(norms.values()), 0, list[tuple[Tensor, RawClipping]]()
-    finite_B = torch.isfinite(norm_B)
-    if not bool(finite_B.all()):
+    norms = _Norms((name, factor.norms(inverse_scales.get(name))) for name, factor in chunk.items())
+    nonfinite, apart = 0, list[tuple[Tensor, RawClipping]]()
+    if not math.isfinite(float(norms.joint_B.sum())):  # if the sum is finite, so is every norm
+        finite_B = torch.isfinite(norms.joint_B)
         # Zero times NaN is NaN, so the gradient itself is replaced by 0, not only its factor.
         chunk = {name: factor.mask(finite_B) for name, factor in chunk.items()}
-        norms = {name: torch.where(finite_B, each_B, 0.0) for name, each_B in norms.items()}
-        norm_B, nonfinite = torch.where(finite_B, norm_B, 0.0), int((~finite_B).sum())
+        norms = _Norms((name, torch.where(finite_B, each_B, 0.0)) for name, each_B in norms.items())
+        nonfinite = int((~finite_B).sum())
+    norm_B = norms.joint_B
     factors = _factors(clip, norms, max_grad_norm)
     terms, canceling_B = _terms(chunk, norms, factors, max_grad_norm, inverse_scales)
-    if bool(canceling_B.any()):
+    if canceling_B is not None and bool(canceling_B.any()):
         # An example's gradient that is written out is one tensor with one norm, and one term of the sum.
         few = examples_per_block(sum(int(factor.shape.numel()) for factor in chunk.values()))
         for index in cast("tuple[Tensor, ...]", canceling_B.nonzero()[:, 0].split(few)):
@@ -364,13 +369,15 @@ def _add_clipped(
             apart.append((index, _add_clipped(sums, alone, clip, max_grad_norm, inverse_scales)))
         chunk = {name: factor.mask(~canceling_B) for name, factor in chunk.items()}
         norms, terms = (
-            {name: torch.where(canceling_B, 0.0, each_B) for name, each_B in found.items()} for found in (norms, terms)
+            _Norms((name, torch.where(canceling_B, 0.0, each_B)) for name, each_B in found.items())
+            for found in (norms, terms)
         )
         factors = _factors(clip, norms, max_grad_norm)
     length_B = _require_bound(factors, norms, clip, max_grad_norm)
     if nonfinite < len(norm_B):  # where a computed weight is not finite, no gradient is, and zero times NaN is NaN
         sums.add(chunk, factors, terms)
-    smallest_B = torch.stack(_distinct(factors)).amin(0)
+    distinct = _distinct(factors)
+    smallest_B = distinct[0] if len(distinct) == 1 and not apart else torch.stack(distinct).amin(0)
     for index, raw in apart:
         norm_B[index], smallest_B[index] = raw.raw_norms, raw.raw_factors
         length_B[index] = raw.raw_lengths
@@ -409,8 +416,15 @@ def _answer(clip: Clipping, norms: Mapping[str, Tensor], max_grad_norm: float) -
         dims = {factor_B.dim() for factor_B in factors.values()}
         got = f"tensors of {max(dims)} dimensions" if dims != {1} else "tensors of a different length"  # B is private
         raise expected(type(clip).__name__, "factors", "to be of shape (B,)", got, remedy)
-    clipped = {id(factor_B): torch.where(factor_B.abs() < _LOST, 0.0, factor_B) for factor_B in _distinct(factors)}
+    clipped = {id(factor_B): _without_lost(factor_B) for factor_B in _distinct(factors)}
     return {name: clipped[id(factor_B)] for name, factor_B in factors.items()}
+
+
+def _without_lost(factor_B: Tensor) -> Tensor:
+    """Return the factors with 0 in place of those that float32 does not hold; the same tensor if there are none."""
+    if len(factor_B) > 0 and float(factor_B.min()) >= _LOST:
+        return factor_B
+    return torch.where(factor_B.abs() < _LOST, 0.0, factor_B)
 
 
 def _terms(
@@ -419,18 +433,21 @@ def _terms(
     factors: Mapping[str, Tensor],
     max_grad_norm: float,
     inverse_scales: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the term bound of each gradient by name, and a mask of the examples whose terms cancel too far.
+
+    The mask is None if each gradient is a single term.
 
     The terms of such an example are so large that the rounding of their own sum would exceed the bound. This rounding
     grows with the root of their number. The measured norm is then not the norm of the gradient that is added.
     """
-    terms, canceling_B = dict(norms), torch.zeros_like(next(iter(norms.values())), dtype=torch.bool)
+    terms, canceling_B = dict(norms), None
     for name, factor in chunk.items():
         terms_B = factor.term_bound(inverse_scales.get(name))
         if terms_B is not None:
             terms[name] = terms_B
-            canceling_B |= ~(factors[name] * terms_B * factor.positions**0.5 <= _TERMS * max_grad_norm)
+            apart_B = ~(factors[name] * terms_B * factor.positions**0.5 <= _TERMS * max_grad_norm)
+            canceling_B = apart_B if canceling_B is None else canceling_B | apart_B
     return terms, canceling_B
 
 
@@ -442,13 +459,42 @@ def _require_bound(
     The check uses the factors that the sum uses, not the promise of the rule.
     """
     used = {id(factor_B): factor_B.float().double() for factor_B in _distinct(factors)}  # as the sum rounds them
-    contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
-    finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
-    if not finite or bool((contribution_B > max_grad_norm * (1 + 1e-6)).any()):
+    if len(used) == 1:  # one factor for all parameters comes out of the norm
+        contribution_B = next(iter(used.values())) * _joint_norm_of(norms)
+    else:
+        contribution_B = _joint_norm(used[id(factors[name])] * norm_B for name, norm_B in norms.items())
+    # An infinite factor times a norm of zero is NaN, which is in no bound.
+    if not bool((contribution_B <= max_grad_norm * (1 + 1e-6)).all()):
         remedy = "correct the rule: nothing was released"
+        finite = all(bool(torch.isfinite(factor_B).all()) for factor_B in used.values())
         got = "a longer contribution" if finite else "a factor that is not finite"  # its length is private
         raise expected(type(clip).__name__, "factors", f"to bound contributions by {max_grad_norm}", got, remedy)
     return contribution_B
+
+
+class _Norms(dict[str, Tensor]):
+    """Norms by parameter name, each of shape (B,), with the joint norm of all parameters.
+
+    Attributes:
+        joint_B: shape (B,). Checks and rules use it several times, so it is computed once.
+    """
+
+    def __init__(self, norms: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__(norms)
+        self.joint_B = _joint_norm(self.values())
+
+
+def _joint_norm_of(norms: Mapping[str, Tensor]) -> Tensor:
+    """Return the joint norm of norms by parameter name, shape (B,)."""
+    return norms.joint_B if isinstance(norms, _Norms) else _joint_norm(norms.values())
+
+
+def _products(factors: Mapping[str, Tensor], norms: Mapping[str, Tensor]) -> Tensor:
+    """Return each factor times its norm, one row per parameter and one column per example."""
+    distinct = _distinct(factors)
+    if len(distinct) == 1:
+        return distinct[0] * torch.stack([norms[name] for name in factors])
+    return torch.stack([factor_B * norms[name] for name, factor_B in factors.items()])
 
 
 def _distinct(factors: Mapping[str, Tensor]) -> list[Tensor]:

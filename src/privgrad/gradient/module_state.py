@@ -71,13 +71,18 @@ def seeded(seed: int) -> Generator[None]:
     PrivateGradient calls it for the draws of the model, such as dropout. `public_gradient` and the checks of
     `validation`, `randomness`, `probes` and `engines.self_check` call it too. The noise has a stream of its own.
     """
-    with torch.random.fork_rng():
-        if torch.accelerator.is_available():
+    if torch.accelerator.is_available():
+        with torch.random.fork_rng():
             torch.manual_seed(seed)
-        else:
-            # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
-            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    # Without an accelerator, torch.manual_seed queues calls for one forever: memory would grow at every step.
+    state = torch.default_generator.get_state()
+    try:
+        torch.default_generator.manual_seed(seed)
         yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 @contextmanager
@@ -156,7 +161,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
             names = list(now.keys() - attributes.keys())
             names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
             for name, container, held in contents:
-                if not _identical(_held(container), held):
+                if (held or container) and not _identical(_held(container), held):
                     _refill(container, held)
                     names.append(name)
             for name in dict.fromkeys(names):
@@ -193,8 +198,9 @@ def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str,
     """List (attribute, container, contents) for every list, dict, set or deque in the attributes, nested ones too."""
     found: list[tuple[str, Any, tuple[Any, ...]]] = []
     seen = set[int]()
-    looked = [(name, value) for name, value in attributes.items() if name not in but]
-    waiting: list[tuple[str, Any]] = [(name, value) for name, value in looked if isinstance(value, _CONTAINERS)]
+    waiting: list[tuple[str, Any]] = [
+        (name, value) for name, value in attributes.items() if isinstance(value, _CONTAINERS) and name not in but
+    ]
     while waiting:
         name, container = waiting.pop()
         if id(container) in seen:
@@ -226,8 +232,6 @@ def _refill(container: Any, held: tuple[Any, ...]) -> None:
 
 def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Return whether two containers hold the same objects; items of dicts are pairs, compared part by part."""
-    if not one and not other:  # the usual case
-        return True
     return len(one) == len(other) and all(
         a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
         for a, b in zip(one, other, strict=True)

@@ -359,6 +359,8 @@ def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -
     std = gradient.noise_std
     for name in names:
         noise: object = cast("Mapping[str, object]", std).get(name) if hasattr(std, "get") else std
+        if isinstance(noise, float) and 0 <= noise < math.inf:
+            continue
         one = noise if isinstance(noise, float | int | Tensor) else math.nan
         if not bool(torch.as_tensor((one >= 0) & (one < math.inf)).all()):
             remedy = "pass the return value of PrivateGradient, or a NoisyGradient with noise_std = sigma C / B"

@@ -31,7 +31,7 @@ class MemoryPlan:
     def examples(self, usual_size: int, floats: int) -> int:
         """Return the number of examples per pass. A batch of `usual_size`, which is public, has nearly equal parts."""
         most = max(1, self._together // max(1, floats))
-        if self._room is None and usual_size * floats > max(_FEW, 12 * self._size):
+        if self._room is None and usual_size * floats > _FEW and usual_size * floats > 12 * self._size:
             # Inputs and output gradients of all layers are in memory together. Two parts keep the peak near that of
             # ordinary training.
             most = min(most, -(-usual_size // 2))

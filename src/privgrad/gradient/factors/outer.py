@@ -95,7 +95,7 @@ class Outer(LinearMapFactor):
 
     def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return b and a with the positions of all examples in one dimension, and the weights multiplied into b."""
-        a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype)[:, None, None]
+        a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype).view(-1, 1, 1)
         if not b_BTO.is_contiguous():  # recurrent layers keep time first in memory
             a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
         return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
