@@ -76,6 +76,8 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "a mask": lambda v: v * (torch.arange(v.numel()).view_as(v) % 3 > 0),
     "rows mixed": lambda v: v + 0.1 * v.flip(0),
     "entries mixed": lambda v: v.flip(1),
+    "rows mixed, one entry apart": lambda v: v + v.flatten(1).roll((1, -1), (0, 1)).view_as(v),
+    "rows mixed, one entry apart the other way": lambda v: v + v.flatten(1).roll((1, 1), (0, 1)).view_as(v),
     "all rows by one norm": lambda v: v / v.norm(),
     "a part along another row": lambda v: v + (v * torch.linspace(0, 1, 18).view(3, 3, 2)).sum((1, 2, 3), True) * v[0],
     "along itself, of another row": lambda v: (
