@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,8 +221,9 @@ class Pulled(Factor):
         if inverse_scales is not None or rows is None or rows.is_per_row or self.examples == 0:
             return super().norms(inverse_scales)
         norm_B, spoiled_B = rows.norms(self.sums.of(rows))
-        for index in cast("list[int]", spoiled_B.nonzero()[:, 0].tolist()):
-            norm_B[index] = Factor.norms(self[index : index + 1])[0]
+        again = spoiled_B.nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(self[again])
         return norm_B
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:

@@ -134,7 +134,10 @@ class RowSums(NamedTuple):
         h_BOF = grads.dense().flatten(2)
         square_BO, unit_BO = (cast(Tensor, torch.linalg.vecdot(h_BOF, other)) for other in (h_BOF, unit_OF))
         bound_B = square_BO.sum(1, dtype=torch.float64).sqrt()
-        return cls(square_BO, h_BOF.mean(2), unit_BO, bound_B, ~(bound_B >= TINY) | ~torch.isfinite(bound_B))
+        lost_B = ~((bound_B >= TINY) & torch.isfinite(bound_B))
+        if bool(lost_B.any()):  # squares underflow, unless the gradient is zero
+            lost_B[lost_B.clone()] = (h_BOF[lost_B] != 0).flatten(1).any(1)
+        return cls(square_BO, h_BOF.mean(2), unit_BO, bound_B, lost_B)
 
 
 class SharedSums:
