@@ -135,18 +135,18 @@ def test_the_number_of_examples_in_a_pass_does_not_decide_what_is_kept(monkeypat
 
 
 def row_of(share: float) -> tuple[Tensor, ...]:
-    """Return an example whose gradient in Linear(2, 220) has norm `share`."""
-    return (torch.full((1, 2), share / 440**0.5),)
+    """Return an example whose gradient in Linear(2, 880) has norm `share`."""
+    return (torch.full((1, 2), share / 1760**0.5),)
 
 
 def word_of(share: float) -> tuple[Tensor, ...]:
-    """Return an example whose gradient in Embedding(2, 104) has norm `share`."""
-    return torch.zeros(1, dtype=torch.long), torch.full((1,), share / 104**0.5)
+    """Return an example whose gradient in Embedding(2, 416) has norm `share`."""
+    return torch.zeros(1, dtype=torch.long), torch.full((1,), share / 416**0.5)
 
 
 ALIKE: dict[str, tuple[Callable[[], nn.Module], int, int, Callable[[float], tuple[Tensor, ...]], float]] = {
-    "Linear": (lambda: nn.Linear(2, 220, bias=False), 4700, 4766, row_of, 0.94),
-    "Embedding": (lambda: nn.Embedding(2, 104), 9990, 10_082, word_of, 0.9999),
+    "Linear": (lambda: nn.Linear(2, 880, bias=False), 4700, 4766, row_of, 0.94),
+    "Embedding": (lambda: nn.Embedding(2, 416), 9990, 10_082, word_of, 0.9999),
 }
 
 
@@ -156,7 +156,7 @@ def linear_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_equal_examples_round_alike_when_one_more_would_have_split_the_pass(name: str):
-    """With passes by the drawn size, the last example here split a pass in two: 1.3 C and 2.43 C."""
+    """With passes by the drawn size, the last example here split a pass in two: 1.09 C and 2.43 C."""
     make, expected, drawn, one, share = ALIKE[name]
     model, sums = make(), list[Tensor]()
     for last in (None, 1.0, -1.0):

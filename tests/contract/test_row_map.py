@@ -76,6 +76,8 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "a mask": lambda v: v * (torch.arange(v.numel()).view_as(v) % 3 > 0),
     "rows mixed": lambda v: v + 0.1 * v.flip(0),
     "entries mixed": lambda v: v.flip(1),
+    "rows mixed, one entry apart": lambda v: v + v.flatten(1).roll((1, -1), (0, 1)).view_as(v),
+    "rows mixed, one entry apart the other way": lambda v: v + v.flatten(1).roll((1, 1), (0, 1)).view_as(v),
     "all rows by one norm": lambda v: v / v.norm(),
     "a part along another row": lambda v: v + (v * torch.linspace(0, 1, 18).view(3, 3, 2)).sum((1, 2, 3), True) * v[0],
     "along itself, of another row": lambda v: (
@@ -138,6 +140,19 @@ def test_norms_of_gradients_that_the_jacobian_nearly_removes_are_computed_from_t
     pulled = Pulled(same, Jacobian(of_length_one(v), v, 1.0, lambda own: JacobianNorms().rows(0, own)), apart=False)
     assert pulled.jacobian.rows is not None
     torch.testing.assert_close(pulled.norms(), pulled.dense().double().flatten(1).norm(dim=1), rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 9], ids=["few positions", "many positions"])
+def test_norms_of_zero_tiny_and_huge_gradients_are_those_of_gradients_that_are_written_out(size: int):
+    torch.manual_seed(0)
+    share = torch.tensor([1.0, 0.0, 1e-25, 1e25]).view(4, 1, 1, 1)
+    x, b = torch.randn(4, 16, size, size), torch.randn(4, 32, size, size) * share
+    v = leaf(32, 16, 3, 3, dtype=torch.float32)
+    inner = Convolution(x, b, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 1))
+    pulled = Pulled(inner, Jacobian(of_length_one(v), v, 1.0, lambda own: JacobianNorms().rows(0, own)), apart=False)
+    wanted = pulled.dense().double().flatten(1).norm(dim=1)
+    torch.testing.assert_close(pulled.norms()[:3], wanted[:3], rtol=1e-5, atol=0)
+    assert not torch.isfinite(pulled.norms()[3]) or pulled.norms()[3] >= wanted[3] * (1 - 1e-5)
 
 
 def test_a_closed_form_is_not_reused_for_another_weight_of_the_same_step():

@@ -20,7 +20,7 @@ from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors import base as factors
 from privgrad.gradient.factors import embedding as tables
-from privgrad.gradient.factors import jacobian, norms, outer
+from privgrad.gradient.factors import jacobian, norms, outer, row_map
 from privgrad.gradient.factors import weight_standardization as standardization
 from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.embedding import Rows
@@ -94,11 +94,22 @@ def projected_twice(patch: Patch) -> None:
     """Norms that are too small: what weight standardization takes from a gradient is taken from its square twice."""
     real = standardization.Projected.__init__
 
-    def wrong(self: Any, h: Any, rows: Any, scale: Any, mean: Any, along: Any, square: Any) -> None:
+    def wrong(self: Any, grads: Any, rows: Any, scale: Any, numbers: Any, *more: Any) -> None:
+        mean, along, square = numbers
         taken = (mean.square() + along.square()) * rows[0].numel()
-        real(self, h, rows, scale, mean, along, (square - taken).clamp(min=0))
+        real(self, grads, rows, scale, (mean, along, (square - taken).clamp(min=0)), *more)
 
     patch.setattr(standardization.Projected, "__init__", wrong)
+
+
+def removed_by_the_jacobian_unseen(patch: Patch) -> None:
+    """Norms from sums over rows, also where rounding hides what a Jacobian leaves of a gradient."""
+    patch.setattr(row_map, "canceled", lambda square, _: torch.zeros_like(square, dtype=torch.bool))
+
+
+def any_closed_form(patch: Patch) -> None:
+    """Every Jacobian is taken for one with three numbers per row."""
+    patch.setattr(row_map, "_agree", lambda *_: True)
 
 
 def one_variance_for_all(patch: Patch) -> None:
@@ -528,6 +539,18 @@ CLIPPING = [
         "the norm of a Jacobian kept while the weight's computation changes",
         a_norm_that_is_kept,
         "test_rounding.test_a_gate_that_opens_after_the_first_step_lets_no_example_add_more_than_c",
+    ),
+    Mutant(
+        "what a Jacobian in closed form removes hidden by rounding",
+        removed_by_the_jacobian_unseen,
+        "test_row_map.test_norms_of_gradients_that_the_jacobian_nearly_removes_are_computed_from_themselves",
+        {"size": 2},
+    ),
+    Mutant(
+        "a closed form for every Jacobian",
+        any_closed_form,
+        "test_row_map.test_no_closed_form_is_found_for_another_jacobian",
+        {"name": "a mask"},
     ),
     Mutant(
         "the Jacobian of a computed weight left out of the bound",

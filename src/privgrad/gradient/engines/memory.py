@@ -10,7 +10,7 @@ could split a pass in two, or change how a gradient is stored, all others would 
 from torch import nn
 
 _TOGETHER = 1 << 24  # floats of output gradients per pass, at least; larger models get more
-_FEW = 1 << 20  # floats of output gradients that are never split in two passes, however small the model is
+_FEW = 1 << 22  # floats of output gradients that are never split in two passes, however small the model is
 
 
 class MemoryPlan:

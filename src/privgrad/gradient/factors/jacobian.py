@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,12 +129,14 @@ class JacobianNorms:
 
     def __init__(self) -> None:
         self._found: dict[object, _Measured] = {}
-        self._maps: dict[object, _Mapped] = {}
+        self._maps: dict[object, tuple[Tensor, RowMap | None]] = {}  # of this step, with the weights that they fit
+        self._verified: dict[object, tuple[int, bool]] = {}  # the period, and whether there was a map
         self._step: int | None = None
 
     def begin_step(self) -> None:
         """Count a step of the training. Without steps, every pass compares |J^T u|. `Factored.begin_step` calls it."""
         self._step = 0 if self._step is None else self._step + 1
+        self._maps.clear()
 
     def of(self, key: object, jacobian: Jacobian) -> float:
         """Return the norm of the key's Jacobian, from the cache or measured now."""
@@ -155,25 +157,19 @@ class JacobianNorms:
 
         If there is none, the next attempt is many steps later.
         """
-        step, known, weight = self._step, self._maps.get(key), jacobian.weight.detach()
-        period = None if step is None else step // _STEPS
-        verified = known is not None and period is not None and known.period == period
-        if known is not None and verified and known.map is None:
+        weight, known = jacobian.weight.detach(), self._maps.get(key)
+        if known is not None and torch.equal(known[0], weight):
+            return known[1]
+        period = None if self._step is None else self._step // _STEPS
+        last, exists = self._verified.get(key, (None, False))
+        recent = period is not None and last == period
+        if recent and not exists:
             return None
-        if known is not None and verified and known.step == step:
-            if torch.equal(known.weight, weight):
-                return known.map
-            verified = False
-        found = found_map(weight, jacobian.parameter, jacobian.product, verified=verified)
-        self._maps[key] = _Mapped(found, weight, period, step)
+        # A weight that changes within a step is not the one that was verified.
+        found = found_map(weight, jacobian.parameter, jacobian.product, verified=recent and known is None)
+        if period is not None and known is None:  # later passes of a step, whose number is private, decide nothing
+            self._maps[key], self._verified[key] = (weight, found), (period, found is not None)
         return found
-
-
-class _Mapped(NamedTuple):
-    map: RowMap | None
-    weight: Tensor  # that the map belongs to
-    period: int | None  # the period of _STEPS steps in which the map was verified
-    step: int | None  # the last step that used the map
 
 
 class _Measured(NamedTuple):
@@ -225,8 +221,9 @@ class Pulled(Factor):
         if inverse_scales is not None or rows is None or rows.is_per_row or self.examples == 0:
             return super().norms(inverse_scales)
         norm_B, spoiled_B = rows.norms(self.sums.of(rows))
-        for index in cast("list[int]", spoiled_B.nonzero()[:, 0].tolist()):
-            norm_B[index] = Factor.norms(self[index : index + 1])[0]
+        again = spoiled_B.nonzero()[:, 0]
+        if len(again) > 0:
+            norm_B[again] = Factor.norms(self[again])
         return norm_B
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
