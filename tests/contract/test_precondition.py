@@ -45,9 +45,9 @@ def gradient_of(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("unit", ["eps", "eps inside", "noise_eps"])
-@pytest.mark.parametrize("schedule", ["step", "epoch"])
+@pytest.mark.parametrize(("schedule", "every"), [("step", 1), ("step", 3), ("step", None), ("epoch", None)])
 @pytest.mark.parametrize("rule", RULES)
-def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, unit: str):
+def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, every: int | None, unit: str):
     """Twelve steps, float64: the gradients before their noise (which eps does not need), and the weights."""
     torch.manual_seed(0)
     x, y, px, py = torch.randn(32, 5).double(), torch.arange(32) % 3, torch.randn(11, 5).double(), torch.arange(11) % 3
@@ -59,7 +59,7 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, unit: str):
     gradient = pg.PublicGradient(model, loss_fn, (px, py), source="test", batch_size=4)
     decays: dict[str, dict[str, Any]] = {"rmsprop": {"alpha": 0.8}, "adam": {"betas": (0.7, 0.8)}}
     of_unit: dict[str, Any] = {"noise_eps": 4.0} if by_noise else {"eps": 1e-3, "eps_inside": unit == "eps inside"}
-    made = RULES[rule](gradient, **decays.get(rule, {}), **of_unit, schedule=schedule)
+    made = RULES[rule](gradient, **decays.get(rule, {}), **of_unit, schedule=schedule, every=every)
     private_grad, seen = pg.PrivateGradient(model, loss_fn, plan, precondition=made), list[Tensor]()
     private_grad.register_raw_observer(lambda raw: seen.append(raw.raw_mean["weight"].clone()))
     optimizer = pg.optim.SGD(model.named_parameters(), lr=0.5)
@@ -67,9 +67,9 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, unit: str):
     plain = AdaDPS(gradient_of, px, py, batch_size=4, rule=rule, unit=unit, noise=noise)
     clipped = 0
     for step, batch in enumerate(plan.batches(TensorDataset(x, y))):
-        if schedule == "step":
-            plain.see_step(w, step)
-        elif step % 4 == 0:  # q = 1/4: an expected pass takes four steps
+        if schedule == "step" and step % (every or 4) == 0:  # 4 is the default
+            plain.see_step(w, step // (every or 4))
+        elif schedule == "epoch" and step % 4 == 0:  # q = 1/4: an expected pass takes four steps
             plain.see_epoch(w, step // 4)
         inputs, labels = batch.examples
         parts = [plain.contribution(w, a, b, clip_norm) for a, b in zip(inputs, labels, strict=True)]
@@ -83,6 +83,26 @@ def test_agrees_with_a_loop_over_examples(rule: str, schedule: str, unit: str):
         w = w - 0.5 * released["weight"]
         torch.testing.assert_close(model.weight.detach(), w, rtol=1e-9, atol=1e-12)
     assert clipped > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scales_are_kept_between_public_batches(rule: str):
+    model = make_model()
+    made = RULES[rule](public(model, batch_size=3), every=3).begun(model)
+    parameters = dict(model.named_parameters())
+    found = [
+        made.transform(step, epoch_steps=4, noise_std=1.0, parameters=parameters, raw_mean=dict) for step in range(7)
+    ]
+    assert [len({id(part) for part in found[a:b]}) for a, b in ((0, 3), (3, 6), (2, 4), (5, 7))] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_between_public_batches_are_checked(rule: str):
+    gradient = public(make_model())
+    with pytest.raises(pg.PrivacyError, match="every to be an integer >= 1, got 0"):
+        RULES[rule](gradient, every=0)
+    with pytest.raises(pg.PrivacyError, match="every to be absent with schedule='epoch', got 4"):
+        RULES[rule](gradient, schedule="epoch", every=4)
 
 
 def test_noise_eps_divides_by_hand():

@@ -15,13 +15,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import expected, require_decays, require_positive
+from privgrad.errors import expected, require_decays, require_integer, require_positive
 from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.precondition import MeanGradient, Preconditioner, Transform
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.threads import blocks
 
 _NOISE_EPS = 10.0  # the default; docs/choosing.md reports how it was chosen
+_EVERY = 4  # the default; docs/methods.md reports how it was chosen
 Rule = Literal["rmsprop", "adam", "adagrad"]
 Schedule = Literal["step", "epoch"]
 
@@ -43,6 +44,7 @@ class Moments(Preconditioner):
         noise_eps: float | None,
         eps_inside: bool,
         schedule: Schedule,
+        every: int | None,
     ) -> None:
         name = f"precondition.{'public' if gradient else 'raw_ideal'}_{rule}"
         if gradient is not None and not isinstance(gradient, PublicGradient):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -66,9 +68,15 @@ class Moments(Preconditioner):
             raise expected(name, "keep", "to be in (0, 1]", keep, "0.9 is the paper's")
         if schedule not in get_args(Schedule):
             raise expected(name, "schedule", "to be 'step' or 'epoch'", repr(schedule), "choose one")
+        if every is not None:
+            require_integer(name, "every", every, 1)
+            if schedule == "epoch":
+                remedy = "leave every out, or give schedule='step'"
+                raise expected(name, "every", "to be absent with schedule='epoch'", every, remedy)
         self._gradient, self._rule, self._schedule = gradient, rule, schedule
         (self._beta1, self._beta2), self._keep = betas, keep
         self._eps, self._noise_eps, self._eps_inside = eps, noise_eps, eps_inside
+        self._every = 1 if schedule == "epoch" else _EVERY if every is None else every
         self.is_public = gradient is not None
         self.source = gradient.source if gradient else "the private batch: NOT private"
         self._begin()
@@ -89,6 +97,8 @@ class Moments(Preconditioner):
             **({"noise_eps": self._noise_eps} if self._eps is None else {"eps": self._eps}),
             "eps_inside": self._eps_inside,
             "schedule": self._schedule,
+            # Left out for 1, so that checkpoints from before this option can be resumed.
+            **({"every": self._every} if self._schedule == "step" and self._every > 1 else {}),
         }
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
         return f"{self._rule}({self._gradient or self.source}; {shown})"
@@ -116,7 +126,7 @@ class Moments(Preconditioner):
         if self._eps is None and noise_std == 0:
             remedy = "give eps in place of noise_eps: there is no noise to measure it by"
             raise expected("precondition", "noise_std", "to be positive for noise_eps", noise_std, remedy)
-        every = 1 if self._schedule == "step" else epoch_steps
+        every = self._every if self._schedule == "step" else epoch_steps
         for name, square in self._exp_avg_sq.items():
             if name in parameters and parameters[name].shape != square.shape:
                 remedy = "load the state into a run of the model that it was saved from"
@@ -200,6 +210,7 @@ def public_rmsprop(
     eps: float | None = None,
     eps_inside: bool = False,
     schedule: Schedule = "step",
+    every: int | None = None,
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with RMSProp's scales, from public data.
 
@@ -220,6 +231,8 @@ def public_rmsprop(
             all of C.
         eps_inside: whether eps is added inside the root (the authors' code) or outside (the paper).
         schedule: "step" (the paper) or "epoch" (the authors' code).
+        every: with the schedule "step", the number of steps for which scales are kept, >= 1; then v is updated by the
+            next public batch. None: 4. The paper has 1, which takes longer.
     Raises:
         PrivacyError: `gradient` is not a PublicGradient, or a number is out of range.
     Privacy:
@@ -229,7 +242,14 @@ def public_rmsprop(
         Li et al. 2022 (AdaDPS, arXiv 2202.05963), algorithm 1, option 1.
     """
     return Moments(
-        gradient, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule
+        gradient,
+        "rmsprop",
+        betas=(0.0, alpha),
+        eps=eps,
+        noise_eps=noise_eps,
+        eps_inside=eps_inside,
+        schedule=schedule,
+        every=every,
     )
 
 
@@ -242,6 +262,7 @@ def public_adam(
     eps: float | None = None,
     eps_inside: bool = False,
     schedule: Schedule = "step",
+    every: int | None = None,
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with Adam's scales and a share of public momentum.
 
@@ -258,6 +279,7 @@ def public_adam(
         eps: as in `public_rmsprop`.
         eps_inside: as in `public_rmsprop`.
         schedule: as in `public_rmsprop`.
+        every: as in `public_rmsprop`, for M too.
     """
     return Moments(
         gradient,
@@ -268,6 +290,7 @@ def public_adam(
         noise_eps=noise_eps,
         eps_inside=eps_inside,
         schedule=schedule,
+        every=every,
     )
 
 
@@ -278,6 +301,7 @@ def public_adagrad(
     eps: float | None = None,
     eps_inside: bool = False,
     schedule: Schedule = "step",
+    every: int | None = None,
 ) -> Preconditioner:
     """Return the preconditioner of AdaDPS with AdaGrad's scales: v = v + h**2, and A as in `public_rmsprop`.
 
@@ -289,8 +313,11 @@ def public_adagrad(
         eps: as in `public_rmsprop`.
         eps_inside: as in `public_rmsprop`.
         schedule: as in `public_rmsprop`; "epoch" adds the mean of h**2 over all public batches once per pass.
+        every: as in `public_rmsprop`.
     """
-    return Moments(gradient, "adagrad", eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule)
+    return Moments(
+        gradient, "adagrad", eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule=schedule, every=every
+    )
 
 
 def raw_ideal_rmsprop(
@@ -311,7 +338,14 @@ def raw_ideal_rmsprop(
         Li et al. 2022 (AdaDPS), their "ideal" rows.
     """
     return Moments(
-        None, "rmsprop", betas=(0.0, alpha), eps=eps, noise_eps=noise_eps, eps_inside=eps_inside, schedule="step"
+        None,
+        "rmsprop",
+        betas=(0.0, alpha),
+        eps=eps,
+        noise_eps=noise_eps,
+        eps_inside=eps_inside,
+        schedule="step",
+        every=1,
     )
 
 

@@ -351,18 +351,16 @@ def _number(value: Any) -> Any:
 
 def _require_covered(function: str, gradient: NoisyGradient, names: list[str]) -> None:
     """Raise PrivacyError unless the gradient has a value and a valid noise_std for each name."""
-    missing = [name for name in names if name not in gradient]
-    if missing:
+    if missing := [name for name in names if name not in gradient]:
         remedy = "give the optimizer and PrivateGradient the same model"
         got = f"a gradient without {', '.join(missing)}"
         raise expected(function, "grad", "to cover every trainable parameter", got, remedy)
     std = gradient.noise_std
     for name in names:
         noise: object = cast("Mapping[str, object]", std).get(name) if hasattr(std, "get") else std
-        if isinstance(noise, float) and 0 <= noise < math.inf:
-            continue
         one = noise if isinstance(noise, float | int | Tensor) else math.nan
-        if not bool(torch.as_tensor((one >= 0) & (one < math.inf)).all()):
+        valid = (one >= 0) & (one < math.inf)
+        if not (bool(valid.all()) if isinstance(valid, Tensor) else valid):
             remedy = "pass the return value of PrivateGradient, or a NoisyGradient with noise_std = sigma C / B"
             got = f"{float(noise.min()):g} to {float(noise.max()):g}" if isinstance(noise, Tensor) else noise
             raise expected(function, f"noise_std of {name!r}", "to be finite numbers >= 0", got, remedy)
