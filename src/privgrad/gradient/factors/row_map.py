@@ -173,6 +173,8 @@ def found(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *
         pull: function from h to J^T h.
         verified: whether the second product is already known to agree, as in an earlier step.
     """
+    if weight.dim() < 2:  # a computed bias has no rows
+        return None
     w_OF, rows = weight.detach().flatten(1), len(weight)
     like_weight = parameter.shape == weight.shape
     per_row = parameter.dim() > 0 and len(parameter) == parameter.numel() == rows
