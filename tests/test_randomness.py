@@ -258,8 +258,8 @@ def test_a_hundred_million_normals(kind: str):
 @pytest.mark.parametrize("twin", [lambda z: 1.005 * z, lambda z: z + 0.01, lambda z: np.clip(z, -4, 4), np.round])
 def test_the_measurement_rejects_what_is_not_normal(twin: Callable[[Any], Any]):
     class Twin(Stream):
-        def normal_blocks(self, step: int, dtype: Any, *, dense: bool = False) -> Any:
-            draw = super().normal_blocks(step, dtype, dense=dense)
+        def normal_blocks(self, step: int, dtype: Any, **options: Any) -> Any:
+            draw = super().normal_blocks(step, dtype, **options)
             return lambda block, count: twin(draw(block, count))
 
     with pytest.raises(AssertionError):

@@ -165,6 +165,13 @@ def test_a_closed_form_is_not_reused_for_another_weight_of_the_same_step():
         torch.testing.assert_close(jacobian.pull(h, batched=True), share * h)
 
 
+class Shifted(nn.Linear):
+    """Computes its bias too, which has no rows."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
+        return F.linear(input, 2 * self.weight, torch.tanh(self.bias))
+
+
 class Standardized(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, torch's name
         return F.conv2d(input, standardized(self.weight), self.bias, self.stride, self.padding)
@@ -175,6 +182,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "standardized, few positions": (lambda: Standardized(16, 32, 3, padding=1), (16, 2, 2)),
     "weight_norm": (lambda: weight_norm(nn.Conv1d(6, 4, 3, dilation=2)), (6, 9)),
     "weight_norm, transposed": (lambda: weight_norm(nn.ConvTranspose1d(6, 4, 4, stride=2)), (6, 9)),
+    "computed bias": (lambda: Shifted(20, 6), (20,)),
     "weight_norm, linear": (lambda: weight_norm(nn.Linear(20, 6)), (3, 20)),
 }
 

@@ -422,10 +422,11 @@ def by_function(way: str) -> Builder:
     """Return a builder of modules whose parameters are used by functions."""
 
     def build(draw: Draw, shape: Shape) -> Made:
-        places = shape[-2] if len(shape) > 1 else 1
-        outer = (*shape[:-2], places + 1) if "token" in way else shape[:-1]
-        width = 2 if way == "generated weight" else shape[-1]
-        return ByFunction(way, shape[-1], places), (*outer, width)
+        *outer, width = shape
+        places = outer[-1] if outer else 1
+        if "token" in way:
+            outer[-1] += 1
+        return ByFunction(way, width, places), (*outer, 2 if way == "generated weight" else width)
 
     return build
 

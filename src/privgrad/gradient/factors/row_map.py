@@ -3,9 +3,9 @@
 Weight standardization, weight_norm and the multiplication with a constant have such a Jacobian, however they are
 written. `jacobian` finds it from products with random matrices, and `weight_standardization` knows it.
 
-The privacy guarantee does not rest on a map being the true Jacobian: the same map gives an example's norm and its share
-of the sum, and it depends on the weights alone. It rests on `RowMap` and `RowSums`.
-The gradients are right if the map is, which `found` verifies.
+The privacy guarantee rests on `RowMap` and `RowSums`. It does not rest on `found`: whatever the map, it depends on the
+weights alone, and it gives both the norm of an example and its share of the sum. The gradients are right only if the
+map is the Jacobian. `found` verifies this by random products.
 
 Shape suffixes: B examples, T positions of an example, O rows of the weight (outputs), F entries of a row.
 """
@@ -163,9 +163,10 @@ def _is_outer(grads: Factor) -> bool:
 def found(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *, verified: bool) -> RowMap | None:
     """Return the map of a weight's Jacobian with respect to a parameter, or None if it has no such form.
 
-    Computes: J^T h for a random h that is not orthogonal to u or to the constant row. The numbers are the solution of
-    least squares for each row. F products must agree with three numbers. With other numbers in `J^T`, a second random
-    matrix gives products that differ from those of the map.
+    Computes: J^T h for a random h that is not orthogonal to u or to the constant row. Least squares give three numbers
+    for the F entries of each row, and the map of these must give all entries. A Jacobian of another form may pass by
+    chance for one h: for instance, if it multiplies u with the product of h and a row other than u. It does not pass
+    for a second one.
 
     Args:
         weight: w.
@@ -173,13 +174,13 @@ def found(weight: Tensor, parameter: Tensor, pull: Callable[[Tensor], Tensor], *
         pull: function from h to J^T h.
         verified: whether the second product is already known to agree, as in an earlier step.
     """
-    if weight.dim() < 2:  # a computed bias has no rows
+    if weight.dim() < 2 or weight[0].numel() < _LEAST or weight.dtype != parameter.dtype:
         return None
-    w_OF, rows = weight.detach().flatten(1), len(weight)
     like_weight = parameter.shape == weight.shape
-    per_row = parameter.dim() > 0 and len(parameter) == parameter.numel() == rows
-    if not (like_weight or per_row) or w_OF.shape[1] < _LEAST or weight.dtype != parameter.dtype:
+    per_row = parameter.dim() > 0 and len(parameter) == parameter.numel() == len(weight)
+    if not (like_weight or per_row):
         return None
+    w_OF = weight.detach().flatten(1)
     length_O = native_norms(w_OF)
     if not bool((length_O > 0).all() & torch.isfinite(length_O).all()):
         return None
