@@ -26,26 +26,37 @@ NO_LORA = {"poolformer", "resnet_groupnorm", "mamba", "mamba2"}
 SINGLE_PRECISION = {"gpt_neo"}  # it computes its attention in single precision
 # What the engine refuses by name, with a part of its message. The remedy of each has a test of its own.
 REFUSED = {"hand_spectral_norm_head": "like spectral_norm's vectors, use engine='vmap'"}
-# Not right yet, by name and variant.
-_STALE = "the engine keeps tensors of vmap for a forward pass that is computed again"
-_WRITES = "peft writes the parameters of experts in the forward pass"
-_ROUTES = "the engine refuses it if the rows of its first check reach no expert of some kind"
-KNOWN: dict[tuple[str, str], str] = {
-    **{(name, "lora"): _WRITES for name in ("mixtral", "qwen3_moe", "olmoe")},
+# Not accepted yet, by name, variant and kind of gradient. Remove an entry as soon as its tests pass.
+_STALE = "checkpointing computes a layer again outside of the vmap of a module in it: a bare RuntimeError of torch"
+_WRITES = "peft writes the parameters of experts in the forward pass, and privgrad refuses that"
+KNOWN: dict[tuple[str, str, str], str] = {
+    **{(name, "lora", kind): _WRITES for name in ("mixtral", "qwen3_moe", "olmoe") for kind in KINDS},
     **{
-        (name, "checkpointing"): _STALE
+        (name, "checkpointing", kind): _STALE
         for name in (
             "deberta_v2", "falcon", "gemma2", "gemma3", "olmo2", "mamba", "mamba2", "rwkv", "beit", "dinov2", "yolos",
         )
+        for kind in KINDS
     },
-    **{(name, "checkpointing"): "BAM only" for name in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")},
-    **{("hand_moe_modulelist", variant): _ROUTES for variant in ("", "bf16")},
 }  # fmt: skip
+# The same, but what is drawn or routed decides whether it happens.
+SOMETIMES: dict[tuple[str, str, str], str] = {
+    **{
+        (name, "checkpointing", "BAM"): "a displaced router chooses others when it is computed again: CheckpointError"
+        for name in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+    },
+    **{
+        ("hand_moe_modulelist", variant, kind): "it is refused if no row of the first check reaches one of the experts"
+        for variant in ("", "bf16")
+        for kind in KINDS
+    },
+    ("hand_tcn_old_weight_norm", "bf16", "BAM"): "rounding in half precision is above the tolerance of the check",
+}
 VARIED = [
     *((name, "") for name in ARCHITECTURES | BLOCKS),
     *((name, "lora") for name in TRANSFORMERS if name not in NO_LORA),
     *((name, "checkpointing") for name in TRANSFORMERS if name not in NOT_CHECKPOINTED),
-    *((name, "bf16") for name in ARCHITECTURES),
+    *((name, "bf16") for name in ARCHITECTURES if name != "fnet"),  # torch has no Fourier transform in bf16
 ]
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -102,6 +113,6 @@ def test_what_is_refused_names_a_remedy_that_works(name: str):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "variant"), [pair for pair in VARIED if pair[0] not in REFUSED])
 def test_all_architectures(name: str, variant: str, kind: str, request: pytest.FixtureRequest):
-    if reason := KNOWN.get((name, variant)):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+    if reason := (KNOWN | SOMETIMES).get((name, variant, kind)):
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=(name, variant, kind) in KNOWN))
     compare(name, kind, variant)
