@@ -179,7 +179,7 @@ def _bilinear(
     """Compute F.bilinear by a matrix product; torch's rule is right, but its backward pass is twenty times slower."""
     outputs, inputs, others = weight.shape
     mapped = input1 @ weight.permute(1, 0, 2).reshape(inputs, outputs * others)
-    output = (mapped.unflatten(-1, (outputs, others)) * input2.unsqueeze(-2)).sum(-1)
+    output = (mapped.view(*mapped.shape[:-1], outputs, others) * input2.unsqueeze(-2)).sum(-1)
     return output if bias is None else output + bias
 
 
