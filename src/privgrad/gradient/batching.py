@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
@@ -48,10 +49,20 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
             return function(*inputs)
 
     def call(*inputs: Any) -> Any:
-        with without_vmap_warnings():
+        with without_vmap_warnings(), unseen_by_checkpoints():
             return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
 
     return call
+
+
+@contextmanager
+def unseen_by_checkpoints() -> Generator[None]:
+    """Keep saved tensors out of a checkpoint: it cannot compute operations under vmap again.
+
+    `engines.shared_values` calls it too, for values that exist already when a checkpoint computes again.
+    """
+    with saved_tensors_hooks(Tensor.detach, lambda x: x):
+        yield
 
 
 def _is_scripted(module: nn.Module) -> bool:

@@ -320,6 +320,8 @@ class Capture:
         except (PrivacyError, CallSequenceChangedError):
             raise
         except Exception as error:
+            if self.record.is_finished:  # torch ends the second run of a checkpointed part by an exception
+                raise
             got, unit = (str(error).splitlines() or [type(error).__name__])[0].rstrip("."), path.partition("[")[0]
             name = f"the function '{name_of(func)}' with parameters of '{unit}'"
             raise refused(name, "to run on one example", got, REMEDY, unit=unit) from error

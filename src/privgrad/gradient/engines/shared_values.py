@@ -9,15 +9,14 @@ numbers only. A value itself keeps the graph of its parameters. A use that `capt
 the losses to a parameter, and `passes` refuses it.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.batching import unseen_by_checkpoints
 from privgrad.gradient.engines.refusals import REMEDY, refused
 from privgrad.gradient.layers.base import version_of
 
@@ -139,12 +138,5 @@ def _present_modes(device: str) -> _Modes:
 def _within(modes: _Modes, compute: Callable[[], Tensor]) -> Tensor:
     """Return compute(), in these modes."""
     autocast = torch.autocast(modes.device, modes.dtype, enabled=modes.autocast)
-    with _unseen_by_checkpoints(), torch.set_grad_enabled(modes.grad), autocast:
+    with unseen_by_checkpoints(), torch.set_grad_enabled(modes.grad), autocast:
         return compute()
-
-
-@contextmanager
-def _unseen_by_checkpoints() -> Generator[None]:
-    """Keep saved tensors out of a checkpoint: its second run has the copies already, and does not save them again."""
-    with saved_tensors_hooks(Tensor.detach, lambda x: x):
-        yield
