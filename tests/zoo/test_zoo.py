@@ -27,22 +27,14 @@ SINGLE_PRECISION = {"gpt_neo"}  # it computes its attention in single precision
 # What the engine refuses by name, with a part of its message. The remedy of each has a test of its own.
 REFUSED = {"hand_spectral_norm_head": "like spectral_norm's vectors, use engine='vmap'"}
 # Not accepted yet, by name, variant and kind of gradient. Remove an entry as soon as its tests pass.
-_STALE = "checkpointing computes a layer again outside of the vmap of a module in it: a bare RuntimeError of torch"
 _WRITES = "peft writes the parameters of experts in the forward pass, and privgrad refuses that"
 KNOWN: dict[tuple[str, str, str], str] = {
     **{(name, "lora", kind): _WRITES for name in ("mixtral", "qwen3_moe", "olmoe") for kind in KINDS},
-    **{
-        (name, "checkpointing", kind): _STALE
-        for name in (
-            "deberta_v2", "falcon", "gemma2", "gemma3", "olmo2", "mamba", "mamba2", "rwkv", "beit", "dinov2", "yolos",
-        )
-        for kind in KINDS
-    },
 }  # fmt: skip
 # The same, but what is drawn or routed decides whether it happens.
 SOMETIMES: dict[tuple[str, str, str], str] = {
     **{
-        (name, "checkpointing", "BAM"): "a displaced router chooses others when it is computed again: CheckpointError"
+        (name, "checkpointing", "BAM"): "refused: a displaced router chooses others when it is computed again"
         for name in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
     },
     **{

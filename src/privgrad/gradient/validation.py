@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import CheckpointError
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import nodes
@@ -169,9 +170,16 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
 
 @contextmanager
 def refusing_in_place() -> Generator[None]:
-    """Raise UnsupportedModuleError where autograd needs a tensor that was changed; `engines.passes` calls it too."""
+    """Raise UnsupportedModuleError where autograd needs a tensor that was changed, or cannot compute it again.
+
+    `engines.passes` calls it too.
+    """
     try:
         yield
+    except CheckpointError as error:
+        name, condition = "a checkpointed part", "to compute the same again in the backward pass"
+        got, remedy = "other tensors", "switch gradient checkpointing off for this training"
+        raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError) from error
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
