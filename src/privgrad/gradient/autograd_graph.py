@@ -5,12 +5,36 @@ The privacy guarantee rests on `nodes`: with it, `validation` refuses losses who
 to `.grad`. If `sources` or `casts` were wrong, the self-check of the engines would compare the gradients that result.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward  # pyright: ignore[reportPrivateUsage]
+from torch.utils.checkpoint import CheckpointError
+
+from privgrad.errors import UnsupportedModuleError, expected
+
+
+@contextmanager
+def refusing_in_place() -> Generator[None]:
+    """Raise UnsupportedModuleError where autograd needs a tensor that was changed, or cannot compute it again.
+
+    `engines.passes` and `validation` call it.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        name, condition = "a checkpointed part", "to compute the same again in the backward pass"
+        got, remedy = "other tensors", "switch gradient checkpointing off for this training"
+        raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError) from error
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        name, remedy = "a tensor that autograd needs", "work on a copy, as ordinary training requires too"
+        condition, got = "not to be changed in place", "an in-place write"
+        raise expected("loss_fn", name, condition, got, remedy, UnsupportedModuleError) from error
 
 
 def gradients_at(

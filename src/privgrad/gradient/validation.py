@@ -9,8 +9,7 @@ find mistakes, but they prove nothing.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -23,10 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import CheckpointError
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.autograd_graph import nodes
+from privgrad.gradient.autograd_graph import nodes, refusing_in_place
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.probes import doubled, few_of, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, without_randomness
@@ -166,26 +164,6 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     randomness = find_randomness(model, loss_fn, few)
     require_apart(model, loss_fn, few, randomness)
     require_same_losses_in_half(model, loss_fn, examples, randomness)
-
-
-@contextmanager
-def refusing_in_place() -> Generator[None]:
-    """Raise UnsupportedModuleError where autograd needs a tensor that was changed, or cannot compute it again.
-
-    `engines.passes` calls it too.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        name, condition = "a checkpointed part", "to compute the same again in the backward pass"
-        got, remedy = "other tensors", "switch gradient checkpointing off for this training"
-        raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError) from error
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        name, remedy = "a tensor that autograd needs", "work on a copy, as ordinary training requires too"
-        condition, got = "not to be changed in place", "an in-place write"
-        raise expected("loss_fn", name, condition, got, remedy, UnsupportedModuleError) from error
 
 
 def configuration(model: nn.Module) -> int:

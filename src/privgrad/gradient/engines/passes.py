@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from privgrad.errors import PrivacyError
-from privgrad.gradient.autograd_graph import gradients_at, sources
+from privgrad.gradient.autograd_graph import gradients_at, refusing_in_place, sources
 from privgrad.gradient.engines.call_record import CallRecord
 from privgrad.gradient.engines.capture import Capture
 from privgrad.gradient.engines.hvp import backward, curvature
@@ -35,7 +35,7 @@ from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
-from privgrad.gradient.validation import refuse_reentrant, refusing_in_place
+from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples
 
 _TOLERANCE, _TOLERANCE_HALF = 0.005, 0.05
