@@ -49,7 +49,7 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
             return function(*inputs)
 
     def call(*inputs: Any) -> Any:
-        with without_vmap_warnings(), unseen_by_checkpoints():
+        with without_vmap_warnings():
             return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
 
     return call
@@ -59,7 +59,7 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
 def unseen_by_checkpoints() -> Generator[None]:
     """Keep saved tensors out of a checkpoint: it cannot compute operations under vmap again.
 
-    `engines.shared_values` calls it too, for values that exist already when a checkpoint computes again.
+    The files `function_calls`, `shared_values` and `vmapped_unit` of `engines` call it.
     """
     with saved_tensors_hooks(Tensor.detach, lambda x: x):
         yield

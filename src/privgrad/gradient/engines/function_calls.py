@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from privgrad.gradient.batching import batched
+from privgrad.gradient.batching import batched, unseen_by_checkpoints
 from privgrad.gradient.engines.shared_values import SharedValues
 
 # Functions that read no values, so that shared values need no copies there. Their calls are not recorded.
@@ -182,7 +182,8 @@ def for_each(
             *(x if dim is None else x.view(len(x), *[1] * (dims + 1 - x.dim()), *x.shape[1:]) for x, dim in inputs)
         )
     else:
-        produced = batched(call, tuple(dim for _, dim in inputs))(*(tensor for tensor, _ in inputs))
+        with unseen_by_checkpoints():
+            produced = batched(call, tuple(dim for _, dim in inputs))(*(tensor for tensor, _ in inputs))
 
     def rebuilt(tensors: Sequence[Tensor]) -> Any:
         remaining = iter(tensors)

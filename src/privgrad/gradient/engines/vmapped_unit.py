@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from privgrad.errors import PrivacyError
-from privgrad.gradient.batching import Mended, batched
+from privgrad.gradient.batching import Mended, batched, unseen_by_checkpoints
 from privgrad.gradient.engines.arguments import Watched
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
 from privgrad.gradient.factors.displacement import Displacements
@@ -67,7 +67,7 @@ class VmappedUnit:
         tensors, dims = [x.contiguous() for x, _ in inputs], [dim for _, dim in inputs]
         versions = [x._version for x in tensors]
         try:
-            with self._isolated():
+            with self._isolated(), unseen_by_checkpoints():
                 produced = batched(self._single, (0, *dims), module=self._module)(copies, *tensors)
         except Exception:  # an operation without a rule in vmap
             require_unchanged(self._path, self._watched)
