@@ -56,7 +56,7 @@ def test_agrees_with_a_loop_over_groups(microbatch_size: int | None, engine: Any
     numbers: dict[str, Any] = {"sample_rate": 0.5, "expected_batch_size": 16, "max_grad_norm": 0.5}
     plan = make_plan(noise_multiplier=0.0, group_size=4, seed=3, **numbers)
     public = pg.PublicGradient(model, loss_fn, (data.tensors[0][:8], data.tensors[1][:8]), source="test")
-    made = pg.precondition.public_adam(public, eps=0.1) if adam else None
+    made = pg.precondition.public_adam(public, eps=0.1, every=1) if adam else None
     private_grad = pg.PrivateGradient(
         model, loss_fn, plan, engine=engine, microbatch_size=microbatch_size, precondition=made
     )

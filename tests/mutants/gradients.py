@@ -592,13 +592,13 @@ CLIPPING = [
         "scales of AdaDPS after the clipping",
         another_sum(scaled_once_clipped),
         "test_precondition.test_agrees_with_a_loop_over_examples",
-        {"rule": "rmsprop", "schedule": "step", "unit": "eps"},
+        {"rule": "rmsprop", "schedule": "step", "every": 1, "unit": "eps"},
     ),
     Mutant(
         "multiplied back by the scales, the noise's size unchanged",
         another_sum(multiplied_back),
         "test_precondition.test_agrees_with_a_loop_over_examples",
-        {"rule": "rmsprop", "schedule": "step", "unit": "eps"},
+        {"rule": "rmsprop", "schedule": "step", "every": 1, "unit": "eps"},
     ),
 ]
 

@@ -314,7 +314,7 @@ PRECONDITIONING = [
         "scales of the private batch that are called public",
         scales_of_the_private_batch,
         "test_precondition.test_agrees_with_a_loop_over_examples",
-        {"rule": "rmsprop", "schedule": "step", "unit": "eps"},
+        {"rule": "rmsprop", "schedule": "step", "every": 1, "unit": "eps"},
         guard="precondition to use the raw mean gradient only if is_public is False",
     ),
     Mutant(

@@ -27,7 +27,7 @@ def refusing_in_place() -> Generator[None]:
         yield
     except CheckpointError as error:
         name, condition = "a checkpointed part", "to compute the same again in the backward pass"
-        got, remedy = "other tensors", "switch gradient checkpointing off for this training"
+        got, remedy = type(error).__name__, "switch gradient checkpointing off for this training"
         raise expected("PrivateGradient", name, condition, got, remedy, UnsupportedModuleError) from error
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
