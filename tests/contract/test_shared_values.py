@@ -16,6 +16,7 @@ import privgrad as pg
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.module_state import seeded
+from privgrad.gradient.probes import gradients
 
 pytestmark = pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
 
@@ -300,6 +301,70 @@ def after_writing(m: Any, x: Tensor, *, copied: bool) -> Tensor:
     read = scale.clone() if copied else scale[:]
     scale.mul_(3)
     return m.head(x) * read
+
+
+def rare(m: Any, x: Tensor, *, by_layer: bool) -> Tensor:
+    """Rows that few examples have go to another layer, and come back to their places."""
+    y, chosen = m.head(x), x[:, 0] > 3
+    index = chosen.nonzero()[:, 0]
+    if by_layer and not len(index):
+        return y
+    rows = m.layer(x[index]) if by_layer else F.linear(x[index], m.weight)
+    if by_layer:
+        return y + torch.zeros_like(y).masked_scatter(chosen[:, None].expand(-1, 3), rows)
+    return y.index_add(0, index, rows)
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_rare_rows_of_a_later_batch_are_refused_or_right(by_layer: bool):
+    """No row was chosen, or one, where the layouts were learned: the chosen rows are no constant."""
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {"layer": nn.Linear(4, 3)} if by_layer else {"weight": (3, 4)}
+    model = With(partial(rare, by_layer=by_layer), head=nn.Linear(4, 3), **parts).double()
+    usual = floats(4)(9).double().clamp(-2, 2)
+    if by_layer:
+        usual[-1, 0] = 4.0
+    unusual = usual.clone()
+    unusual[0] = 50.0
+    if by_layer:
+        unusual[1:4, 0] = 4.0
+    engine = Factored(model, losses_of)
+    for batch in (usual, usual):
+        engine.begin_step()
+        engine(batch)
+    engine.begin_step()
+    try:
+        found = engine(unusual)  # the third call: not audited
+    except pg.UnsupportedModuleError:
+        return
+    for index in range(len(unusual)):
+        wanted = gradients(model, losses_of, unusual[index : index + 1])
+        for name, factor in found.items():
+            torch.testing.assert_close(factor.dense()[index], wanted[name])
+
+
+def segments(m: Any, x: Tensor) -> Tensor:
+    """Unpadded segments of all examples go through a recurrent layer, and are added up for each example."""
+    valid = x[:, :, 0, 0] < 9
+    owners = valid.nonzero()[:, 0]
+    return x.new_zeros(len(x), 2).index_add(0, owners, m.lstm(x[valid])[0].sum(1))
+
+
+def test_another_number_of_rows_per_example_is_refused():
+    torch.manual_seed(0)
+    model = With(segments, lstm=nn.LSTM(3, 2, batch_first=True)).double()
+    x = torch.randn(4, 3, 5, 3, dtype=torch.float64).clamp(-2, 2)
+    one_each, uneven = x.clone(), x.clone()
+    one_each[:, 1:, 0, 0] = 10.0
+    for row, count in enumerate((2, 3, 1, 2)):  # 8 segments, as if each example had two
+        uneven[row, count:, 0, 0] = 10.0
+    engine = Factored(model, losses_of)
+    for batch in (one_each, one_each):
+        engine.begin_step()
+        engine(batch)
+    engine.begin_step()
+    with pytest.raises(pg.UnsupportedModuleError):
+        engine(uneven)  # the third call: not audited
 
 
 def test_a_value_made_of_the_whole_batch_is_refused():

@@ -10,12 +10,13 @@ and functions. The second compares its own calls with these.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from privgrad.errors import PrivacyError
 from privgrad.gradient.engines.function_calls import Called
 from privgrad.gradient.engines.layout_cache import Calls
-from privgrad.gradient.engines.layouts import Call, Layout, attributed, find_layout
+from privgrad.gradient.engines.layouts import Call, ExampleDim, Layout, attributed, find_layout
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
 
 _SORTED = ("grouped_mm", "_grouped_mm")  # their rows are sorted by content: those of an expert are neighbors
@@ -56,7 +57,8 @@ class CallRecord:
         """Return the layout of the next call, given the tensors among its arguments.
 
         Raises:
-            CallSequenceChangedError: another call was learned at this place.
+            CallSequenceChangedError: another call was learned at this place, or tensors of other sizes: a tensor
+                without a dimension of examples may hold chosen rows of theirs, whose number depends on the batch.
         """
         key = path, tuple(x.shape for x in tensors)
         if self.is_finished:
@@ -64,14 +66,22 @@ class CallRecord:
             if found is None:
                 raise CallSequenceChangedError(path)
             return found
-        index, layouts = len(self.paths), self._layouts or []
+        index, layouts = len(self.paths), self._layouts or Calls()
         if index >= len(layouts) or layouts[index][0] != path or 0 < len(layouts[index][1]) < len(tensors):
             raise CallSequenceChangedError(path)
         layout = layouts[index][1]
+        if not all(map(self._fits, tensors, layout, layouts.shapes[index])):
+            raise CallSequenceChangedError(path)
         if self._by_shapes.setdefault(key, layout) != layout:
             self._by_shapes[key] = None  # no way to know which of the two is computed again
         self.paths.append(path)
         return layout
+
+    def _fits(self, x: Tensor, examples: ExampleDim | None, learned: torch.Size) -> bool:
+        """Return whether a tensor has as many rows per example as it was learned with, or its shape if it has none."""
+        if examples is None:
+            return x.shape == learned
+        return x.dim() == len(learned) and x.shape[examples.dim] == self._size * examples.rows
 
     def learn_unit(self, path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Layout | None:
         """Record a call of a unit, and return its layout; None in the first pass.
@@ -87,7 +97,7 @@ class CallRecord:
         if index >= len(before) or before[index].path != path:
             raise self._others(before[index].path if index < len(before) else "no call", path)
         layout = find_layout(before[index], call, (self._earlier._size, self._size))
-        self.learned.append((path, layout))
+        self.learned.learn(call, layout)
         return layout
 
     def learn_function(
@@ -104,11 +114,11 @@ class CallRecord:
         """
         earlier, layout = self._earlier, Layout()
         known = earlier.functions[index].name if earlier is not None and index < len(earlier.functions) else None
+        other = Call(path, tuple(x.shape for x in [*inputs, *outputs]))
         if earlier is not None and known == name and name not in _SORTED:
             one = Call(path, earlier.functions[index].shapes)
-            other = Call(path, tuple(x.shape for x in [*inputs, *outputs]))
             layout = attributed(one, other, (earlier._size, self._size), len(inputs))
-        self.learned.append((path, layout))
+        self.learned.learn(other, layout)
         return layout
 
     def finish(self) -> None:

@@ -217,14 +217,15 @@ class Capture:
 
     def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
-        if any(x in self._shared for x in tensors_in([args, kwargs])):
+        tensors = tensors_in([args, kwargs])
+        if any(x in self._shared for x in tensors):
             condition, got = "to hold examples in dimension 0", "a value that all examples share"
             raise refused(f"the tensors of '{path}'", condition, got, REMEDY, unit=path)
         with self._functions.paused():
             if self.record.is_learning:
-                self._learn_unit(path, [], None)
+                self._learn_unit(path, tensors, None)
             else:
-                self.record.enter(path, [])
+                self.record.enter(path, tensors)
             tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
             output = forward(module, tap, *args, **kwargs)
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.

@@ -12,9 +12,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from privgrad.gradient.engines.layouts import Layout
+from privgrad.gradient.engines.layouts import Call, Layout
 
-Calls = list[tuple[str, Layout]]
+
+class Calls(list[tuple[str, Layout]]):
+    """Path and layout of each call, in order.
+
+    Attributes:
+        shapes: the shapes of the tensors that each call was learned from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[torch.Size, ...]] = []
+
+    def learn(self, call: Call, layout: Layout) -> None:
+        """Add a call with its layout."""
+        self.append((call.path, layout))
+        self.shapes.append(call.shapes)
 
 
 @dataclass

@@ -181,7 +181,7 @@ class Passes:
         once for all examples, and that has one row per example here.
         """
         known = self.layouts.current
-        capture = Capture(self._model, known.calls or [], count_examples(few), known.vmapped_units)
+        capture = Capture(self._model, known.calls or Calls(), count_examples(few), known.vmapped_units)
         try:
             with self._forward(capture, few):
                 return
@@ -203,7 +203,7 @@ class Passes:
         Args:
             before: the number of calls to look at; None: all of them.
         """
-        calls = (self.layouts.current.calls or [])[:before]
+        calls = list(self.layouts.current.calls or Calls())[:before]
         shared = (path for path, layout in reversed(calls) if layout and None in (layout[0], layout[-1]))
         return next((path for path in shared if "[" not in path), None)
 

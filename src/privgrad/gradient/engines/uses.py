@@ -4,10 +4,10 @@
 `explanation.Explanation`. The privacy guarantee does not rest on this file.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from privgrad.gradient.engines.layout_cache import Calls
+from privgrad.gradient.engines.layouts import Layout
 from privgrad.gradient.engines.taps import Tap
 
 
@@ -41,7 +41,9 @@ def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
     return other if other is not None and other.way == "whole" else Use("copies", tap.path)
 
 
-def with_reasons(uses: Mapping[str, Use], calls: Calls, reasons: Mapping[str, str]) -> dict[str, Use]:
+def with_reasons(
+    uses: Mapping[str, Use], calls: Sequence[tuple[str, Layout]], reasons: Mapping[str, str]
+) -> dict[str, Use]:
     """Return the uses with their reasons.
 
     Args:
