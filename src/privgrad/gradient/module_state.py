@@ -10,7 +10,7 @@ does not rest on the other functions.
 import operator
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -61,7 +61,29 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
     PrivateGradient, `federated`, `diagnostics.bias`, the engines and other files of `privgrad.gradient` call it.
     """
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad}
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what `model.named_parameters()` yields, in a fraction of its time.
+
+    `engines.capture` and `trainable` call it several times per step.
+    """
+    seen = set[int]()
+    for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
+        for name, parameter in own_parameters(module).items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{name}" if path else name, parameter
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module by their own names, without those of its children.
+
+    `engines.units`, `layers.base` and `validation` call it too: `named_parameters(recurse=False)` takes longer.
+    """
+    own = cast("dict[str, nn.Parameter | None]", vars(module)["_parameters"])
+    return {name: parameter for name, parameter in own.items() if parameter is not None}
 
 
 @contextmanager
@@ -158,8 +180,10 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
     finally:
         changed: list[str] = []
         for path, now, attributes, contents in before:
-            names = list(now.keys() - attributes.keys())
-            names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
+            names = list[str]()
+            if not (_same(now, attributes) and _same(now.values(), attributes.values())):
+                names += now.keys() - attributes.keys()
+                names += [name for name, value in attributes.items() if now.get(name, _ABSENT) is not value]
             for name, container, held in contents:
                 if (held or container) and not _identical(_held(container), held):
                     _refill(container, held)
@@ -196,11 +220,12 @@ def weight_norms(attributes: Mapping[str, Any]) -> dict[str, WeightNorm]:
 
 def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """List (attribute, container, contents) for every list, dict, set or deque in the attributes, nested ones too."""
-    found: list[tuple[str, Any, tuple[Any, ...]]] = []
-    seen = set[int]()
     waiting: list[tuple[str, Any]] = [
-        (name, value) for name, value in attributes.items() if isinstance(value, _CONTAINERS) and name not in but
+        item for item in attributes.items() if isinstance(item[1], _CONTAINERS) and item[0] not in but
     ]
+    found: list[tuple[str, Any, tuple[Any, ...]]] = [(name, empty, ()) for name, empty in waiting if not len(empty)]
+    waiting = [item for item in waiting if len(item[1])]
+    seen = set[int]()
     while waiting:
         name, container = waiting.pop()
         if id(container) in seen:
@@ -228,6 +253,11 @@ def _refill(container: Any, held: tuple[Any, ...]) -> None:
         container.extend(held)
     else:
         container.update(held)
+
+
+def _same(one: Collection[object], other: Collection[object]) -> bool:
+    """Return whether two collections hold the same objects in the same order."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _identical(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

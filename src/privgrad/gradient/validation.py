@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.autograd_graph import nodes, refusing_in_place
-from privgrad.gradient.module_state import seeded, trainable
+from privgrad.gradient.module_state import own_parameters, seeded, trainable
 from privgrad.gradient.probes import doubled, few_of, losses_on_copies
 from privgrad.gradient.randomness import Randomness, find_randomness, random_state, without_randomness
 from privgrad.types import LossFunction, count_examples, map_examples
@@ -68,33 +68,40 @@ def find_problems(model: nn.Module) -> list[Problem]:
     Privacy:
         This reads the structure only, and no data. `check_loss` finds on the first batch problems that need data.
     """
-    problems: list[Problem] = []
+    problems, trained = list[Problem](), False
     for path, module in cast("Iterator[tuple[str, nn.Module]]", model.named_modules()):
         kind = type(module).__name__
-        # torch types running_mean as a Tensor; without tracked statistics it is None.
-        has_statistics = getattr(module, "running_mean", None) is not None
         if isinstance(module, _InstanceNorm):
-            if module.training and has_statistics:
+            if module.training and _has_statistics(module):
                 what = "keeps running statistics of private examples without clipping and noise"
                 problems.append(Problem(path, kind, what, "set track_running_stats=False, or call .eval() on it"))
-        elif isinstance(module, _BatchNorm) and (module.training or not has_statistics):
+        elif isinstance(module, _BatchNorm) and (module.training or not _has_statistics(module)):
             what = "mixes the examples of a batch, so one example's gradient depends on the others"
             remedy = "replace it by GroupNorm or LayerNorm, or call .eval() on it if its statistics are public"
             problems.append(Problem(path, kind, what, remedy))
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
             problems.append(Problem(path, kind, what, "set max_norm=None, and shorten its output rows if necessary"))
-        if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        own = own_parameters(module)
+        if any(map(is_lazy, own.values())):
             what = "has lazy parameters that do not have a shape yet"
             problems.append(Problem(path, kind, what, "run one public example through the model first"))
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and not parameter.is_floating_point():
+        for name, parameter in own.items():
+            if not parameter.requires_grad:
+                continue
+            trained = True
+            if not parameter.is_floating_point():
                 what = f"has {name} of type {parameter.dtype}, for which no noise is defined"
                 problems.append(Problem(path, kind, what, "use real parameters: view_as_real for complex ones"))
-    if not trainable(model):
+    if not trained:
         remedy = "set requires_grad_(True) on the parameters to train"
         problems.append(Problem("", type(model).__name__, _FROZEN, remedy))
     return problems
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Return whether a normalization tracks statistics; torch types running_mean as a Tensor, but it may be None."""
+    return getattr(module, "running_mean", None) is not None
 
 
 def require_supported(model: nn.Module) -> None:

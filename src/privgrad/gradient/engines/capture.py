@@ -39,6 +39,7 @@ from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms
 from privgrad.gradient.layers.base import Rule, find_forward, find_rule, version_of
 from privgrad.gradient.layers.functional import Product, find_product
+from privgrad.gradient.module_state import named_parameters
 
 
 class Capture:
@@ -56,6 +57,7 @@ class Capture:
     Attributes:
         taps: where gradients are needed, in the order of the forward pass.
         record: the calls of units, and of functions with shared values.
+        trained: the trainable parameters by name.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class Capture:
         self.taps: list[Tap] = []
         self.record = CallRecord(layouts, size, earlier)
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._parameters = [(name, p, p._version) for name, p in model.named_parameters()]
-        own = [(name.rpartition(".")[0], p) for name, p, _ in self._parameters if p.requires_grad]
-        self._shared = SharedValues(own, self._copies)
+        self._parameters = [(name, p, p._version) for name, p in named_parameters(model)]
+        self.trained = {name: p for name, p, _ in self._parameters if p.requires_grad}
+        self._shared = SharedValues([(name.rpartition(".")[0], p) for name, p in self.trained.items()], self._copies)
         recorded = self.record.functions if layouts is None and earlier is None else None
         self._functions = FunctionCalls(self._shared, self._function, recorded)
         self._stack = ExitStack()

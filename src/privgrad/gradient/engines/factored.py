@@ -319,8 +319,8 @@ class Factored:
         except CallSequenceChangedError:
             found = self._compute_again(examples, point)
         factors, _ = found
-        lost = sorted((self._layouts.current.reached & trainable(self._model).keys()) - set(factors))
-        if lost:
+        lost = self._layouts.current.reached - factors.keys()
+        if lost and (lost := sorted(lost & trainable(self._model).keys())):
             got, remedy = "a gradient of None", f"do not detach it from the loss in training mode, or {REMEDY}"
             raise refused(", ".join(lost), "to get a gradient, as on the first batch", got, remedy)
         return found

@@ -116,7 +116,7 @@ class Passes:
             # Checkpointed parts recompute in here. A gradient is None if the loss does not depend on a unit's output.
             with refusing_in_place():
                 grads = gradients_at(edges, [losses.sum()])
-        return self._collected(losses, capture.taps, grads), displacements
+        return self._collected(losses, capture, grads), displacements
 
     def inputs(self, examples: Any) -> dict[str, Factor]:
         """Return factors that hold the inputs of each layer, with zeros in place of the gradients of its outputs.
@@ -127,7 +127,7 @@ class Passes:
         known = self.layouts.current
         capture = Capture(self._model, known.calls, count_examples(examples), known.vmapped_units, norms=self.norms)
         with self._forward(capture, examples) as losses:
-            return self._collected(losses, capture.taps, [tap.zeros for tap in capture.taps], room=0)
+            return self._collected(losses, capture, [tap.zeros for tap in capture.taps], room=0)
 
     def learn(self, few: Any) -> None:
         """Learn the layouts of a pass at the weights from a few examples."""
@@ -228,9 +228,9 @@ class Passes:
             if not capture.taps or not losses.requires_grad:
                 return {}, Displacements({}, torch.zeros(0))
             first = backward(losses, capture.taps)
-            along = self.displacements_of(self._collected(losses, capture.taps, first.detached), radius)
+            along = self.displacements_of(self._collected(losses, capture, first.detached), radius)
             grads, terms = curvature(first, along)
-        return self._collected(losses, capture.taps, grads, terms), along
+        return self._collected(losses, capture, grads, terms), along
 
     @contextmanager
     def _forward(self, capture: Capture, examples: Any) -> Generator[Tensor]:
@@ -239,13 +239,13 @@ class Passes:
             losses = require_losses(self._loss_fn(self._model, examples), capture.size)
             capture.finish()
             refuse_reentrant(losses)
-            _require_seen(losses, trainable(self._model), capture)
+            _require_seen(losses, capture)
             yield losses
 
     def _collected(
         self,
         losses: Tensor,
-        taps: Sequence[Tap],
+        capture: Capture,
         grads: Sequence[Tensor | None],
         terms: Sequence[HvpTerms | None] | None = None,
         *,
@@ -256,7 +256,7 @@ class Passes:
         Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
         the memory plan says.
         """
-        names, size = {id(parameter): name for name, parameter in trainable(self._model).items()}, len(losses)
+        names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
         self.floats = sum(int(grad.numel()) for grad in grads if grad is not None) // size
         factors: dict[str, Factor] = {}
@@ -264,7 +264,7 @@ class Passes:
         vmapped = self.layouts.current.vmapped_units
         room = self._memory.room(self.floats) if room is None else room
         with torch.autocast(losses.device.type, enabled=False):
-            for index, (tap, grad) in enumerate(zip(taps, grads, strict=True)):
+            for index, (tap, grad) in enumerate(zip(capture.taps, grads, strict=True)):
                 _require_unwritten(tap)
                 if grad is None and tap.is_copy:
                     grad = tap.zeros  # no example of this batch uses the parameter, such as an expert's
@@ -322,7 +322,7 @@ def _require_unwritten(tap: Tap) -> None:
             raise refused(f"the input of '{tap.path}'", "not to be changed in place", got, remedy)
 
 
-def _require_seen(losses: Tensor, parameters: Mapping[str, nn.Parameter], capture: Capture) -> None:
+def _require_seen(losses: Tensor, capture: Capture) -> None:
     """Raise an error if the graph of the losses reaches a parameter: the capture has not seen some use of it.
 
     Units and copies are computed from detached parameters.
@@ -331,7 +331,7 @@ def _require_seen(losses: Tensor, parameters: Mapping[str, nn.Parameter], captur
         CallSequenceChangedError: the calls of functions were not seen, because no earlier batch needed that.
         UnsupportedModuleError: a use mixes examples, or is a function that torch does not show.
     """
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {id(parameter): name for name, parameter in capture.trained.items()}
     for source in sources([losses]):
         name = names.get(id(source))
         if name is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from privgrad.gradient.layers.base import find_forward, find_rule
+from privgrad.gradient.module_state import own_parameters
 
 
 def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
@@ -27,12 +28,17 @@ def units(model: nn.Module, whole: Collection[str] = ()) -> Iterator[tuple[str, 
 
 def _units(model: nn.Module, path: str, whole: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the units within a module that were not seen; see `units`."""
-    if id(model) in seen or not any(p.requires_grad for p in model.parameters()):
+    if id(model) in seen:
         return
     seen.add(id(model))
-    owns = any(p.requires_grad for p in model.parameters(recurse=False)) or parametrize.is_parametrized(model)
-    if path in whole or find_forward(model) is not None or (owns and find_rule(model) is not None):
-        yield path, model
+    if path in whole or find_forward(model) is not None or (_owns(model) and find_rule(model) is not None):
+        if any(p.requires_grad for p in model.parameters()):
+            yield path, model
         return
     for name, child in model.named_children():
         yield from _units(child, f"{path}.{name}" if path else name, whole, seen)
+
+
+def _owns(module: nn.Module) -> bool:
+    """Return whether a module has trainable parameters of its own, or weights computed from such."""
+    return any(p.requires_grad for p in own_parameters(module).values()) or parametrize.is_parametrized(module)

@@ -26,6 +26,9 @@ class Use:
     why: str = ""
 
 
+_RULE = Use("rule")
+
+
 def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
     """Return how a tap computes gradients.
 
@@ -35,7 +38,7 @@ def use_of(tap: Tap, vmapped_units: Collection[str], other: Use | None) -> Use:
         other: the use by the parameter's other taps so far. The slower way counts.
     """
     if not tap.is_copy:
-        return other or Use("rule")
+        return other or _RULE
     if tap.path in vmapped_units:
         return Use("whole", tap.path)
     return other if other is not None and other.way == "whole" else Use("copies", tap.path)

@@ -29,6 +29,7 @@ from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacement
 from privgrad.gradient.factors.norms import at_least_float32, sum_over
 from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.module_state import own_parameters
 
 # (tensor of the graph, function from its gradient to factors by parameter) -> the tensor to use from then on
 Tap = Callable[[Tensor, Callable[[Tensor], dict[Tensor, Factor]]], Tensor]
@@ -163,8 +164,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
     rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
     if rule is None or "forward" in vars(layer) or not rule.supports(layer):
         return None
-    own = {name for name, _ in layer.named_parameters(recurse=False)}
-    return rule if own <= set(rule.parameters) else None
+    return rule if own_parameters(layer).keys() <= set(rule.parameters) else None
 
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
