@@ -253,8 +253,8 @@ class Passes:
     ) -> dict[str, Factor]:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products.
 
-        Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
-        the memory plan says.
+        Gradients that are written out for their norms are kept for the sum if they are no larger than the gradient at
+        their tap. Larger ones are kept up to `room` floats per example; None: as the memory plan says.
         """
         names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
@@ -278,7 +278,9 @@ class Passes:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
-                    if factor.worth_keeping and parameter.numel() <= room:
+                    if factor.worth_keeping and parameter.numel() <= grad.numel() // size:
+                        factor = factor.written_out()
+                    elif factor.worth_keeping and parameter.numel() <= room:
                         factor, room = factor.written_out(), room - int(parameter.numel())
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors

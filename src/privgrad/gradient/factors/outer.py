@@ -87,8 +87,7 @@ class Outer(LinearMapFactor):
         return Outer(self.a_BTI, self.b_BTO * scales.mT) if scales.shape[1] == 1 else super().scaled(scales)
 
     def settled(self) -> LinearMapFactor:
-        positions, (outputs, inputs) = self.a_BTI.shape[1], self.shape
-        return self if positions * (inputs + outputs) < inputs * outputs else self.written_out()
+        return self if self._has_few_positions else self.written_out()
 
     def transposed(self) -> "Outer":
         return Outer(self.b_BTO, self.a_BTI)
@@ -130,6 +129,16 @@ class Outer(LinearMapFactor):
     def positions(self) -> int:
         return self.a_BTI.shape[1]
 
+    @property
+    def worth_keeping(self) -> bool:
+        return self.positions > 1 and not self._has_few_positions
+
+    @property
+    def _has_few_positions(self) -> bool:
+        """Whether inner products of positions take fewer operations than the gradients themselves."""
+        outputs, inputs = self.shape
+        return self.positions * (inputs + outputs) < inputs * outputs
+
     def norms(self, inverse_scales: Tensor | None = None) -> Tensor:
         """Return the norms by the cheapest exact formula for the shapes.
 
@@ -137,7 +146,7 @@ class Outer(LinearMapFactor):
         to the size of the parameter, without scales: |g|^2 = sum over s, t of (a_s . a_t)(b_s . b_t). Otherwise the
         gradients are written out in chunks.
         """
-        positions, (outputs, inputs) = self.a_BTI.shape[1], self.shape
+        positions, inputs = self.positions, self.shape[1]
         if positions == 1 and inverse_scales is None:
             return norms_of(self.a_BTI) * norms_of(self.b_BTO)
         if positions == 1:
@@ -148,7 +157,7 @@ class Outer(LinearMapFactor):
             for index in lost_to_underflow(norm_B, norms_of(self.a_BTI) * norms_of(self.b_BTO) * largest):
                 norm_B[index] = Factor.norms(self[index : index + 1], scales)[0]
             return norm_B
-        if inverse_scales is None and positions * (inputs + outputs) < inputs * outputs:
+        if inverse_scales is None and self._has_few_positions:
             chunks = self._split(examples_per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
         return super().norms(inverse_scales)
