@@ -93,8 +93,13 @@ class Outer(LinearMapFactor):
         return Outer(self.b_BTO, self.a_BTI)
 
     def _weighted(self, weight_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return b and a with the positions of all examples in one dimension, and the weights multiplied into b."""
-        a_BTI, b_BTO = self.a_BTI, self.b_BTO * weight_B.to(self.b_BTO.dtype).view(-1, 1, 1)
+        """Return b and a with the positions of all examples in one dimension, one of them times the weights."""
+        a_BTI, b_BTO = self.a_BTI, self.b_BTO
+        weight_B11 = weight_B.to(b_BTO.dtype).view(-1, 1, 1)
+        if a_BTI.shape[2] < b_BTO.shape[2]:  # the smaller one, to save time
+            a_BTI = a_BTI * weight_B11
+        else:
+            b_BTO = b_BTO * weight_B11
         if not b_BTO.is_contiguous():  # recurrent layers keep time first in memory
             a_BTI, b_BTO = a_BTI.transpose(0, 1), b_BTO.transpose(0, 1)
         return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
@@ -193,8 +198,9 @@ class Outer(LinearMapFactor):
         found_B = torch.zeros(self.examples, dtype=torch.bool, device=a_BT.device)
         for x_BTD, small_BT, large_BT in ((self.a_BTI, a_BT, b_BT), (self.b_BTO, b_BT, a_BT)):
             lost_BT = (small_BT < TINY) & (large_BT > 1)
-            if bool(lost_BT.any()):  # exact zeros, as at padded positions, hide nothing
-                found_B |= (lost_BT & (x_BTD != 0).any(2)).any(1)
+            if x_BTD.shape[2] > 0 and bool(lost_BT.any()):  # exact zeros, as at padded positions, hide nothing
+                nonzero_BT = (x_BTD.amax(2) != 0) | (x_BTD.amin(2) != 0)
+                found_B |= (lost_BT & nonzero_BT).any(1)
         return found_B
 
     def _scaled_norms(self, square: Tensor) -> Tensor:
