@@ -18,6 +18,7 @@ from privgrad.gradient import validation as checks
 from privgrad.gradient.engines import capture, climb, passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors import base as factors
 from privgrad.gradient.factors import embedding as tables
 from privgrad.gradient.factors import jacobian, norms, outer, row_map
@@ -26,7 +27,7 @@ from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.embedding import Rows
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers import embedding as embedding_rules
-from privgrad.types import ClippedSum, count_examples
+from privgrad.types import ClippedSum, count_examples, map_examples, part_of
 
 
 def passes_by_the_drawn_size(patch: Patch) -> None:
@@ -650,6 +651,18 @@ GRADIENTS = [
         by_rules_of_torch(Tensor.index_fill),
         "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
         {"name": "index_fill"},
+    ),
+    Mutant(
+        "operations on the memory of several examples by vmap",
+        lambda patch: patch.setattr(batching, "_BY_MEMORY", frozenset()),
+        "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
+        {"name": "as_strided of a product"},
+    ),
+    Mutant(
+        "parts of a batch in the memory of the batch",
+        lambda patch: everywhere(patch, part_of, lambda batch, rows: map_examples(lambda leaf: leaf[rows], batch)),
+        "test_one_by_one.test_examples_do_not_meet_in_memory",
+        {"engine": Vmap, "how": "input"},
     ),
     Mutant(
         "a half filled cache in the loop that follows vmap",

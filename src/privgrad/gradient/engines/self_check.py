@@ -21,7 +21,7 @@ from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.probes import gradients, places_of
-from privgrad.types import LossFunction, count_examples, map_examples
+from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 _MEASURED = 16  # number of examples whose norms a check measures
 
@@ -80,7 +80,7 @@ def require_single(
     for index in rows:
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        alone = map_examples(itemgetter(row), examples)
+        alone = part_of(examples, row)
         single = gradients(model, loss_fn, alone, along=along, exact=exact, copied=False)
         whole = sum(norm_of(reference) ** 2 for reference in single.values()) ** 0.5
         for name, reference in single.items():
