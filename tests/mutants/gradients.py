@@ -15,7 +15,7 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state, randomness
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, climb, passes, vmapped_unit
+from privgrad.gradient.engines import capture, climb, function_calls, layer_call, passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
@@ -653,8 +653,20 @@ GRADIENTS = [
         {"name": "index_fill"},
     ),
     Mutant(
+        "a backward pass that is not additive, given the sum of all gradients",
+        lambda patch: patch.setattr(layer_call, "is_additive", lambda _: True),
+        "test_parametrized.test_each_example_has_its_own_backward_pass_where_a_sum_of_gradients_has_another",
+        {"how": "function", "by_hand": False},
+    ),
+    Mutant(
+        "a hook on the sum of all gradients of a weight",
+        lambda patch: patch.setattr(function_calls, "OF_ALL", frozenset()),
+        "test_parametrized.test_each_example_has_its_own_backward_pass_where_a_sum_of_gradients_has_another",
+        {"how": "hook", "by_hand": True},
+    ),
+    Mutant(
         "operations on the memory of several examples by vmap",
-        lambda patch: patch.setattr(batching, "_BY_MEMORY", frozenset()),
+        lambda patch: patch.setattr(batching, "OF_ALL", frozenset()),
         "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
         {"name": "as_strided of a product"},
     ),
