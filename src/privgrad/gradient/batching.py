@@ -229,8 +229,8 @@ _MENDED: dict[Any, Callable[..., Any]] = {
 }
 if hasattr(F, "linear_cross_entropy"):
     _MENDED[F.linear_cross_entropy] = _linear_cross_entropy
-# These functions reach the memory or the gradients of several examples under vmap. `engines.function_calls` refuses them
-# for values that all examples share, too: torch's batched backward pass is wrong then, and a hook would see a sum.
+# Under vmap, these functions reach the memory or the gradients of several examples. `engines.function_calls` refuses
+# them for values that all examples share, too: torch's batched backward pass is wrong, and a hook would see a sum.
 _NAMES = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_", "set_")
 _PACKETS: list[Any] = [getattr(_ATEN, name) for name in _NAMES if hasattr(_ATEN, name)]
 OF_ALL: set[Any] = {
