@@ -381,6 +381,30 @@ def test_an_ambient_autocast_reaches_the_forward_pass_and_not_the_sum(engine: An
     assert set(sums) == {torch.float32}
 
 
+class Spoiled(nn.Module):
+    """Mixes no finite examples: computes equal rows once; or divides rows by the largest number, if it is large."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.last = how, nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "equal rows":
+            rows, places = x.unique(dim=0, return_inverse=True)
+            return self.last(self.first(rows)[places].tanh())
+        if bool((x.abs() > 1e4).any()):
+            x = x / x.abs().max()
+        return self.last(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("how", ["equal rows", "large rows"])
+def test_an_example_that_is_not_finite_must_not_reach_others(how: str):
+    torch.manual_seed(0)
+    engine = Factored(Spoiled(how).double(), squares)
+    with pytest.raises(pg.UnsupportedModuleError, match="not to depend on other examples, got a change when one"):
+        engine(torch.randn(8, 4, dtype=torch.float64))
+
+
 class Temperature(nn.Module):
     """A parameter without dimensions beside a layer, as the scale of CLIP's logits."""
 

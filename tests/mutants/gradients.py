@@ -749,6 +749,12 @@ GRADIENTS = [
         "a wrong rule", unchecked(audit.require_single), "test_factored.test_a_wrong_rule_is_caught_by_the_first_batch"
     ),
     Mutant(
+        "no comparison with an example that is not finite",
+        unchecked(audit.require_apart_from_infinite),
+        "test_self_check.test_an_example_that_is_not_finite_must_not_reach_others",
+        {"how": "equal rows"},
+    ),
+    Mutant(
         "mixing in training mode only",
         unchecked(in_training=False),
         "test_attacks.test_what_mixes_in_training_mode_only_is_caught",
