@@ -405,6 +405,26 @@ def test_an_example_that_is_not_finite_must_not_reach_others(how: str):
         engine(torch.randn(8, 4, dtype=torch.float64))
 
 
+class TransposesEight(nn.Module):
+    """Computes the same in another layout for eight examples, which have eight numbers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.tensor(1.5)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.scale * x.T).T if len(x) == 8 else self.scale * x)
+
+
+def test_a_batch_as_large_as_another_dimension_is_checked():
+    torch.manual_seed(0)
+    engine, x = Factored(TransposesEight().double(), squares), torch.randn(16, 8, dtype=torch.float64)
+    for _ in range(2):
+        engine(x)
+    with pytest.raises(pg.UnsupportedModuleError, match="to match the gradients of single examples"):
+        engine(x[:8])  # the third call: not audited
+
+
 class Temperature(nn.Module):
     """A parameter without dimensions beside a layer, as the scale of CLIP's logits."""
 

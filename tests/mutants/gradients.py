@@ -755,6 +755,11 @@ GRADIENTS = [
         {"how": "equal rows"},
     ),
     Mutant(
+        "a batch as large as another dimension taken for any other",
+        lambda patch: patch.setattr(audit.CheckSchedule, "note_size", lambda *_: None),
+        "test_self_check.test_a_batch_as_large_as_another_dimension_is_checked",
+    ),
+    Mutant(
         "mixing in training mode only",
         unchecked(in_training=False),
         "test_attacks.test_what_mixes_in_training_mode_only_is_caught",

@@ -101,6 +101,7 @@ class Factored:
                         raise
                     self._audit_at(examples, point)  # a module may compute differently since the last audit
                     found = self._compute(examples, point)
+                self._schedule.note_size(self._passes.ambiguous)
                 if self._schedule.is_due:
                     self._check(examples, point, found)
                 return found[0]
