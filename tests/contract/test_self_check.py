@@ -1,5 +1,6 @@
 """The self-check of the fast engine: the program that trains, at random places; a refusal leaves nothing behind."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -397,12 +398,25 @@ class Spoiled(nn.Module):
         return self.last(self.first(x).tanh())
 
 
-@pytest.mark.parametrize("how", ["equal rows", "large rows"])
-def test_an_example_that_is_not_finite_must_not_reach_others(how: str):
+def test_a_finite_row_that_depends_on_infinite_rows_is_refused():
     torch.manual_seed(0)
-    engine = Factored(Spoiled(how).double(), squares)
-    with pytest.raises(pg.UnsupportedModuleError, match="not to depend on other examples, got a change when one"):
+    engine = Factored(Spoiled("large rows").double(), squares)
+    with pytest.raises(pg.UnsupportedModuleError, match="not to depend on other examples"):
         engine(torch.randn(8, 4, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_an_example_that_is_not_finite_leaves_the_others_as_they_are(number: float):
+    torch.manual_seed(0)
+    model, x = Spoiled("equal rows").double(), torch.randn(8, 4, dtype=torch.float64)
+    engine = Factored(model, squares)
+    wanted = {name: factor.dense() for name, factor in engine(x).items()}
+    x[3, 2] = number
+    for name, factor in engine(x).items():
+        for part in (slice(3), slice(4, None)):
+            torch.testing.assert_close(factor.dense()[part], wanted[name][part])
 
 
 class TransposesEight(nn.Module):

@@ -751,8 +751,8 @@ GRADIENTS = [
     Mutant(
         "no comparison with an example that is not finite",
         unchecked(audit.require_apart_from_infinite),
-        "test_self_check.test_an_example_that_is_not_finite_must_not_reach_others",
-        {"how": "equal rows"},
+        "test_self_check.test_an_example_that_is_not_finite_leaves_the_others_as_they_are",
+        {"number": float("inf")},
     ),
     Mutant(
         "a batch as large as another dimension taken for any other",

@@ -276,6 +276,8 @@ class Passes:
                 for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
                     name = names[id(parameter)]
                     uses[name] = use_of(tap, vmapped, uses.get(name))
+                    if factor.examples == 0:  # the unit was called on no rows
+                        factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
                     if factor.examples != size:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")

@@ -175,6 +175,7 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
     for number in (0.0, math.inf, math.nan):
         try:
             found = _factors_of(passes, map_examples(partial(_with_middle, number=number), few), seed)
+            suspect = passes.shared()  # rows that were chosen from the examples may pass for a value of all
         except Exception:  # the model does not take such an example
             continue
         finally:
@@ -186,7 +187,8 @@ def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed
             most = tolerance * float(wanted[name][apart].norms().sum())
             if math.isfinite(most) and not difference <= most:
                 condition, got = "not to depend on other examples", f"a change when one of them is {number}"
-                raise refused(f"the gradient of {name!r}", condition, got, f"keep examples apart, or {REMEDY}")
+                remedy = f"keep examples apart, or {REMEDY}"
+                raise refused(f"the gradient of {name!r}", condition, got, remedy, unit=suspect)
 
 
 def _with_middle(leaf: Tensor, *, number: float) -> Tensor:
