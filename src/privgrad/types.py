@@ -85,6 +85,21 @@ def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:
     return tree_map(cast("Callable[[Any], Any]", function), examples)
 
 
+def part_of(examples: Any, rows: slice) -> Any:
+    """Return rows of a batch, in memory of their own.
+
+    The engines, `contribution` and `diagnostics.bias` compute parts of a batch. The guarantee rests on the memory: a
+    model that reads by an offset in memory, as `as_strided` does, would find other examples in front of a view.
+    """
+
+    def own(leaf: Tensor) -> Tensor:
+        part = leaf[rows]
+        is_whole = part.layout is torch.strided and part.untyped_storage().nbytes() == part.numel() * part.itemsize
+        return part if is_whole else part.clone()
+
+    return map_examples(own, examples)
+
+
 def count_examples(examples: Any) -> int:
     """Return the number of examples: the leading dimension that all their tensors share.
 

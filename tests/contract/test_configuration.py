@@ -52,7 +52,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.between(self.first(x))
         share = self.gate + self.gates[1] + self.frozen.sum() + self.plain.sum()
-        return self.last(self.function(x + share * mixing(x)))
+        mixed = torch.where(share == 0, 0.0, share * mixing(x))  # zero times infinity would be NaN
+        return self.last(self.function(x + mixed))
 
 
 def either(mixes: bool) -> Callable[[Tensor], Tensor]:

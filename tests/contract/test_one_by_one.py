@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_plan
+from privgrad.gradient.contribution import SampleGradient
+from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 
@@ -172,3 +174,31 @@ def test_examples_do_not_meet_in_attributes():
     one, other = (Vmap(model, losses_of)(z)["last.weight"].dense()[3:] for z in (x, changed))
     torch.testing.assert_close(one, other)
     assert model.last_seen is None
+
+
+class ReadsMemory(nn.Module):
+    """Two numbers of a row, by their places in memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.scale = how, nn.Linear(2, 3), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "input":
+            return self.first(x.as_strided((len(x), 2), (4, 1), 2)) * self.scale
+        rows = self.first(x[:, 2:])
+        return torch.stack([torch.mv(self.scale.diag(), row).as_strided((2,), (1,)) for row in rows])
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+@pytest.mark.parametrize("how", ["input", "product"])
+@pytest.mark.parametrize("engine", [Factored, Vmap])
+def test_examples_do_not_meet_in_memory(engine: Any, how: str):
+    torch.manual_seed(0)
+    model, x = ReadsMemory(how).double(), torch.randn(6, 4, dtype=torch.float64)
+    wanted = [one_by_one(model, row[None].clone()) for row in x]
+    found = SampleGradient().chunks(engine(model, losses_of), x, 2, 0, {})  # parts of one batch in memory
+    parts = [{name: factor.dense() for name, factor in part.items()} for _, part in found]
+    for name in wanted[0]:
+        rows = torch.cat([row[name] for row in wanted])
+        torch.testing.assert_close(torch.cat([part[name] for part in parts]), rows, rtol=1e-9, atol=1e-11)

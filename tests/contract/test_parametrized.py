@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from conftest import clipped_sum
+from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.clipping import Flat
 from privgrad.gradient.engines import passes
 from privgrad.gradient.engines.capture import Capture
@@ -204,3 +205,61 @@ def test_gradients_of_a_computed_weight_that_are_written_out_for_their_norms_are
     found, wanted = Factored(layer, products)(examples)[ORIGINAL], Vmap(layer, products)(examples)[ORIGINAL]
     assert isinstance(found, Dense)
     torch.testing.assert_close(found.dense(), wanted.dense(), rtol=1e-8, atol=1e-10)
+
+
+class Positive(torch.autograd.Function):
+    """The identity, which lets positive gradients pass: those of a sum are not the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].relu()
+
+
+class Computed(nn.Module):
+    """A weight whose backward pass is not additive, or reads memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.row = how, nn.Parameter(torch.randn(3))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if self.how == "memory":
+            return torch.as_strided_scatter(weight, self.row, (3,), (1,), 3)
+        weight = weight * self.row.exp()
+        if self.how == "function":
+            return Positive.apply(weight)
+        if weight.requires_grad:
+            weight.register_hook(torch.relu)
+        return weight
+
+
+class ByHand(nn.Module):
+    """The same without a parametrization."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.computed, self.weight = Computed(how), nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.computed(self.weight))
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("how", ["function", "memory", "hook"])
+def test_each_example_has_its_own_backward_pass_where_a_sum_of_gradients_has_another(how: str, by_hand: bool):
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2, bias=False)
+    computed = parametrize.register_parametrization(layer, "weight", Computed(how), unsafe=True)
+    model, x = (ByHand(how) if by_hand else computed).double(), torch.randn(6, 3, dtype=torch.float64)
+    if how == "hook":  # vmap hides that a gradient is needed, so the hook is left out there
+        with pytest.raises(UnsupportedModuleError, match="match the gradients of single examples"):
+            Factored(model, losses_of)(x)
+        return
+    found = Factored(model, losses_of)(x)
+    for name, rows in one_by_one(model, x).items():
+        assert_equal_to_loop(found[name], rows, 1e-9)

@@ -1,5 +1,6 @@
 """The self-check of the fast engine: the program that trains, at random places; a refusal leaves nothing behind."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -379,6 +380,63 @@ def test_an_ambient_autocast_reaches_the_forward_pass_and_not_the_sum(engine: An
             private_grad(next(batches))
         assert set(seen) == {torch.bfloat16}
     assert set(sums) == {torch.float32}
+
+
+class Spoiled(nn.Module):
+    """Mixes no finite examples: computes equal rows once; or divides rows by the largest number, if it is large."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.last = how, nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "equal rows":
+            rows, places = x.unique(dim=0, return_inverse=True)
+            return self.last(self.first(rows)[places].tanh())
+        if bool((x.abs() > 1e4).any()):
+            x = x / x.abs().max()
+        return self.last(self.first(x).tanh())
+
+
+def test_a_finite_row_that_depends_on_infinite_rows_is_refused():
+    torch.manual_seed(0)
+    engine = Factored(Spoiled("large rows").double(), squares)
+    with pytest.raises(pg.UnsupportedModuleError, match="not to depend on other examples"):
+        engine(torch.randn(8, 4, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:PrivateGradient computes")
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_an_example_that_is_not_finite_leaves_the_others_as_they_are(number: float):
+    torch.manual_seed(0)
+    model, x = Spoiled("equal rows").double(), torch.randn(8, 4, dtype=torch.float64)
+    engine = Factored(model, squares)
+    wanted = {name: factor.dense() for name, factor in engine(x).items()}
+    x[3, 2] = number
+    for name, factor in engine(x).items():
+        for part in (slice(3), slice(4, None)):
+            torch.testing.assert_close(factor.dense()[part], wanted[name][part])
+
+
+class TransposesEight(nn.Module):
+    """Computes the same in another layout for eight examples, which have eight numbers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.tensor(1.5)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.scale * x.T).T if len(x) == 8 else self.scale * x)
+
+
+def test_a_batch_as_large_as_another_dimension_is_checked():
+    torch.manual_seed(0)
+    engine, x = Factored(TransposesEight().double(), squares), torch.randn(16, 8, dtype=torch.float64)
+    for _ in range(2):
+        engine(x)
+    with pytest.raises(pg.UnsupportedModuleError, match="to match the gradients of single examples"):
+        engine(x[:8])  # the third call: not audited
 
 
 class Temperature(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import privgrad as pg
+from privgrad.gradient.engines import factored
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.module_state import seeded
@@ -160,6 +161,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "generated": (lambda: With(generated, code=(2,), net=nn.Sequential(nn.Linear(2, 12), nn.Tanh())), floats(4)),
     "matmul": (lambda: With(lambda m, x: (x @ m.a).tanh() @ m.b.T, a=(4, 5), b=(3, 5)), floats(3, 4)),
     "transposed": (lambda: With(lambda m, x: F.linear(x, m.weight.t(), m.bias), weight=(4, 3), bias=(3,)), floats(4)),
+    "a vector as weight": (lambda: With(lambda m, x: F.linear(x, m.w).sin()[..., None], w=(4,)), floats(3, 4)),
+    "one bias for all outputs": (lambda: With(lambda m, x: F.linear(x, m.w, m.b), w=(3, 4), b=(1,)), floats(3, 4)),
     "from the left": (lambda: With(lambda m, x: (m.graph @ x) @ m.weight, graph=(3, 3), weight=(4, 2)), floats(3, 4)),
     "einsum": (lambda: With(einsum, weight=(2, 4, 3)), floats(3, 4)),
     "layer norm": (lambda: With(lambda m, x: F.layer_norm(x, (4,), m.w, m.b), w=(4,), b=(4,)), floats(3, 4)),
@@ -224,6 +227,42 @@ def test_all_kinds_of_points_equal_single_examples(name: str):
     for parameter, factor in reference.at(x, along, -0.5).items():
         assert_equal_to_loop(found[parameter], factor.dense(), 1e-10)
     assert not engine._layouts.current.vmapped_units
+
+
+NO_ROWS = {"Linear": lambda: nn.Linear(4, 3), "LSTM": lambda: nn.LSTM(4, 3, batch_first=True)}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_layer_that_is_called_on_no_rows_has_gradients_of_zero(name: str):
+    def forward(m: Any, x: Tensor) -> Tensor:
+        output = m.layer(x[:0, None])
+        return m.head(x) + (output[0] if isinstance(output, tuple) else output).sum((0, 1))
+
+    torch.manual_seed(0)
+    model, x = With(forward, layer=NO_ROWS[name](), head=nn.Linear(4, 3)).double(), floats(4)(6).double()
+    engine = Factored(model, losses_of)
+    for parameter, rows in one_by_one(model, x).items():
+        assert_equal_to_loop(engine(x)[parameter], rows, 1e-10)
+    found = engine.moved(x, 0.1, exact=False)
+    for parameter, rows in moved_one_by_one(model, x, 0.1, exact=False).items():
+        assert_equal_to_loop(found[parameter], rows, 1e-10)
+
+
+def added(m: Any, x: Tensor) -> Tensor:
+    """A parameter and a mask, which has a row for each example only if it hides something."""
+    hidden = x > 2
+    mask = hidden.double() if bool(hidden.any()) else x.new_zeros(1, x.shape[1])
+    return m.head(x + (m.shift + mask).tanh())
+
+
+def test_a_mask_with_a_row_for_each_example_is_learned_when_it_first_appears():
+    torch.manual_seed(0)
+    model = With(added, shift=(4,), head=nn.Linear(4, 3)).double()
+    engine, x = Factored(model, losses_of), floats(4)(6).double().clamp(-2, 2)
+    for batch in (x, x, x + 1):  # the third call is not audited
+        found = engine(batch)
+        for parameter, rows in one_by_one(model, batch).items():
+            assert_equal_to_loop(found[parameter], rows, 1e-10)
 
 
 @pytest.mark.parametrize("exact", [None, False, True])
@@ -316,8 +355,9 @@ def rare(m: Any, x: Tensor, *, by_layer: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
-def test_rare_rows_of_a_later_batch_are_refused_or_right(by_layer: bool):
+def test_rare_rows_of_a_later_batch_are_refused_or_right(by_layer: bool, monkeypatch: pytest.MonkeyPatch):
     """No row was chosen, or one, where the layouts were learned: the chosen rows are no constant."""
+    monkeypatch.setattr(factored, "require_apart_from_infinite", lambda *_: None)  # an infinite row is chosen
     torch.manual_seed(0)
     parts: dict[str, Any] = {"layer": nn.Linear(4, 3)} if by_layer else {"weight": (3, 4)}
     model = With(partial(rare, by_layer=by_layer), head=nn.Linear(4, 3), **parts).double()

@@ -15,9 +15,10 @@ from mutants.mutant import Mutant, Patch, everywhere, plant_sum
 from privgrad.gradient import batching, clipping, module_state, randomness
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, climb, passes, vmapped_unit
+from privgrad.gradient.engines import capture, climb, function_calls, layer_call, passes, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors import base as factors
 from privgrad.gradient.factors import embedding as tables
 from privgrad.gradient.factors import jacobian, norms, outer, row_map
@@ -26,7 +27,7 @@ from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.embedding import Rows
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.layers import embedding as embedding_rules
-from privgrad.types import ClippedSum, count_examples
+from privgrad.types import ClippedSum, count_examples, map_examples, part_of
 
 
 def passes_by_the_drawn_size(patch: Patch) -> None:
@@ -652,6 +653,30 @@ GRADIENTS = [
         {"name": "index_fill"},
     ),
     Mutant(
+        "a backward pass that is not additive, given the sum of all gradients",
+        lambda patch: patch.setattr(layer_call, "is_additive", lambda _: True),
+        "test_parametrized.test_each_example_has_its_own_backward_pass_where_a_sum_of_gradients_has_another",
+        {"how": "function", "by_hand": False},
+    ),
+    Mutant(
+        "a hook on the sum of all gradients of a weight",
+        lambda patch: patch.setattr(function_calls, "OF_ALL", frozenset()),
+        "test_parametrized.test_each_example_has_its_own_backward_pass_where_a_sum_of_gradients_has_another",
+        {"how": "hook", "by_hand": True},
+    ),
+    Mutant(
+        "operations on the memory of several examples by vmap",
+        lambda patch: patch.setattr(batching, "OF_ALL", frozenset()),
+        "test_batching.test_an_operation_under_vmap_is_that_of_each_example",
+        {"name": "as_strided of a product"},
+    ),
+    Mutant(
+        "parts of a batch in the memory of the batch",
+        lambda patch: everywhere(patch, part_of, lambda batch, rows: map_examples(lambda leaf: leaf[rows], batch)),
+        "test_one_by_one.test_examples_do_not_meet_in_memory",
+        {"engine": Vmap, "how": "input"},
+    ),
+    Mutant(
         "a half filled cache in the loop that follows vmap",
         unchecked(vmapped_unit.require_unchanged),
         "test_state.test_a_layer_that_fills_an_argument_is_taken_with_the_module_that_makes_it",
@@ -722,6 +747,17 @@ GRADIENTS = [
     ),
     Mutant(
         "a wrong rule", unchecked(audit.require_single), "test_factored.test_a_wrong_rule_is_caught_by_the_first_batch"
+    ),
+    Mutant(
+        "no comparison with an example that is not finite",
+        unchecked(audit.require_apart_from_infinite),
+        "test_self_check.test_an_example_that_is_not_finite_leaves_the_others_as_they_are",
+        {"number": float("inf")},
+    ),
+    Mutant(
+        "a batch as large as another dimension taken for any other",
+        lambda patch: patch.setattr(audit.CheckSchedule, "note_size", lambda *_: None),
+        "test_self_check.test_a_batch_as_large_as_another_dimension_is_checked",
     ),
     Mutant(
         "mixing in training mode only",

@@ -4,7 +4,6 @@ Users and `papers.clipping_bias` call it. The privacy guarantee does not rest on
 """
 
 from functools import partial
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.perturb import SAT
 from privgrad.gradient.validation import require_supported
-from privgrad.types import LossFunction, NoisyGradient, count_examples, map_examples
+from privgrad.types import LossFunction, NoisyGradient, count_examples, part_of
 
 
 def raw_clipping_bias(
@@ -71,7 +70,7 @@ def raw_clipping_bias(
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
     with chosen.at(step, parameters, partial(_refuse, type(chosen).__name__)):
         for start in range(0, count, size):
-            part = map_examples(itemgetter(slice(start, start + size)), examples)
+            part = part_of(examples, slice(start, start + size))
             factors = chosen.gradients(engine, part, step, {})
             norm_B = _norm(torch.stack([factor.norms() for factor in factors.values()]), 0)
             weights_B = (torch.ones_like(norm_B), 1 / (norm_B / max_grad_norm).clamp(min=1), 1 / norm_B)

@@ -1,8 +1,9 @@
 """Functions that read the graph that autograd records.
 
-The engines and `layers.functional` call `sources`, `engines.layer_call` calls `casts`, and `validation` calls `nodes`.
-The privacy guarantee rests on `nodes`: with it, `validation` refuses losses whose backward pass would write gradients
-to `.grad`. If `sources` or `casts` were wrong, the self-check of the engines would compare the gradients that result.
+The engines and `layers.functional` call `sources`, `engines.layer_call` calls `is_additive`, and `validation` calls
+`nodes`. The privacy guarantee rests on `nodes`: with it, `validation` refuses losses whose backward pass would write
+gradients to `.grad`. It also rests on `is_additive`: if it were wrong, the norm of an example could differ from its
+share of the sum. If `sources` were wrong, the self-check of the engines would compare the gradients that result.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointError
 
@@ -67,9 +69,18 @@ def sources(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     yield from (node.variable for node in nodes(tensors) if hasattr(node, "variable"))
 
 
-def casts(tensor: Tensor) -> bool:
-    """Return whether a tensor's computation converts between precisions, as under autocast."""
-    return any(node.name().startswith("ToCopy") for node in nodes([tensor]))
+def is_additive(tensor: Tensor) -> bool:
+    """Return whether the backward pass of a sum of gradients gives the sum of theirs, in the precision of the sum.
+
+    It may differ where a function has a backward pass of its own, in Python or in an extension. It also differs where
+    the computation converts between precisions, as under autocast.
+    """
+    return not any(
+        isinstance(node, BackwardCFunction)
+        or type(node).__name__ == "CppFunction"  # the type of every function that torch does not know by name
+        or node.name().startswith("ToCopy")
+        for node in nodes([tensor])
+    )
 
 
 def nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:

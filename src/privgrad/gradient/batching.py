@@ -20,12 +20,20 @@ from torch.overrides import TorchFunctionMode
 class Mended(TorchFunctionMode):
     """A mode in which the operations of `_MENDED` keep examples apart under vmap; torch calls it for each operation.
 
+    Args:
+        several: whether several examples are computed at once. Operations on memory and hooks are then refused.
     Privacy:
         The guarantee rests on this: a wrong batching rule gives one example the gradient, or the value, of another
         example. tests/contract/test_batching.py compares the rules with a loop over examples.
     """
 
+    def __init__(self, *, several: bool) -> None:
+        super().__init__()
+        self._several = several
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._several and func in OF_ALL:
+            raise RuntimeError(f"{func.__name__} reaches all examples under vmap")
         mended = _MENDED.get(func)
         return (func if mended is None else mended)(*args, **(kwargs or {}))
 
@@ -38,14 +46,14 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
         in_dims: the argument of vmap.
         module: the module that `function` calls, if there is one.
     Raises:
-        RuntimeError: an operation has no batching rule, or the module is TorchScript: a mode cannot replace its
-            operations.
+        RuntimeError: an operation has no batching rule, reads memory by its layout, or adds a hook; or the module is
+            TorchScript: a mode cannot replace its operations.
     """
     if module is not None and _is_scripted(module):
         raise RuntimeError("TorchScript uses batching rules that cannot be replaced")
 
     def mended(*inputs: Any) -> Any:
-        with Mended():
+        with Mended(several=True):
             return function(*inputs)
 
     def call(*inputs: Any) -> Any:
@@ -221,3 +229,13 @@ _MENDED: dict[Any, Callable[..., Any]] = {
 }
 if hasattr(F, "linear_cross_entropy"):
     _MENDED[F.linear_cross_entropy] = _linear_cross_entropy
+# Under vmap, these functions reach the memory or the gradients of several examples. `engines.function_calls` refuses
+# them for values that all examples share, too: torch's batched backward pass is wrong, and a hook would see a sum.
+_NAMES = ("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_", "set_")
+_PACKETS: list[Any] = [getattr(_ATEN, name) for name in _NAMES if hasattr(_ATEN, name)]
+OF_ALL: set[Any] = {
+    Tensor.register_hook,
+    *(getattr(owner, name) for owner in (torch, Tensor) for name in _NAMES if hasattr(owner, name)),
+    *_PACKETS,
+    *(getattr(packet, name) for packet in _PACKETS for name in packet.overloads()),
+}

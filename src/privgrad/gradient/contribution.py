@@ -9,14 +9,13 @@ import hashlib
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import Any, Protocol, cast, get_args
 
 from torch import Tensor, nn
 
 from privgrad.errors import expected, require_choice
 from privgrad.gradient.factors.base import Factor
-from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, map_examples
+from privgrad.types import LossFunction, NoisyGradient, PrivacyUnit, count_examples, part_of
 
 MeanGradient = Callable[[], Mapping[str, Tensor]]
 
@@ -170,7 +169,7 @@ class Contribution:
         Each row of the batch is in at most one chunk.
         """
         for start in range(0, count_examples(examples), size):
-            part = map_examples(itemgetter(slice(start, start + size)), examples)
+            part = part_of(examples, slice(start, start + size))
             yield count_examples(part), self.gradients(engine, part, step, inverse_scales)
 
     def gradients(

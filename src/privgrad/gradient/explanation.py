@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -25,7 +24,7 @@ from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.module_state import preserved, require_losses, seeded, trainable
 from privgrad.gradient.probes import losses_on_copies
 from privgrad.gradient.validation import check_loss, require_supported
-from privgrad.types import Batch, LossFunction, count_examples, map_examples
+from privgrad.types import Batch, LossFunction, count_examples, part_of
 
 _ROUNDS = 5  # steps of each kind, of which the median counts
 _MANY = 0.01  # a share of the values that is worth a faster way
@@ -195,7 +194,7 @@ def _steps(engine: Factored, model: nn.Module, loss_fn: LossFunction, examples: 
             like=own, clip=Flat(), max_grad_norm=1.0, inverse_scales={}, grouped=False, expected_size=size
         )
         for start in range(0, size, few):
-            clipped.add(engine(map_examples(itemgetter(slice(start, start + few)), examples)))
+            clipped.add(engine(part_of(examples, slice(start, start + few))))
         clipped.result()
 
     return {"ordinary": ordinary, "private": private}

@@ -34,12 +34,14 @@ class CallRecord:
         paths: the paths of the calls so far, if layouts are known.
         functions: all calls of functions, in the first pass that learns.
         is_finished: whether the forward pass has ended; later calls belong to parts that are computed again.
+        is_ambiguous: whether some tensor has another dimension as large as that of the examples. By its sizes, the
+            examples could be in either.
     """
 
     def __init__(self, layouts: Calls | None, size: int, earlier: "CallRecord | None" = None) -> None:
         self._layouts, self._size, self._earlier = layouts, size, earlier
         self.learned, self.paths, self.functions = Calls(), list[str](), list[Called]()
-        self.is_finished = False
+        self.is_finished = self.is_ambiguous = False
         self._units = list[Call]()
         self._by_shapes = dict[Any, Layout | None]()
 
@@ -81,7 +83,9 @@ class CallRecord:
         """Return whether a tensor has as many rows per example as it was learned with, or its shape if it has none."""
         if examples is None:
             return x.shape == learned
-        return x.dim() == len(learned) and x.shape[examples.dim] == self._size * examples.rows
+        rows = self._size * examples.rows
+        self.is_ambiguous |= x.shape.count(rows) > 1
+        return x.dim() == len(learned) and x.shape[examples.dim] == rows
 
     def learn_unit(self, path: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Layout | None:
         """Record a call of a unit, and return its layout; None in the first pass.

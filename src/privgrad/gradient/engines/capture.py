@@ -25,8 +25,14 @@ from torch.utils._pytree import tree_map_only
 
 from privgrad.errors import PrivacyError
 from privgrad.gradient.engines.call_record import CallRecord
-from privgrad.gradient.engines.function_calls import FunctionCalls, for_each, for_one_example, name_of, tensors_in
-from privgrad.gradient.engines.layer_call import LayerCall
+from privgrad.gradient.engines.function_calls import (
+    FunctionCalls,
+    for_each,
+    for_one_example,
+    name_of,
+    tensors_in,
+)
+from privgrad.gradient.engines.layer_call import LayerCall, weights_of
 from privgrad.gradient.engines.layout_cache import Calls
 from privgrad.gradient.engines.layouts import Layout, joined, require_rows, split
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, written_to
@@ -192,7 +198,7 @@ class Capture:
             if layout[0] is None:
                 raise misplaced(path, "an input without examples")
             x = require_rows(path, x, layout[0], self.size)
-            return self._by_rule(path, rule, module, _weights_of(module, rule), x)
+            return self._by_rule(path, rule, module, weights_of(path, module, rule), x)
 
     def _once(self, path: str, module: nn.Module, rule: Rule, original: Any, x: Tensor) -> Tensor:
         """Compute a unit whose input all examples share, and add its output to the shared values."""
@@ -203,7 +209,9 @@ class Capture:
             is_one = x.dim() == 0 or (x.dim() == 1 and x.is_floating_point())  # without dimension 0 for rows
             rows = own if is_one else own.flatten(0, 1)
             with self._functions.paused():
-                return self._by_rule(path, rule, module, _weights_of(module, rule), rows).view(self.size, *output.shape)
+                return self._by_rule(path, rule, module, weights_of(path, module, rule), rows).view(
+                    self.size, *output.shape
+                )
 
         self._shared.add(output, path, copies, [x])
         return output
@@ -383,12 +391,6 @@ def _displacement_of(parameter: Tensor, displacements: Displacements) -> Tensor 
 def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
     """Return the factor of a parameter whose gradients are written out."""
     return {parameter: Dense(grads_BP)}
-
-
-def _weights_of(module: nn.Module, rule: Rule) -> dict[str, Tensor]:
-    """Return the weights that a layer's rule knows, by name; a parametrization may compute one."""
-    read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
-    return {name: weight for name, weight in read.items() if weight is not None}
 
 
 def _at(once: Callable[[], tuple[list[Tensor], Any]], index: int) -> Tensor:

@@ -25,6 +25,7 @@ from privgrad.gradient.engines.passes import Passes, Point
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, UnitRefusedError, refused
 from privgrad.gradient.engines.self_check import (
     CheckSchedule,
+    require_apart_from_infinite,
     require_apart_in_training,
     require_same_draws,
     require_single,
@@ -100,6 +101,7 @@ class Factored:
                         raise
                     self._audit_at(examples, point)  # a module may compute differently since the last audit
                     found = self._compute(examples, point)
+                self._schedule.note_size(self._passes.ambiguous)
                 if self._schedule.is_due:
                     self._check(examples, point, found)
                 return found[0]
@@ -350,8 +352,9 @@ class Factored:
             except UnsupportedModuleError as refusal:
                 self._check_in_double(map_examples(doubled, examples), point.doubled(), rows, refusal)
             self._check_losses(examples)
-        if self._randomness == "other":  # the check above ran in evaluation mode
             few = few_of(examples, salt=self._schedule.calls)
+            require_apart_from_infinite(self._passes, few, self._passes.tolerance, self._schedule.calls)
+        if self._randomness == "other":  # the check above ran in evaluation mode
             with restored(self._model):
                 require_apart_in_training(self._passes, few, self._passes.tolerance, self._schedule.calls)
         self._schedule.is_due = False
@@ -393,7 +396,5 @@ class Factored:
         """Raise UnsupportedModuleError if rows of the factors differ from the gradients of these examples alone."""
         factors, along = found
         model, loss_fn, tolerance = self._model, self._loss_fn, self._passes.tolerance
-        suspect = self._passes.shared()
-        require_single(
-            model, loss_fn, examples, factors, tolerance, along, rows=rows, exact=point.exact, suspect=suspect
-        )
+        more: dict[str, Any] = {"exact": point.exact, "suspect": self._passes.shared()}
+        require_single(model, loss_fn, examples, factors, tolerance, along, rows=rows, **more)

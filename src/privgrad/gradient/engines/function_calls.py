@@ -1,7 +1,8 @@
 """See each call of a torch function in a forward pass, and compute one for each example by vmap.
 
-`capture` opens `FunctionCalls` around a forward pass, and calls the functions below. The privacy guarantee of the fast
-engine rests on `mapped`: in it, no example's values may reach another example.
+`capture` opens `FunctionCalls` around a forward pass, and calls the functions below. `layer_call` opens `Additive`. The
+privacy guarantee of the fast engine rests on `for_each`: in it, no example's values may reach another example. It also
+rests on the refusals of both modes.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from privgrad.gradient.batching import batched, unseen_by_checkpoints
+from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.batching import OF_ALL, batched, unseen_by_checkpoints
+from privgrad.gradient.engines.refusals import REMEDY, refused
 from privgrad.gradient.engines.shared_values import SharedValues
 
 # Functions that read no values, so that shared values need no copies there. Their calls are not recorded.
@@ -60,7 +63,6 @@ _METADATA = frozenset(
         "_version",
         "_is_view",
         "untyped_storage",
-        "register_hook",
         "new_zeros",
         "new_ones",
         "new_empty",
@@ -73,6 +75,28 @@ _METADATA = frozenset(
         "randn_like",
     )
 )
+
+
+class Additive(TorchFunctionMode):
+    """A mode that refuses hooks and operations on memory while a unit's weights are computed from its parameters.
+
+    The rule of the unit adds up the gradients of all examples at these weights. A hook would see this sum, and need not
+    be additive.
+
+    Args:
+        path: the unit's path.
+    Raises:
+        UnitRefusedError: at such a call. The unit is then taken whole, and computed for each example.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OF_ALL:
+            raise _of_all(self._path, func)
+        return func(*args, **(kwargs or {}))
 
 
 class Called(NamedTuple):
@@ -106,6 +130,8 @@ class FunctionCalls(TorchFunctionMode):
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
         self.count += 1
+        if func in OF_ALL and args[0] in self._shared:
+            raise _of_all(self._shared.unit(args[0]), func)
         if self._record is not None:
             output = func(*args, **kwargs)
             self._record.append(Called(name, shapes_of([args, kwargs, output])))
@@ -131,6 +157,12 @@ class FunctionCalls(TorchFunctionMode):
             yield
         finally:
             self._is_paused = before
+
+
+def _of_all(unit: str, func: Any) -> UnsupportedModuleError:
+    """Return the error for a hook or an operation on memory, of a value that all examples share."""
+    name, condition = f"what '{unit}' computes once", "to have no hooks, and no operations on memory"
+    return refused(name, condition, name_of(func), f"leave them out, or {REMEDY}", unit=unit)
 
 
 def name_of(func: Any) -> str:

@@ -6,6 +6,7 @@ i of a factor must depend on example i only. `self_check` compares some rows.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from privgrad.gradient.autograd_graph import casts, sources
+from privgrad.gradient.autograd_graph import is_additive, sources
+from privgrad.gradient.engines.function_calls import Additive
 from privgrad.gradient.engines.refusals import CallSequenceChangedError, refused
 from privgrad.gradient.engines.taps import HvpTerms
 from privgrad.gradient.factors.base import Factor
@@ -129,6 +131,19 @@ class LayerCall:
         return found
 
 
+def weights_of(path: str, module: nn.Module, rule: Rule) -> dict[str, Tensor]:
+    """Return the weights that a layer's rule knows, by name; a parametrization may compute one.
+
+    `capture` calls it.
+
+    Raises:
+        UnitRefusedError: a parametrization has hooks on gradients, or operations on memory.
+    """
+    with Additive(path) if parametrize.is_parametrized(module) else nullcontext():
+        read = {name: cast("Tensor | None", getattr(module, name, None)) for name in rule.parameters}
+    return {name: weight for name, weight in read.items() if weight is not None}
+
+
 def _parametrizations(layer: Any, weights: Mapping[str, Tensor]) -> dict[str, nn.Module]:
     """Return the layer's parametrizations that compute one of these weights, by the name of the weight."""
     if not (isinstance(layer, nn.Module) and parametrize.is_parametrized(layer)):
@@ -141,7 +156,7 @@ def _pulled(
 ) -> dict[Tensor, Factor]:
     """Return the factors of the parameters from which a weight is computed, given the factor of the weight."""
     leaves = {id(source): source for source in sources([weight])}.values()
-    apart = casts(weight) or any(leaf.itemsize < 4 for leaf in (weight, *leaves))
+    apart = not is_additive(weight) or any(x.itemsize < 4 or x._backward_hooks for x in (weight, *leaves))
 
     def jacobian_of(leaf: Tensor) -> Jacobian:
         place = (*key, id(leaf))

@@ -78,6 +78,7 @@ class Passes:
     Attributes:
         layouts: where the tensors of each call hold the examples.
         pulled: by id of a parameter from which a weight is computed, whether its displacement is not written out.
+        ambiguous: the number of examples in the last pass, if some tensor had another dimension of that size; else 0.
         half: whether any output gradient of the last pass is in half precision.
         floats: the number of floats of output gradients per example in the last pass.
         norms: the norms of the Jacobians of computed weights.
@@ -89,7 +90,7 @@ class Passes:
         self.norms = JacobianNorms()
         self.layouts = LayoutCache()
         self.pulled = dict[int, bool]()
-        self.half, self.floats = False, 0
+        self.half, self.floats, self.ambiguous = False, 0, 0
         self.uses = dict[str, Use]()
 
     @property
@@ -238,6 +239,7 @@ class Passes:
         with torch.enable_grad(), preserved(self._model), capture:
             losses = require_losses(self._loss_fn(self._model, examples), capture.size)
             capture.finish()
+            self.ambiguous = capture.size if capture.record.is_ambiguous else 0
             refuse_reentrant(losses)
             _require_seen(losses, capture)
             yield losses
@@ -274,6 +276,8 @@ class Passes:
                 for parameter, factor in (tap.factors(grad, own) if own else tap.factors(grad)).items():
                     name = names[id(parameter)]
                     uses[name] = use_of(tap, vmapped, uses.get(name))
+                    if factor.examples == 0:  # the unit was called on no rows
+                        factor = Dense(parameter.detach().new_zeros(()).expand(size, *parameter.shape))
                     if factor.examples != size:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")

@@ -8,11 +8,13 @@ examples in the compared rows. They do not prove that it never happens.
 import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from privgrad.errors import UnsupportedModuleError
 from privgrad.gradient.engines.passes import Passes, Point
@@ -21,7 +23,7 @@ from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.probes import gradients, places_of
-from privgrad.types import LossFunction, count_examples, map_examples
+from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 _MEASURED = 16  # number of examples whose norms a check measures
 
@@ -39,11 +41,23 @@ class CheckSchedule:
     def __init__(self) -> None:
         self.calls = 0
         self.is_due = False
+        self._sizes = {0}
 
     def begin(self) -> None:
         """Count a call of the engine, and set `is_due` on the 1st, 2nd, 4th, 8th ... call."""
         self.calls += 1
         self.is_due |= self.calls & (self.calls - 1) == 0
+
+    def note_size(self, size: int) -> None:
+        """Set `is_due` at the first batch of a size that is also the size of another dimension.
+
+        A model that uses other layouts for batches of this size would pass all comparisons of sizes.
+
+        Args:
+            size: `Passes.ambiguous`.
+        """
+        self.is_due |= size not in self._sizes
+        self._sizes.add(size)
 
 
 def require_single(
@@ -80,7 +94,7 @@ def require_single(
     for index in rows:
         row = slice(index, index + 1)
         along = {} if moves is None else {n: move[row].dense()[0] for n, move in moves.of(parameters).items()}
-        alone = map_examples(itemgetter(row), examples)
+        alone = part_of(examples, row)
         single = gradients(model, loss_fn, alone, along=along, exact=exact, copied=False)
         whole = sum(norm_of(reference) ** 2 for reference in single.values()) ** 0.5
         for name, reference in single.items():
@@ -125,7 +139,9 @@ def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: 
     """
     calls = passes.layouts.current.calls
     for kept, (one, other) in enumerate(([[0, 1, 1], [0, 2, 2]], [[0, 1, 0], [2, 1, 2]], [[0, 0, 2], [1, 1, 2]])):
-        with_one, with_other = (_training_factors(passes, few, order, seed) for order in (one, other))
+        with_one, with_other = (
+            _factors_of(passes, map_examples(itemgetter(order), few), seed) for order in (one, other)
+        )
         for name in with_one.keys() & with_other.keys():
             first, second = with_one[name], with_other[name]
             difference = norm_of(first[kept : kept + 1].dense() - second[kept : kept + 1].dense())
@@ -139,16 +155,56 @@ def require_apart_in_training(passes: Passes, few: Any, tolerance: float, seed: 
     passes.layouts.current.calls = calls
 
 
-def _training_factors(passes: Passes, few: Any, order: list[int], seed: int) -> dict[str, Factor]:
-    """Return the factors of examples in this order, in training mode, where the calls of layers may differ."""
-    chosen = map_examples(itemgetter(order), few)
+def require_apart_from_infinite(passes: Passes, few: Any, tolerance: float, seed: int) -> None:
+    """Raise UnsupportedModuleError if an example that is not finite changes the gradients of the others.
+
+    Zero times such a number is not a number, so it can reach gradients that are right for all finite examples. An
+    accelerator is left alone: an assertion that fails there ends the process.
+
+    Args:
+        passes: the engine's passes. Their layouts are the same afterwards.
+        few: three examples.
+        tolerance: the largest accepted difference, relative to the norms of all gradients of the parameter.
+        seed: seed of the random draws.
+    """
+    leaves = [leaf for leaf in tree_leaves(few) if isinstance(leaf, Tensor)]
+    if not any(leaf.is_floating_point() for leaf in leaves) or any(leaf.device.type != "cpu" for leaf in leaves):
+        return
+    calls = passes.layouts.current.calls
+    wanted = dict[str, Factor]()
+    for number in (0.0, math.inf, math.nan):
+        try:
+            found = _factors_of(passes, map_examples(partial(_with_middle, number=number), few), seed)
+            suspect = passes.shared()  # rows that were chosen from the examples may pass for a value of all
+        except Exception:  # the model does not take such an example
+            continue
+        finally:
+            passes.layouts.current.calls = calls
+        wanted = wanted or found
+        for name in wanted.keys() & found.keys():
+            apart = torch.tensor([0, 2])
+            difference = norm_of(found[name][apart].dense() - wanted[name][apart].dense())
+            most = tolerance * float(wanted[name][apart].norms().sum())
+            if math.isfinite(most) and not difference <= most:
+                condition, got = "not to depend on other examples", f"a change when one of them is {number}"
+                remedy = f"keep examples apart, or {REMEDY}"
+                raise refused(f"the gradient of {name!r}", condition, got, remedy, unit=suspect)
+
+
+def _with_middle(leaf: Tensor, *, number: float) -> Tensor:
+    """Return a tensor of three examples with the second filled with a number, if it has floating-point numbers."""
+    return leaf.index_fill(0, torch.tensor(1), number) if leaf.is_floating_point() else leaf
+
+
+def _factors_of(passes: Passes, few: Any, seed: int) -> dict[str, Factor]:
+    """Return the factors of examples, for which the calls of layers may differ from the learned ones."""
     try:
         with seeded(seed):
-            return passes.compute(chosen, Point())[0]
+            return passes.compute(few, Point())[0]
     except CallSequenceChangedError:
-        passes.learn(chosen)
+        passes.learn(few)
         with seeded(seed):
-            return passes.compute(chosen, Point())[0]
+            return passes.compute(few, Point())[0]
 
 
 def require_same_draws(passes: Passes, few: Any, tolerance: float, seed: int) -> None:

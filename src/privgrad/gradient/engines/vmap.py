@@ -9,7 +9,6 @@ Shape suffixes: B examples of the chunk, P the shape of one parameter.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -28,7 +27,7 @@ from privgrad.gradient.module_state import (
     trainable,
 )
 from privgrad.gradient.validation import refuse_reentrant
-from privgrad.types import LossFunction, count_examples, map_examples
+from privgrad.types import LossFunction, count_examples, map_examples, part_of
 
 
 class Vmap:
@@ -150,7 +149,7 @@ def per_sample_gradients(
                 parameters,
                 rest,
                 {name: move[index] for name, move in moves.items()},
-                map_examples(itemgetter(slice(index, index + 1)), examples),
+                part_of(examples, slice(index, index + 1)),
                 exact=exact,
             )
             for index in range(count_examples(examples))

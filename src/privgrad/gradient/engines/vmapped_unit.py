@@ -98,10 +98,10 @@ class VmappedUnit:
         """Return the tensors in the outputs of all examples, each computed by itself."""
         rows: list[list[Tensor]] = []
         for i in range(size):
-            own = [x if dim is None else x[i] for x, dim in zip(inputs, dims, strict=True)]
+            own = [x if dim is None else x[i].clone() for x, dim in zip(inputs, dims, strict=True)]
             try:
-                with Mended(), self._isolated():  # Mended: sparse gradients of single examples cannot be stacked either
-                    rows.append(self._single({name: p[i] for name, p in copies.items()}, *own))
+                with Mended(several=False), self._isolated():  # sparse gradients of single examples cannot be stacked
+                    rows.append(self._single({name: p[i].clone() for name, p in copies.items()}, *own))
             except PrivacyError:
                 raise
             except Exception as error:

@@ -192,8 +192,8 @@ class Pulled(Factor):
     Args:
         inner: h_i, gradients with respect to the weight.
         jacobian: J, the same for every example.
-        apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for half precision,
-            where all examples would share the rounding errors of a large sum.
+        apart: whether to multiply J^T with each example's gradient instead of with their sum. It is for backward passes
+            that are not additive, and for half precision: all examples would share the rounding errors of a large sum.
         sums: shared by all parameters of the weight; None: its own.
     """
 

@@ -43,8 +43,10 @@ def find_product(func: Any, args: Any, kwargs: Any) -> Product | None:
     return None if read is None else read(*args, **kwargs)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:  # noqa: A002, torch's name
-    """Return the product of a call of F.linear with these arguments."""
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:  # noqa: A002, torch's name
+    """Return the product of a call of F.linear; None for a vector as weight, or a bias that is broadcast."""
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
     stored = _transposed(weight)
     if stored is None:
         return Product(Linear(), None, _named(weight, bias), input)
