@@ -148,7 +148,7 @@ def load(
     num_workers: int,
     prefetch_factor: int | None,
     pin_memory: bool,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Return an iterator over the batches of the draws, in their order. `sampling.batches` calls it.
 
     Args:
@@ -169,7 +169,7 @@ def load(
         pin_memory=pin_memory,
         generator=torch.Generator().manual_seed(seed),
     )
-    return _from_workers(loader) if num_workers else iter(loader)
+    return _from_workers(loader) if num_workers else (batch for batch in loader)
 
 
 def _unchanged(batch: Any) -> Any:
@@ -295,37 +295,55 @@ class _Reported(Dataset[Batch | _Failure]):
             return _Failure(None, f"{type(error).__name__}: {text}", traceback.format_exc())
 
 
-def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
-    """Yield the batches that the workers load.
+def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
+    """Yield the batches that the workers load. `close()` ends the workers.
 
     Raises:
         SamplingError: an example cannot be loaded, a worker died, or a worker cannot be started.
     """
     others = active_children()
+    batches = None
     try:
-        batches = iter(loader)
+        batches = _started(loader)
+        with _Watch([child for child in active_children() if child not in others]).installed() as watch:
+            while True:
+                with watch.waiting():
+                    batch = next(batches, None)
+                if isinstance(batch, _Failure):
+                    raise batch.exception()
+                if batch is None:
+                    return
+                yield batch
+    except RuntimeError as error:  # of torch: exceptions of the data set arrive as _Failure
+        raise _explained(error) from error.__cause__
+    finally:
+        # At once: a later garbage collection would take 5 s for each worker. torch has no public function for it.
+        getattr(batches, "_shutdown_workers", int)()
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers; raise SamplingError if what they need cannot be sent to them."""
+    try:
+        return iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         remedy = "define them at the top level of a module, without lambda"
         condition, got = "to be picklable for worker processes", f"{error}".rstrip(".")
         raise expected("plan.batches", "dataset and collate", condition, got, remedy, SamplingError) from error
-    with _Watch([child for child in active_children() if child not in others]).installed() as watch:
-        while True:
-            try:
-                with watch.waiting():
-                    batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:  # of torch: exceptions of the data set arrive as _Failure
-                got = f"{error}".strip().split(". ")[0]
-                remedy = (
-                    "take fewer workers or a lower prefetch_factor if memory ran out; with num_workers=0, an error of "
-                    "the data set shows itself"
-                )
-                condition = "to live until the last batch"
-                raise expected("plan.batches", "every worker", condition, got, remedy, SamplingError) from error
-            if isinstance(batch, _Failure):
-                raise batch.exception()
-            yield batch
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return torch's error for a dead worker as one of this library; return any other error as it is."""
+    first = error
+    while isinstance(first.__cause__, RuntimeError):  # the first one knows the signal or the exit code
+        first = first.__cause__
+    got = f"{first}".strip().split(". ")[0].rstrip(".")
+    if not got.startswith("DataLoader worker"):
+        return error
+    remedy = (
+        "take fewer workers or a lower prefetch_factor if memory ran out; with num_workers=0, an error of the data set "
+        "shows itself"
+    )
+    return expected("plan.batches", "every worker", "to live until the last batch", got, remedy, SamplingError)
 
 
 @dataclass
@@ -355,7 +373,8 @@ class _Watch:
             try:
                 theirs(number, frame)
             except RuntimeError as error:
-                if self._awaited or all(worker.is_alive() for worker in self.workers):
+                is_own = any(f"(pid {worker.pid})" in str(error) for worker in self.workers)
+                if self._awaited or not is_own:
                     raise
                 self.died.append(error)
 

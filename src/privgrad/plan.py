@@ -6,7 +6,7 @@ follow the plan. `plan_numbers` checks the numbers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -351,7 +351,7 @@ class PrivacyPlan:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
         Users, `fit`, the bridges, `audit.methods` and papers call it.

@@ -6,7 +6,7 @@ file: the sample rate that draws a batch is the one that the ledger charges. It 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ _REPEATS = 20  # number of equal readings after which the items count as not ran
 
 def batches(
     sampler: "BatchSampler", *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Return an iterator over the batches of a sampler, loaded by torch's DataLoader.
 
     `PrivacyPlan.batches` calls this.
@@ -40,8 +40,9 @@ def batches(
         prefetch_factor: number of batches that each worker loads in advance; None is torch's default, 2.
         pin_memory: copy batches to pinned memory, for a faster `Batch.to(device, non_blocking=True)`.
     Returns:
-        An iterator of Batch; examples have leading dimension `size`, which may be 0. Batches that hold a whole
-        TensorDataset may share memory. A batch that was loaded in advance and not taken has cost nothing.
+        An iterator of Batch, whose `close()` ends the workers. Examples have leading dimension `size`, which may be 0.
+        Batches that hold a whole TensorDataset may share memory. A batch that was loaded in advance and not taken has
+        cost nothing.
     Raises:
         PrivacyError: raised by the call: an option is out of range.
         SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other

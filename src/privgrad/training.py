@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -151,7 +151,8 @@ def fit(
                     on_evaluate(run.result.curve[-1])
 
         try:
-            with _progress_bar(private_grad, start, progress if processes.rank == 0 else False) as advance:
+            shown = progress if processes.rank == 0 else False
+            with closing(batches), _progress_bar(private_grad, start, shown) as advance:
                 evaluate_if_due(start)  # an evaluation that an interruption cut short
                 for batch in batches:
                     run.update(batch)

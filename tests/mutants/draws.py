@@ -227,6 +227,12 @@ def count_believed(patch: Patch) -> None:
     everywhere(patch, real, lambda data, _, *rest: real(data, 1, *rest))
 
 
+def public_augmentation(patch: Patch) -> None:
+    """Random augmentation by torch's global generator, which programs seed with a constant."""
+    real: Any = loading._seeded
+    everywhere(patch, real, lambda _: real(torch.initial_seed()))
+
+
 NOISE = [
     Mutant("noise at half scale", scaled(0.5), "test_noise.test_noise_has_the_stated_scale"),
     Mutant("noise at 0.9 of its scale", scaled(0.9), "test_noise.test_noise_has_the_stated_scale"),
@@ -355,6 +361,12 @@ SAMPLING = [
         "rows that change with their companions",
         lambda patch: everywhere(patch, loading._require_rows, lambda *_: None),
         "test_plan_and_sampling.test_collating_an_example_may_not_depend_on_its_companions",
+    ),
+    Mutant(
+        "random augmentation with a public seed",
+        public_augmentation,
+        "test_loading.test_random_augmentation_of_a_private_run_has_no_predictable_seed",
+        {"workers": 0},
     ),
     Mutant(
         "batches of another plan",
