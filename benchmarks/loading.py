@@ -1,6 +1,6 @@
 """Time to load batches of a data set that waits for each item, with and without worker processes.
 
-`python -m benchmarks.loading` appends records to results/bench/loading.jsonl, and docs/performance.md has the table. The
+`python -m benchmarks.loading` appends to results/bench/loading.jsonl, and docs/performance.md has the table. The
 plan has a research seed, so that any number of workers loads the same batches; the digests in the records show it.
 """
 
