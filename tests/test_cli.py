@@ -419,8 +419,7 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Pa
     (tmp_path / "one.toml").write_text(
         ONE.replace("steps = 6", "steps = 400").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
     )
-    script = Path(sys.executable).with_name("privgrad")
-    process = subprocess.Popen([str(script), "train", "one.toml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = started(tmp_path)
     ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final-seedNone/ledger.jsonl"
     deadline = time.monotonic() + 120
     while not ledger.exists() or len(ledger.read_bytes()) < 2000:
@@ -439,11 +438,20 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Pa
     assert done["methods"][0]["updates"] == 400  # what the signal came amid was finished, and saved
 
 
+def started(folder: Path) -> subprocess.Popen[str]:
+    """A real process that trains, with the usual meaning of Ctrl-C, which a process in the background lacks."""
+    command = [str(Path(sys.executable).with_name("privgrad")), "train", "one.toml"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_before_a_training_ends_in_one_line(tmp_path: Path):
     """While a command reads its arguments and data, there is nothing to save."""
     os.mkfifo(tmp_path / "one.toml")  # to read it waits for a writer
-    script = Path(sys.executable).with_name("privgrad")
-    process = subprocess.Popen([str(script), "train", "one.toml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = started(tmp_path)
     writer = os.open(tmp_path / "one.toml", os.O_WRONLY)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
