@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -412,23 +413,51 @@ def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("without_rendering")
-def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Path):
-    """SIGTERM to a real process; the next run makes the rest of the updates."""
+@pytest.mark.parametrize("stop", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Path, stop: signal.Signals):
+    """A signal to a real process; the next run makes the rest of the updates."""
     (tmp_path / "one.toml").write_text(
         ONE.replace("steps = 6", "steps = 400").replace("target_epsilon = 1.0", "noise_multiplier = 4.0")
     )
-    script = Path(sys.executable).with_name("privgrad")
-    process = subprocess.Popen([str(script), "train", "one.toml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = started(tmp_path)
     ledger = tmp_path / "runs/one/runs/DP-AdamBC-lr0.01-final-seedNone/ledger.jsonl"
     deadline = time.monotonic() + 120
     while not ledger.exists() or len(ledger.read_bytes()) < 2000:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.terminate()
-    assert "to resume" in process.communicate(timeout=60)[1]
+    process.send_signal(stop)
+    told = process.communicate(timeout=60)[1]
+    assert told.endswith("stopped: the state is saved; run the same command again, without --restart, to resume\n")
+    assert "Traceback" not in told
     assert process.returncode == 130
+    resumed = here("train", "one.toml")
+    assert "resuming after " in resumed.stderr
+    done = here("train", "one.toml")
+    assert "already complete: the training in runs/one; a new one needs another folder" in done.stderr
     done = last_json(here("train", "one.toml", "--json"))
     assert done["methods"][0]["updates"] == 400  # what the signal came amid was finished, and saved
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """A real process that trains, with the usual meaning of Ctrl-C, which a process in the background lacks."""
+    command = [str(Path(sys.executable).with_name("privgrad")), "train", "one.toml"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_before_a_training_ends_in_one_line(tmp_path: Path):
+    """While a command reads its arguments and data, there is nothing to save."""
+    os.mkfifo(tmp_path / "one.toml")  # to read it waits for a writer
+    process = started(tmp_path)
+    writer = os.open(tmp_path / "one.toml", os.O_WRONLY)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "stopped: run the same command again\n"
+    assert process.returncode == 130
+    os.close(writer)
 
 
 def test_train_takes_one_method(here: Here, tmp_path: Path):

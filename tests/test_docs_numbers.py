@@ -330,3 +330,19 @@ def test_what_fine_tuning_has_reached_stands_in_the_records():
         assert second["factor"] == max(first, key=lambda factor: first[factor])
         assert trained == f"{own[0]['trained_numbers']:,}"
         assert seconds == f"{statistics.median(run['cpu_seconds'] for run in own):.0f}"
+
+
+def test_the_page_on_performance_prints_the_recorded_times_of_loading():
+    text = (ROOT / "docs/performance.md").read_text()
+    records = [json.loads(line) for line in (ROOT / "results/bench/loading.jsonl").read_text().splitlines()]
+    assert len({record["draws"] for record in records}) == 1
+    medians = {
+        train: [
+            statistics.median(r["seconds"] for r in records if (r["train"], r["workers"]) == (train, workers))
+            for workers in (0, 1, 2, 4, 8)
+        ]
+        for train in (False, True)
+    }
+    for name, train in (("loading", False), ("loading and training", True)):
+        assert f"| {name} | {' | '.join(f'{seconds:.1f} s' for seconds in medians[train])} |" in text
+    assert f"Four workers load {medians[False][0] / medians[False][3]:.1f} times as fast as none" in text

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import warnings
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,30 @@ def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: 
     assert resumed.global_step == resumed.strategy.private_grad.ledger.releases == STEPS
     assert module.rates == whole.rates[5:]
     assert resumed.current_epoch == 3
+
+
+def test_workers_load_the_same_batches_and_live_through_all_epochs(tmp_path: Path):
+    def train(name: str, **loading: Any) -> tuple[Classifier, list[set[int | None]]]:
+        torch.manual_seed(0)
+        module, seen = Classifier(), list[set[int | None]]()
+        others = {child.pid for child in active_children()}
+
+        class Look(L.Callback):
+            def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+                seen.append({child.pid for child in active_children()} - others)
+
+        (tmp_path / name).mkdir()
+        trainer = make_trainer(tmp_path / name, planned(), callbacks=[Look()])
+        trainer.fit(module, trainer.strategy.batches(make_data(), **loading), DataLoader(make_data(), batch_size=32))
+        return module, seen
+
+    here, _ = train("here")
+    there, workers = train("there", num_workers=1, prefetch_factor=3)
+    assert all(map(torch.equal, here.parameters(), there.parameters()))
+    assert len(workers) > 2
+    assert len(set.union(*workers)) == 1  # the same worker in every epoch
+    with pytest.raises(pg.PrivacyError, match=r"PrivateStrategy\.batches: expected num_workers to be an integer >= 0"):
+        PrivateStrategy(planned()).batches(make_data(), num_workers=-1)
 
 
 def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):

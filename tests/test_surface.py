@@ -33,7 +33,9 @@ SIGNATURES = {
     "sampling seed group_size noise_on_grid privacy_unit besides",
     pg.PrivacyPlan.for_users: "num_users expected_cohort_size rounds max_update_norm delta target_epsilon "
     "noise_multiplier sampling seed noise_on_grid besides",
-    pg.PrivacyPlan.batches: "self dataset start collate processes",
+    pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory",
+    pg.PrivacyPlan.sampler: "self dataset start collate processes",
+    pg.Batch.to: "self device non_blocking",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
@@ -111,7 +113,7 @@ SIGNATURES = {
     pg.Schedule: "decay warmup",
     pg.Schedule.of: "self optimizer steps",
     pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
-    "output_dir save_seconds progress",
+    "output_dir save_seconds progress num_workers prefetch_factor pin_memory",
 }
 # What users subclass or implement, by the class's own members: the parameters of a method, the value of an attribute.
 EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {

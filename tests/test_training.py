@@ -92,6 +92,47 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path: Path):
     assert second.ledger.releases == STEPS
 
 
+def test_fit_says_where_it_resumes_and_what_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(tmp_path, evaluate=interrupted(), progress=True)
+    assert caught.value.__notes__ == [
+        f"fit: saved after 20 of 60 steps in {tmp_path}; run the same program again to resume."
+    ]
+    assert "resuming" not in capsys.readouterr().err
+    run(tmp_path, progress=True)
+    assert capsys.readouterr().err.startswith("resuming after 20 of 60 steps\n")
+    run(tmp_path, progress=True)
+    assert capsys.readouterr().err.startswith("already complete: 60 of 60 steps\n")
+    run(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def interrupted() -> Callable[[nn.Module], dict[str, float]]:
+    """An evaluation that Ctrl-C interrupts: the first one, after the trial of `fit`."""
+    calls = iter(range(1))
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return {"accuracy": 0.0}
+
+    return evaluate
+
+
+def test_examples_without_finite_gradients_are_noted_while_it_runs(capsys: pytest.CaptureFixture[str]):
+    data = make_data()
+    data.tensors[0][::2] = math.nan
+    model = make_model()
+    private_grad = pg.PrivateGradient(model, loss_fn, make_plan())
+    optimizer = pg.optim.SGD(model.named_parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"NOT PRIVATE: \d+ gradients were not finite .*; do not publish") as warned:
+        result = pg.fit(private_grad, optimizer, data)
+    (note,) = (line for line in capsys.readouterr().err.splitlines() if "NOT PRIVATE" in line)
+    assert re.fullmatch(r"NOT PRIVATE: gradients of step \d are not finite \(NaN or inf\) and count as zero", note)
+    assert f" {result.raw_nonfinite_examples} " in str(warned[0].message)
+    assert result.raw_nonfinite_examples > 0
+
+
 def train_noting_releases(
     folder: Path, released: Path, begun: Event, options: dict[str, Any], rank: int, ranks: int, store: str
 ) -> None:

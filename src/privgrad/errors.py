@@ -200,7 +200,7 @@ def require_choice(function: str, name: str, value: object, choices: Sequence[st
 
 
 def require_callable(function: str, name: str, value: object, remedy: str) -> None:
-    """Raise PrivacyError unless value is callable. PrivateGradient, `sampling.batches` and `fit` call it."""
+    """Raise PrivacyError unless value is callable. PrivateGradient, `sampling` and `fit` call it."""
     if not callable(value):
         raise expected(function, name, "to be a function", described(value), remedy)
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakSet
 
 from privgrad.errors import PrivacyError, expected, file_problem
 
@@ -70,6 +71,7 @@ class LedgerFile:
         self._size = 0
         self._descriptor: int | None = None
         self._open(accept, read_only=read_only)
+        _held.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -199,6 +201,18 @@ class LedgerFile:
                 self._end_at(self._size + len(raw), head)
         if not self._size and read_only:
             raise _damaged(self.path, 1, b"", "to be a line of a ledger")
+
+
+_held: WeakSet[LedgerFile] = WeakSet()
+
+
+def _let_go() -> None:
+    """Close every file in a fork, such as a worker that loads data. It would keep the lock of a killed parent."""
+    for file in _held:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _lock(descriptor: int, path: Path, patience: float) -> None:

@@ -6,7 +6,7 @@ follow the plan. `plan_numbers` checks the numbers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 
 from privgrad import accounting
 from privgrad.accounting import Accountant, Release, Selection
-from privgrad.errors import expected, require_integer, require_positive
+from privgrad.errors import expected, require_integer
 from privgrad.noise import std_of_noise
-from privgrad.plan_numbers import is_infinite, require_numbers, scaled_numbers
+from privgrad.plan_numbers import require_numbers, require_part, require_user_numbers, scaled_numbers
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
-from privgrad.sampling import Collate, batches
+from privgrad.sampling import BatchSampler, Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
@@ -135,7 +135,7 @@ class PrivacyPlan:
         """
         require_integer("for_budget", "expected_batch_size", expected_batch_size, 1)
         require_integer("for_budget", "num_examples", num_examples, 1)
-        _require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
+        require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
         sample_rate = expected_batch_size / num_examples
         return cls(
             sample_rate=sample_rate,
@@ -196,16 +196,7 @@ class PrivacyPlan:
         Privacy:
             As for_budget, for data sets that differ by all the data of one user.
         """
-        if (target_epsilon is None) == (noise_multiplier is None):
-            got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
-            remedy = "give exactly one of the two"
-            raise expected("for_users", "target_epsilon or noise_multiplier", "to be given, not both", got, remedy)
-        require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
-        require_integer("for_users", "num_users", num_users, 1)
-        require_integer("for_users", "rounds", rounds, 1)
-        if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and is_infinite(max_update_norm)):
-            require_positive("for_users", "max_update_norm", max_update_norm, "give the bound on a user's update")
-        _require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)
+        require_user_numbers(num_users, expected_cohort_size, rounds, max_update_norm, target_epsilon, noise_multiplier)
         numbers: dict[str, Any] = {
             "steps": rounds,
             "expected_batch_size": expected_cohort_size,
@@ -344,10 +335,9 @@ class PrivacyPlan:
             An upper bound for Poisson sampling. With sampling "fixed" the number is computed as if batches were
             Poisson samples: a label, not a guarantee.
         """
-        delta = self.delta if delta is None else delta
+        delta, steps = self.delta if delta is None else delta, self.steps if steps is None else steps
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
-        steps = self.steps if steps is None else steps
         release = Release(self.release.noise_multiplier, self.sample_rate, count=steps)
         return accounting.epsilon([release], delta=delta, accountant=accountant)
 
@@ -358,24 +348,45 @@ class PrivacyPlan:
         start: int = 0,
         collate: Collate | None = None,
         processes: Processes = ALONE,
-    ) -> Iterator[Batch]:
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> Generator[Batch]:
         """Return an iterator over the batches of steps start to steps - 1, drawn as the plan specifies.
 
         Users, `fit`, the bridges, `audit.methods` and papers call it.
 
         Args:
-            dataset: as in sampling.batches.
+            dataset: as in sampling.BatchSampler.
             start: first step, for a resumed run.
-            collate: as in sampling.batches.
-            processes: as in sampling.batches.
-        Returns:
-            An iterator of Batch.
+            collate: as in sampling.BatchSampler.
+            processes: as in sampling.BatchSampler.
+            num_workers: as in sampling.batches. The workers live until the last step.
+            prefetch_factor: as in sampling.batches.
+            pin_memory: as in sampling.batches.
         Raises:
-            SamplingError: see sampling.batches.
+            PrivacyError: an option of loading is out of range.
+            SamplingError: see sampling.batches and sampling.BatchSampler.
         Privacy:
-            Uses the sample rate that the ledger charges; see sampling.batches.
+            Uses the sample rate that the ledger charges; see sampling.BatchSampler.
         """
-        return batches(
+        sampler = self.sampler(dataset, start=start, collate=collate, processes=processes)
+        return batches(sampler, num_workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
+
+    def sampler(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        start: int = 0,
+        collate: Collate | None = None,
+        processes: Processes = ALONE,
+    ) -> BatchSampler:
+        """Return a sampler of the plan's draws, for a DataLoader of your own.
+
+        Users call it: `DataLoader(sampler.dataset, sampler=sampler, batch_size=None, num_workers=4, ...)` then yields
+        the batches of `batches`, whose arguments this takes.
+        """
+        return BatchSampler(
             dataset,
             scheme=self.sampling,
             sample_rate=self.sample_rate,
@@ -387,9 +398,3 @@ class PrivacyPlan:
             collate=collate,
             processes=processes,
         )
-
-
-def _require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
-    """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
-    if size > count:
-        raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")

@@ -1,8 +1,8 @@
 """Check the numbers of a plan, alone and together, and compute those of a plan that simulates it in smaller batches.
 
-`PrivacyPlan` calls `require_numbers` when it is made, and `PrivacyPlan.scaled` calls `scaled_numbers`. The privacy
-guarantee rests on `require_numbers` and `is_infinite`: noise, draws and charges follow numbers that they have checked.
-It does not rest on the rest of this file: no number of a plan that simulates another one can make its epsilon finite.
+`PrivacyPlan` calls `require_numbers` when it is made, and its methods call the other functions. The privacy guarantee
+rests on `require_numbers` and `is_infinite`: noise, draws and charges follow numbers that they have checked. It does
+not rest on the rest of this file: no number of a plan that simulates another one can make its epsilon finite.
 """
 
 import math
@@ -166,3 +166,33 @@ def _require_scaled(plan: "PrivacyPlan", simulated: object) -> None:
         remedy = "change the simulated plan and scale it again: replace(plan.simulates, ...).scaled(factor)"
         got = ", ".join(f"{name} {getattr(plan, name)}" for name in differing)
         raise expected(function, "the numbers", condition, got, remedy)
+
+
+def require_part(function: str, part: str, size: int, whole: str, count: int) -> None:
+    """Raise PrivacyError, with the argument names of the caller, unless the part is at most the whole."""
+    if size > count:
+        raise expected(function, part, f"to be at most {whole} = {count}", size, "correct one of the two")
+
+
+def require_user_numbers(
+    num_users: int,
+    expected_cohort_size: int,
+    rounds: int,
+    max_update_norm: float,
+    target_epsilon: float | None,
+    noise_multiplier: float | None,
+) -> None:
+    """Raise PrivacyError unless the numbers of `PrivacyPlan.for_users` are right, under the names that it gives them.
+
+    The plan checks them again, under its own names.
+    """
+    if (target_epsilon is None) == (noise_multiplier is None):
+        got = f"target_epsilon {target_epsilon} and noise_multiplier {noise_multiplier}"
+        remedy = "give exactly one of the two"
+        raise expected("for_users", "target_epsilon or noise_multiplier", "to be given, not both", got, remedy)
+    require_integer("for_users", "expected_cohort_size", expected_cohort_size, 1)
+    require_integer("for_users", "num_users", num_users, 1)
+    require_integer("for_users", "rounds", rounds, 1)
+    if not (isinstance(noise_multiplier, int | float) and noise_multiplier == 0 and is_infinite(max_update_norm)):
+        require_positive("for_users", "max_update_norm", max_update_norm, "give the bound on a user's update")
+    require_part("for_users", "expected_cohort_size", expected_cohort_size, "num_users", num_users)

@@ -90,7 +90,7 @@ ALONE = Processes()
 def require_all_processes(function: str, processes: Processes) -> None:
     """Raise PrivacyError if torch.distributed has several processes but `processes` is a single one.
 
-    PrivateGradient and `sampling.batches` call it. Otherwise each process would draw its own noise for its own sum. A
+    PrivateGradient and `sampling` call it. Otherwise each process would draw its own noise for its own sum. A
     mean of their gradients would then cost more privacy than any of their ledgers records.
     """
     if not isinstance(processes, Processes):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,6 +1,6 @@
-"""Progress bars on standard error: steps done, time left, and the epsilon spent.
+"""Progress bars on standard error: steps done, time left, the epsilon spent, and notes above them.
 
-`fit` and `experiments.runner` call it. The privacy guarantee does not rest on this file.
+`fit` and `experiments` call it. The privacy guarantee does not rest on this file.
 """
 
 from rich.console import Console
@@ -26,3 +26,9 @@ def bars(*, shown: bool) -> Progress:
     )
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=not shown, speed_estimate_period=_REMEMBERED_SECONDS)
+
+
+def note(bar: Progress, text: str) -> None:
+    """Print one line above the bars; nothing where they are not shown."""
+    if not bar.disable:
+        bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ it, so there is no state to save. A root from the operating system's entropy (se
 One kind of draw is not cryptographic: devices other than the CPU draw their noise from `Stream.generator`. This is
 torch's own generator for the device, with a 64-bit seed from the stream's key.
 
-PrivateGradient, `noise.add_noise` and `sampling.batches` draw from streams. The privacy guarantee rests on this file:
+PrivateGradient, `noise.add_noise` and `sampling` draw from streams. The privacy guarantee rests on this file:
 the root must stay secret, and no draw may be used for two releases.
 """
 
@@ -69,7 +69,8 @@ class RandomSource:
     def stream(self, name: str) -> "Stream":
         """Return the stream with this name. Equal (root, name) give equal streams; all others are independent.
 
-        PrivateGradient takes "noise", "dropout" and "groups". `sampling.batches` takes "sampling".
+        PrivateGradient takes "noise", "dropout" and "groups". `sampling` takes "sampling",
+        "augmentation" and "workers".
         """
         return Stream(hashlib.blake2b(name.encode(), key=self._root, digest_size=32).digest())
 
@@ -99,7 +100,7 @@ class Stream:
     def public_id(self) -> str:
         """A name for the stream that reveals nothing about its key (a one-way hash).
 
-        `sampling.batches` puts it into the record of each draw, by which the ledger finds a draw that is used twice.
+        `sampling` puts it into the record of each draw, by which the ledger finds a draw that is used twice.
         """
         return hashlib.blake2b(self._key, person=b"privgrad-id", digest_size=8).hexdigest()
 

@@ -1,12 +1,12 @@
 """Poisson and fixed-size sampling: draws a Batch with a public record of how it was drawn.
 
-`PrivacyPlan.batches` calls `batches`. The privacy guarantee rests on this file: the sample rate that draws a batch is
-the one that the ledger charges. It does not rest on `_other_container` and `_is_column`, which find mistakes of usage.
+`PrivacyPlan` calls `batches` and `BatchSampler`; `loading` loads what they draw. The privacy guarantee rests on this
+file: the sample rate that draws a batch is the one that the ledger charges. It does not rest on `_other_container` and
+`_is_column`, which find mistakes of usage.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,41 +14,58 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-    default_collate,  # pyright: ignore[reportUnknownVariableType]
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer
+from privgrad.loading import Collate, Draw, Examples, load, require_loading
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
-from privgrad.types import Batch, Sampling, SamplingScheme, count_examples, map_examples
-
-Collate = Callable[[list[Any]], Any]
+from privgrad.types import Batch, Sampling, SamplingScheme
 
 _COMPARED = 8  # number of data set items that processes compare
 _REPEATS = 20  # number of equal readings after which the items count as not random
 
 
 def batches(
-    dataset: Dataset[Any] | Sequence[Any],
-    *,
-    scheme: SamplingScheme,
-    sample_rate: float,
-    expected_batch_size: int,
-    num_examples: int,
-    steps: int,
-    start: int = 0,
-    source: RandomSource,
-    collate: Collate | None = None,
-    processes: Processes = ALONE,
-) -> Iterator[Batch]:
-    """Return an iterator over the batches of steps start, start + 1, ..., steps - 1.
+    sampler: "BatchSampler", *, num_workers: int = 0, prefetch_factor: int | None = None, pin_memory: bool = False
+) -> Generator[Batch]:
+    """Return an iterator over the batches of a sampler, loaded by torch's DataLoader.
 
-    `PrivacyPlan.batches` calls this with the plan's numbers.
+    `PrivacyPlan.batches` calls this.
+
+    Args:
+        sampler: draws the batches, and holds the data set.
+        num_workers: number of worker processes that load batches, each a whole batch; 0 loads in this process. The
+            draws are made in this process and are the same for any number.
+        prefetch_factor: number of batches that each worker loads in advance; None is torch's default, 2.
+        pin_memory: copy batches to pinned memory, for a faster `Batch.to(device, non_blocking=True)`.
+    Returns:
+        An iterator of Batch, whose `close()` ends the workers. Examples have leading dimension `size`, which may be 0.
+        Batches that hold a whole TensorDataset may share memory. A batch that was loaded in advance and not taken has
+        cost nothing.
+    Raises:
+        PrivacyError: raised by the call: an option is out of range.
+        SamplingError: raised by the iterator: collate does not return one row per example, or its rows depend on other
+            examples; an example cannot be loaded; or a worker process died.
+    Privacy:
+        As BatchSampler. Workers get indices and seeds of single steps, and no key.
+    """
+    require_loading("plan.batches", num_workers, prefetch_factor, pin_memory)
+    return load(
+        sampler.dataset,
+        sampler,
+        seed=sampler.worker_seed,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+    )
+
+
+class BatchSampler(Sampler[Draw]):
+    """A torch sampler of the draws of steps start, start + 1, ..., steps - 1.
+
+    `PrivacyPlan.sampler` makes it with the plan's numbers. For a DataLoader of the user's own:
+    `DataLoader(sampler.dataset, sampler=sampler, batch_size=None, ...)`, whose items are batches.
 
     Args:
         dataset: a map-style data set, with len() and integer indexing. Each example is a tensor, or a tuple, list or
@@ -61,50 +78,74 @@ def batches(
         num_examples: the public count; the data set must hold at least this many examples.
         steps: T.
         start: first step, for a resumed run.
-        source: the source of the random stream that draws the batches.
+        source: the source of the random streams that draw the batches and seed random augmentation.
         collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row must
-            depend on its own example only: pad to a public length, not to the longest example of the batch.
+            depend on its own example only: pad to a public length, not to the longest example of the batch. It must
+            not be random.
         processes: the processes that train together. With several, process r of k draws among the examples r, r + k,
             r + 2k, ... Under a research seed, their batches together are the batch that a single process would draw.
             All processes must make this call, with the same data in the same order. The call compares the length and a
             few random items, unless the items themselves are random.
-    Returns:
-        An iterator of Batch; examples have leading dimension `size`, which may be 0. Batches that hold a whole
-        TensorDataset may share memory.
     Raises:
-        SamplingError: raised by the call: the data set has no length, no examples or fewer than num_examples; batches
-            are "fixed" in several processes; or the data set differs from the one of the first process. Raised by the
-            iterator: collate does not return one row per example, or its rows depend on other examples.
+        SamplingError: the data set has no length, no examples or fewer than num_examples; batches are "fixed" in
+            several processes; or the data set differs from the one of the first process.
+    Attributes:
+        dataset: the data set of batches that a DataLoader needs.
+        worker_seed: a seed for a DataLoader's worker processes.
     Privacy:
         Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it. Draws come from a
         cryptographic stream. Without a seed each process has a stream of its own entropy. With a seed all processes
-        share one stream, and each uses the words of its own examples. No accountant here covers "fixed".
+        share one stream, and each uses the words of its own examples. No accountant here covers "fixed". A second
+        iteration makes the same draws, and the ledger refuses them.
     """
-    require_all_processes("plan.batches", processes)
-    require_integer("plan.batches", "start", start, 0)
-    if collate is not None:
-        require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
-    with processes.all_succeed():
-        _require_samplable(dataset, num_examples, scheme, processes)
-    data, take = cast(Sequence[Any], dataset), _taker(dataset, collate)
-    if processes.count > 1:
-        _require_same_data(take, len(data), processes)
-    stream = source.stream("sampling")
-    rank, count = processes.rank, processes.count
 
-    def draws() -> Iterator[Batch]:
-        for step in range(start, steps):
-            if scheme == "poisson":
-                chosen = _poisson(stream, step, sample_rate, len(data))
-                chosen = chosen[chosen % count == rank]
-            else:
-                chosen = _fixed(stream, step, expected_batch_size, len(data))
-            sampling = Sampling(
-                scheme, sample_rate, expected_batch_size, step, stream.public_id, source.seed, rank, count
-            )
-            yield Batch(take(chosen), len(chosen), sampling)
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        scheme: SamplingScheme,
+        sample_rate: float,
+        expected_batch_size: int,
+        num_examples: int,
+        steps: int,
+        start: int = 0,
+        source: RandomSource,
+        collate: Collate | None = None,
+        processes: Processes = ALONE,
+    ) -> None:
+        require_all_processes("plan.batches", processes)
+        require_integer("plan.batches", "start", start, 0)
+        if collate is not None:
+            require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
+        with processes.all_succeed():
+            _require_samplable(dataset, num_examples, scheme, processes)
+        self.dataset = Examples(dataset, collate)
+        self._count = len(cast("Sequence[Any]", dataset))
+        if processes.count > 1:
+            _require_same_data(self.dataset.take, self._count, processes)
+        self._steps = range(start, steps)
+        self._stream, self._seeds = source.stream("sampling"), source.stream("augmentation")
+        self._scheme: SamplingScheme = scheme
+        self._rate, self._size = sample_rate, expected_batch_size
+        self._seed, self._rank, self._processes = source.seed, processes.rank, processes.count
+        self.worker_seed = int(source.stream("workers").uint64(start, processes.count)[processes.rank])
 
-    return draws()
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Draw]:
+        return map(self._draw, self._steps)
+
+    def _draw(self, step: int) -> Draw:
+        """Return the draw of a step."""
+        if self._scheme == "poisson":
+            chosen = _poisson(self._stream, step, self._rate, self._count)
+            chosen = chosen[chosen % self._processes == self._rank]
+        else:
+            chosen = _fixed(self._stream, step, self._size, self._count)
+        facts = (self._scheme, self._rate, self._size, step, self._stream.public_id, self._seed)
+        seed = int(self._seeds.uint64(step, self._processes)[self._rank])
+        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes))
 
 
 def _require_samplable(
@@ -185,7 +226,7 @@ def _is_column(part: object) -> bool:
     return isinstance(part, list | tuple | str | np.ndarray | Tensor) or library in ("pandas", "polars")
 
 
-def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Processes) -> None:
+def _require_same_data(take: Callable[[np.ndarray], Any], count: int, processes: Processes) -> None:
     """Raise SamplingError in a process whose data set differs from the one of the first process.
 
     Compares the length and a few random items. The index of an example decides which process it belongs to. If the
@@ -200,11 +241,11 @@ def _require_same_data(take: Callable[[Tensor], Any], count: int, processes: Pro
         if count != first_count:
             got = f"{count} examples in process {processes.rank} and {first_count} in process 0"
             raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
-        own = _digest(take(torch.tensor(indices)))
+        own = _digest(take(np.array(indices)))
     first = processes.broadcast_object(own)
     with processes.all_succeed():
         # A data set with random items differs even between two readings in one process.
-        if own != first and all(_digest(take(torch.tensor(indices))) == own for _ in range(_REPEATS)):
+        if own != first and all(_digest(take(np.array(indices))) == own for _ in range(_REPEATS)):
             got = f"process {processes.rank} with examples that differ from those of process 0"
             raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError)
 
@@ -220,105 +261,19 @@ def _digest(examples: Any) -> str:
     return state.hexdigest()
 
 
-def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
+def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
     """Return the indices of the examples drawn, each independently with probability sample_rate."""
     if sample_rate == 1:
-        return torch.arange(count)
+        return np.arange(count)
     threshold = np.uint64(int(sample_rate * 2.0**64))
-    return torch.from_numpy(np.flatnonzero(stream.uint64(step, count) < threshold))
+    return np.flatnonzero(stream.uint64(step, count) < threshold)
 
 
-def _fixed(stream: Stream, step: int, size: int, count: int) -> Tensor:
+def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
     """Return the next `size` indices of a shuffled pass; no accountant covers this scheme."""
     if size > count:
         condition = f"to be at most {count}, the size of the data set"
         raise expected("plan.batches", "expected_batch_size", condition, size, "lower it", SamplingError)
     shuffle, position = divmod(step, count // size)
     order = np.argsort(stream.uint64(shuffle, count), kind="stable")
-    return torch.from_numpy(order[position * size : (position + 1) * size])
-
-
-def _taker(dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> Callable[[Tensor], Any]:
-    """Return a function from indices to collated examples. It also accepts an empty selection."""
-    # Not for subclasses: their indexing may hide or change columns.
-    if type(dataset) is TensorDataset and collate is None:
-        return _tensor_taker(dataset.tensors)
-    data = cast(Sequence[Any], dataset)
-    collate_list = _default_collated if collate is None else collate
-
-    def take(chosen: Tensor) -> Any:
-        if len(chosen) == 0:
-            # Example 0 gives the structure, dtypes and shapes; its content is dropped.
-            return map_examples(lambda leaf: leaf[:0], collate_list([_item(data, 0)]))
-        items = [_item(data, int(index)) for index in chosen]
-        examples = collate_list(items)
-        if collate is not None:
-            _require_rows(collate, items, examples)
-        return examples
-
-    return take
-
-
-def _item(data: Sequence[Any], index: int) -> Any:
-    """Return one example; raise SamplingError if the data set refuses the index."""
-    try:
-        return data[index]
-    except (KeyError, IndexError, NotImplementedError) as error:
-        condition, got = "to have an example at each index below its length", f"{type(error).__name__} at {index}"
-        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
-        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
-
-
-def _default_collated(items: list[Any]) -> Any:
-    """Collate items by torch's default_collate.
-
-    Raises:
-        SamplingError: default_collate cannot turn the items into tensors.
-    """
-    try:
-        return cast(Collate, default_collate)(items)
-    except (TypeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        remedy = "turn each example into tensors of one shape in the data set, or give collate="
-        raise expected(
-            "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
-        ) from error
-
-
-def _tensor_taker(tensors: tuple[Tensor, ...]) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return a function from indices to rows of the tensors.
-
-    Batches that hold the whole data set share one copy. A new copy is made after a write to it or to the data set.
-    """
-    whole: list[Tensor] = []
-    versions: list[int] = []
-
-    def take(chosen: Tensor) -> tuple[Tensor, ...]:
-        if len(chosen) < len(tensors[0]) or any(tensor.is_inference() for tensor in tensors):
-            return tuple(tensor[chosen] for tensor in tensors)
-        if not whole or [tensor._version for tensor in (*tensors, *whole)] != versions:
-            whole[:] = [tensor.clone() for tensor in tensors]
-            versions[:] = [tensor._version for tensor in (*tensors, *whole)]
-        return tuple(whole)
-
-    return take
-
-
-def _require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
-    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
-
-    The guarantee rests on this independence. Only the first two rows are compared with their examples collated alone.
-    """
-    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
-
-    def refusal(condition: str, got: str) -> SamplingError:
-        return SamplingError(f"plan.batches: expected collate {condition}, got {got}; {remedy}.")
-
-    if count_examples(examples) != len(items):
-        raise refusal("to return one row per example", "a different number of rows")  # both numbers are private
-    for index, item in enumerate(items[:2]):
-        together, _ = tree_flatten(map_examples(itemgetter(index), examples))
-        alone, _ = tree_flatten(map_examples(itemgetter(0), collate([item])))
-        same = len(together) == len(alone) and all(map(torch.equal, together, alone))
-        if not same:
-            raise refusal("to return rows that depend on their own example only", "rows that depend on other examples")
+    return order[position * size : (position + 1) * size]

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -32,10 +32,10 @@ from privgrad.errors import (
     require_path,
 )
 from privgrad.gradient.module_state import evaluating
+from privgrad.loading import Collate, require_loading
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
-from privgrad.progress import bars
-from privgrad.sampling import Collate
+from privgrad.progress import bars, note
 from privgrad.schedule import Decay, Schedule
 from privgrad.training_run import FitResult, TrainingRun
 
@@ -57,6 +57,9 @@ def fit(
     output_dir: str | os.PathLike[str] | None = None,
     save_seconds: float = 60.0,
     progress: bool | Progress = True,
+    num_workers: int = 0,
+    prefetch_factor: int | None = None,
+    pin_memory: bool = False,
 ) -> FitResult:
     """Train for the plan's steps; with `output_dir`, run it again after any interruption, and it resumes.
 
@@ -83,7 +86,10 @@ def fit(
             optimizer, or in the scheduler) loses as much; any other exception loses none in a single process. Steps
             that were released and lost stay charged. The run then ends with fewer updates, and warns. Under a
             research seed, lost steps are computed again, identically, and cost nothing again.
-        progress: show a progress bar on standard error; or the bars (privgrad.progress) to add it to.
+        progress: show a progress bar and notes on standard error; or the bars (privgrad.progress) to add it to.
+        num_workers: as in plan.batches, like the next two.
+        prefetch_factor: as in plan.batches.
+        pin_memory: as in plan.batches.
     Returns:
         FitResult.
     Raises:
@@ -102,13 +108,8 @@ def fit(
     """
     _require_arguments(private_grad, optimizer, evaluate, on_evaluate)
     scheduler = _scheduler_of(scheduler, optimizer, private_grad.plan.steps)
-    require_integer("fit", "num_evaluations", num_evaluations, 0)
-    if output_dir is not None:
-        require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
-        if Path(output_dir).exists() and not Path(output_dir).is_dir():
-            raise expected("fit", "output_dir", "to be a folder", f"the file {output_dir}", "give a folder's path")
-    if save_seconds != math.inf:
-        require_nonnegative("fit", "save_seconds", save_seconds, "60 is usual")
+    _require_schedule(num_evaluations, output_dir, save_seconds)
+    require_loading("fit", num_workers, prefetch_factor, pin_memory)
     model, plan, processes = private_grad.model, private_grad.plan, private_grad.processes
     averaged = None if ema_decay is None else _average_of(model, ema_decay)
     checkpoint = None if output_dir is None else Path(output_dir) / "checkpoint.pt"
@@ -131,7 +132,15 @@ def fit(
         if evaluate is not None:
             _evaluate(evaluated, evaluate, private_grad, 0)
         start = run.resume()
-        batches = plan.batches(train_set, start=start, collate=collate, processes=processes)
+        batches = plan.batches(
+            train_set,
+            start=start,
+            collate=collate,
+            processes=processes,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
         evaluate_at = {round(plan.steps * (k + 1) / num_evaluations) for k in range(num_evaluations)}
 
         def evaluate_if_due(step: int) -> None:
@@ -142,20 +151,18 @@ def fit(
                     on_evaluate(run.result.curve[-1])
 
         try:
-            with _progress_bar(private_grad, start, progress if processes.rank == 0 else False) as advance:
+            shown = progress if processes.rank == 0 else False
+            with closing(batches), _progress_bar(private_grad, start, shown) as advance:
                 evaluate_if_due(start)  # an evaluation that an interruption cut short
                 for batch in batches:
                     run.update(batch)
                     evaluate_if_due(batch.sampling.step + 1)
                     advance(run.result)
                     run.save(at_least_after=save_seconds)
-        except BaseException:
-            # An exception in one process may not have reached the others, which would have to gather the state.
-            if run.is_consistent and processes.count == 1:
-                run.save()
+        except BaseException as error:
+            run.save_after(error)
             raise
-        run.save()
-        return run.result
+        return run.finish()
     finally:
         if opened:
             private_grad.ledger.close()
@@ -186,6 +193,17 @@ def _require_arguments(
         remedy = "give it model.named_parameters(), or freeze these by requires_grad_(False): they would get noise only"
         got = f"an optimizer without {', '.join(left_out)}"
         raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
+
+
+def _require_schedule(num_evaluations: int, output_dir: str | os.PathLike[str] | None, save_seconds: float) -> None:
+    """Raise PrivacyError unless `fit` can evaluate so often, and save so often in this folder."""
+    require_integer("fit", "num_evaluations", num_evaluations, 0)
+    if output_dir is not None:
+        require_path("fit", "output_dir", output_dir, "give a folder's path, or leave it out to save nothing")
+        if Path(output_dir).exists() and not Path(output_dir).is_dir():
+            raise expected("fit", "output_dir", "to be a folder", f"the file {output_dir}", "give a folder's path")
+    if save_seconds != math.inf:
+        require_nonnegative("fit", "save_seconds", save_seconds, "60 is usual")
 
 
 def _scheduler_of(scheduler: object, optimizer: PrivateOptimizer, steps: int) -> LRScheduler | None:
@@ -280,14 +298,18 @@ def _progress_bar(
     plan = private_grad.plan
     bar = progress if isinstance(progress, Progress) else bars(shown=progress)
     of_users = plan.privacy_unit == "user"
-    task = bar.add_task("rounds" if of_users else "steps", total=plan.steps, completed=start, note="")
+    unit = "round" if of_users else "step"
+    task = bar.add_task(f"{unit}s", total=plan.steps, completed=start, note="")
     live = bar.console.is_terminal and not bar.disable and plan.delta is not None
     spent: float | None = None
-    began, step, covered = time.monotonic(), start, start
+    began, step, covered, warned = time.monotonic(), start, start, False
 
     def advance(result: FitResult) -> None:
-        nonlocal spent, step, covered
+        nonlocal spent, step, covered, warned
         step += 1
+        if result.raw_nonfinite_examples and not warned:
+            warned = True
+            note(bar, f"NOT PRIVATE: gradients of {unit} {step:,} are not finite (NaN or inf) and count as zero")
         last: dict[str, Any] = result.curve[-1] if result.curve else {}
         if live and step > covered:
             # Accounting takes time. This computes the epsilon of a later step, which is an upper bound for now.
@@ -303,6 +325,11 @@ def _progress_bar(
         parts = (cost, "" if "simulates" in cost else rate, next(numbers, ""))
         bar.update(task, advance=1, note="  ".join(filter(None, parts)))
 
+    done = f"{start:,} of {plan.steps:,} {unit}s"
+    if 0 < start < plan.steps:
+        note(bar, f"resuming after {done}")
+    elif start and bar is not progress:  # a comparison says by itself what is complete
+        note(bar, f"already complete: {done}")
     try:
         with nullcontext() if bar is progress else bar:
             yield advance

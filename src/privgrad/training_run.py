@@ -179,6 +179,25 @@ class TrainingRun:
             write_checkpoint(state, self.checkpoint)
         self.saved_at = time.monotonic()
 
+    def save_after(self, error: BaseException) -> None:
+        """Write the checkpoint after an exception, if it can be written, and say so in a note of the exception."""
+        # An exception in one process may not have reached the others, which would have to gather the state.
+        if not self.is_consistent or self.processes.count > 1 or self.checkpoint is None:
+            return
+        self.save()
+        steps = f"{self.start + self.made:,} of {self.private_grad.plan.steps:,} steps"
+        error.add_note(f"fit: saved after {steps} in {self.checkpoint.parent}; run the same program again to resume.")
+
+    def finish(self) -> FitResult:
+        """Write the last checkpoint, and return the result. Warn of examples without finite gradients: NOT private."""
+        self.save()
+        if count := self.result.raw_nonfinite_examples:
+            warnings.warn(
+                f"NOT PRIVATE: {count} gradients were not finite and counted as zero; do not publish their number",
+                stacklevel=3,
+            )
+        return self.result
+
     def _stored(self) -> dict[str, Any] | None:
         """Return the content of the checkpoint in the first process, if there is one, after it was verified."""
         ledger = self.result.ledger

@@ -9,7 +9,7 @@ one row per example. The provenance of Scales is a statement of the user. NoisyG
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -27,7 +27,7 @@ LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses
 class Sampling:
     """A public record of how the examples of one batch were drawn.
 
-    `sampling.batches` makes it. PrivateGradient compares it with the plan and charges the ledger for its `draw`.
+    `sampling.BatchSampler` makes it. PrivateGradient compares it with the plan and charges the ledger for its `draw`.
 
     Attributes:
         scheme: "poisson" (every example independently with probability sample_rate) or "fixed" (shuffled,
@@ -74,6 +74,27 @@ class Batch:
     examples: Any
     size: int
     sampling: Sampling
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """Return the batch with its tensors on a device. Users call it.
+
+        Args:
+            device: such as "cuda".
+            non_blocking: do not wait for the copy; it needs batches in pinned memory.
+        """
+        return self._mapped(lambda leaf: leaf.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch with its tensors in pinned memory; torch's DataLoader calls it."""
+        return self._mapped(lambda leaf: leaf.pin_memory())
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with a function applied to its tensors. Other values stay as they are."""
+
+        def mapped(leaf: Any) -> Any:
+            return function(leaf) if isinstance(leaf, Tensor) else leaf
+
+        return replace(self, examples=map_examples(mapped, self.examples))
 
 
 def map_examples(function: Callable[[Tensor], Tensor], examples: Any) -> Any:

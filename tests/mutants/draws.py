@@ -10,7 +10,7 @@ import torch
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad import noise, rng, sampling
+from privgrad import loading, noise, rng, sampling
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -200,7 +200,7 @@ def forked_streams(patch: Patch) -> None:
     patch.setattr(Stream, "_require_own_process", lambda self: None)
 
 
-def poisson(planted: Callable[..., torch.Tensor]) -> Callable[[Patch], None]:
+def poisson(planted: Callable[..., np.ndarray]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         real = sampling._poisson
         everywhere(patch, real, lambda *drawn: planted(real, *drawn))
@@ -208,23 +208,29 @@ def poisson(planted: Callable[..., torch.Tensor]) -> Callable[[Patch], None]:
     return plant
 
 
-def shuffled(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
+def shuffled(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
     return sampling._fixed(stream, step, round(sample_rate * count), count)
 
 
-def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
-    return torch.from_numpy(np.argsort(stream.uint64(step, count))[: round(sample_rate * count)].copy())
+def of_fixed_size(_: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+    return np.argsort(stream.uint64(step, count))[: round(sample_rate * count)]
 
 
-def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int) -> torch.Tensor:
+def in_runs(real: Any, stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
     """Neighbors are drawn together: the rate is right, independence is not."""
     firsts = real(stream, step, sample_rate, count // 2)
-    return torch.cat([2 * firsts, 2 * firsts + 1])
+    return np.concatenate([2 * firsts, 2 * firsts + 1])
 
 
 def count_believed(patch: Patch) -> None:
-    real: Any = sampling.batches
-    everywhere(patch, real, lambda data, **options: real(data, **(options | {"num_examples": 1})))
+    real: Any = sampling._require_samplable
+    everywhere(patch, real, lambda data, _, *rest: real(data, 1, *rest))
+
+
+def public_augmentation(patch: Patch) -> None:
+    """Random augmentation by torch's global generator, which programs seed with a constant."""
+    real: Any = loading._seeded
+    everywhere(patch, real, lambda _: real(torch.initial_seed()))
 
 
 NOISE = [
@@ -353,8 +359,14 @@ SAMPLING = [
     ),
     Mutant(
         "rows that change with their companions",
-        lambda patch: everywhere(patch, sampling._require_rows, lambda *_: None),
+        lambda patch: everywhere(patch, loading._require_rows, lambda *_: None),
         "test_plan_and_sampling.test_collating_an_example_may_not_depend_on_its_companions",
+    ),
+    Mutant(
+        "random augmentation with a public seed",
+        public_augmentation,
+        "test_loading.test_random_augmentation_of_a_private_run_has_no_predictable_seed",
+        {"workers": 0},
     ),
     Mutant(
         "batches of another plan",

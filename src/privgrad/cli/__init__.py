@@ -13,12 +13,12 @@ import typer
 from typer.core import TyperGroup
 
 from privgrad.cli import audit, budget, doctor, privacy, reproduce, statement, train
-from privgrad.cli.console import STDOUT, note_once, tell
+from privgrad.cli.console import STDOUT, note_once, stoppable, tell
 from privgrad.errors import PrivacyError, did_you_mean
 
 
 class _Commands(TyperGroup):
-    """The commands. An unknown one is an error that names the valid ones."""
+    """The commands. An unknown one is an error that names the valid ones. Ctrl-C ends each of them in one line."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, ...]:
         """Return what typer found for the arguments; click calls it. An unknown command ends in a usage error."""
@@ -27,6 +27,11 @@ class _Commands(TyperGroup):
             remedy = did_you_mean(args[0], names, f"choose one of {', '.join(names)}")
             ctx.fail(f"No such command {args[0]!r}; {remedy}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; typer calls it."""
+        with stoppable("run the same command again"):
+            return super().invoke(ctx)
 
 
 app = typer.Typer(

@@ -70,10 +70,12 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def stoppable(remedy: str = "run the same command again, without --restart, to resume") -> Generator[None]:
+def stoppable(
+    remedy: str = "the state is saved; run the same command again, without --restart, to resume",
+) -> Generator[None]:
     """Let SIGINT and SIGTERM end a training in order, and print how to resume.
 
-    `fit` saves its state when it is interrupted.
+    `fit` saves its state when it is interrupted. `cli.main` has one for all commands, and trainings have their own.
     """
 
     def stop(*_: object) -> None:

@@ -32,7 +32,7 @@ from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tuner import at_rate, best_candidate, beyond_edge, candidate_of, measurement_of, wider
 from privgrad.heads.head import privacy_of
 from privgrad.private_gradient import RawStep
-from privgrad.progress import bars
+from privgrad.progress import bars, note
 from privgrad.training import fit
 from privgrad.training_run import FitResult
 
@@ -74,6 +74,8 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
     if find_record(read_records(out), run) is None:
         append(out, [_train_one(spec, run, data, out, progress=progress)])
+    else:
+        note(bars(shown=progress), f"already complete: the training in {out}; a new one needs another folder")
     return read_records(out)
 
 
@@ -109,6 +111,8 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     with bars(shown=progress) as bar:
         planned = sum(len(spec.grid(method)) for method in tuned) * len(seeds)
         task = bar.add_task("runs", total=planned + len(spec.methods) * len(spec.run.seeds), note="")
+        if done := len(read_records(out)):
+            note(bar, f"already complete: {done:,} trainings in {out}")
 
         def do(method: MethodTable, candidate: Candidate, seeds: Sequence[int], phase: Phase) -> None:
             tried.add((method.name, candidate))
@@ -186,7 +190,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     )
     if board is not None:
         board.close()
-    _warn_of_raw(run, result, clipped.fraction)
+    _warn_of_raw(run, clipped.fraction)
     record = _record(spec, run, made, data, result, clipped.fraction, validated=validated)
     record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
     if run.phase == "final":
@@ -198,13 +202,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     return record
 
 
-def _warn_of_raw(run: Run, result: FitResult, clip_fraction: float | None) -> None:
-    """Warn of numbers that were counted before the noise. NOT private: a private run prints them and saves none."""
-    if result.raw_nonfinite_examples:
-        warnings.warn(
-            f"NOT PRIVATE: {result.raw_nonfinite_examples} gradients were not finite and counted as zero",
-            stacklevel=3,
-        )
+def _warn_of_raw(run: Run, clip_fraction: float | None) -> None:
+    """Warn of a share that was counted before the noise. NOT private: a private run prints it and saves none."""
     if clip_fraction is not None and clip_fraction < FEW_CLIPPED and run.phase == "final":
         warnings.warn(
             f"NOT PRIVATE: {run.method.name} clipped {clip_fraction:.0%} of the gradients in the last tenth of its "

@@ -39,7 +39,7 @@ class Distributed(Processes):
     (FSDP1). A sharded model is gathered during each private step: all its parameters are in memory then. Released
     gradients and the optimizer's state stay sharded.
 
-    The methods are those of `processes.Processes`, which describes them. PrivateGradient, `sampling.batches` and `fit`
+    The methods are those of `processes.Processes`, which describes them. PrivateGradient, `sampling` and `fit`
     (with TrainingRun) call them. PublicGradient calls `unsharded` and `shard_like`.
 
     Args:

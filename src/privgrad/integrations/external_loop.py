@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from privgrad.checkpoint import damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
+from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
-from privgrad.sampling import Collate
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 3
@@ -79,15 +79,32 @@ class ExternalLoopStep:
             **settings_of("optimizer", optimizer, optimizer.settings),
         }
         self._gradient: NoisyGradient | None = None
+        self._batches: Iterator[Batch] = iter(())
+        self._source: tuple[object, object] = (None, None)  # data set and collate of self._batches
+        self._position = -1  # step of its next batch
         self._unmoved: dict[str, tuple[float, float]] | None = None
         self._looks = 0
 
     def batches(
-        self, dataset: Dataset[Any] | Sequence[Any], *, updates: int, collate: Collate | None
+        self, dataset: Dataset[Any] | Sequence[Any], *, updates: int, collate: Collate | None, **loading: Any
     ) -> Iterator[Batch]:
-        """Return the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` updates."""
+        """Yield the remaining batches of the current epoch of 1 / sample_rate steps, after `updates` updates.
+
+        Worker processes live on between epochs, and load the first batches of the next one in advance.
+
+        Args:
+            dataset: as in plan.batches.
+            updates: number of updates that the host has made.
+            collate: as in plan.batches.
+            loading: num_workers, prefetch_factor and pin_memory, as in plan.batches.
+        """
         start, left = self.private_grad.state_dict()["step"], self.epoch_steps - updates % self.epoch_steps
-        return islice(self.private_grad.plan.batches(dataset, start=start, collate=collate), left)
+        if self._position != start or self._source[0] is not dataset or self._source[1] is not collate:
+            self._batches = self.private_grad.plan.batches(dataset, start=start, collate=collate, **loading)
+            self._source = (dataset, collate)
+        for batch in islice(self._batches, left):
+            self._position = batch.sampling.step + 1
+            yield batch
 
     def release(self, batch: Batch) -> None:
         """Release the gradient of a batch, and keep it until `take`.

@@ -27,10 +27,10 @@ from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoin
 from privgrad.errors import PrivacyError, expected
 from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
+from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.sampling import Collate
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"
@@ -213,7 +213,13 @@ class _Epoch(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Batch | None]:
         updates, step = self._trainer.state.global_step, self._trainer.private_step
         yield from [None] * (updates % step.epoch_steps)
-        yield from step.batches(cast(Any, self._trainer.train_dataset), updates=updates, collate=self._collate)
+        dataset, args = cast("Any", self._trainer.train_dataset), self._trainer.args
+        loading = {
+            "num_workers": args.dataloader_num_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+        }
+        yield from step.batches(dataset, updates=updates, collate=self._collate, **loading)
 
 
 def _require_options(

@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
+from privgrad.loading import Collate, require_loading
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
-from privgrad.sampling import Collate
 from privgrad.types import Batch
 
 _KEY = "privgrad"
@@ -74,12 +74,22 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._further: tuple[Any, ...] = ()
         self._resumed = False
 
-    def batches(self, dataset: Dataset[Any] | Sequence[Any], *, collate: Collate | None = None) -> "Epochs":
+    def batches(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        collate: Collate | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> "Epochs":
         """Return the plan's batches, to pass to `fit` in place of a training data loader.
 
         The arguments are those of plan.batches.
         """
-        return Epochs(self, dataset, collate)
+        require_loading("PrivateStrategy.batches", num_workers, prefetch_factor, pin_memory)
+        loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
+        return Epochs(self, dataset, collate, loading)
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as Lightning does; before a fit, check the options and make the PrivateGradient."""
@@ -174,8 +184,10 @@ class Epochs:
     `PrivateStrategy.batches` makes it for `fit`, and Lightning's loops call its methods.
     """
 
-    def __init__(self, strategy: PrivateStrategy, dataset: Any, collate: Collate | None) -> None:
-        self._strategy, self._dataset, self._collate = strategy, dataset, collate
+    def __init__(
+        self, strategy: PrivateStrategy, dataset: Any, collate: Collate | None, loading: Mapping[str, Any]
+    ) -> None:
+        self._strategy, self._dataset, self._collate, self._loading = strategy, dataset, collate, loading
 
     def __len__(self) -> int:
         return self._strategy.private_step.epoch_steps
@@ -183,7 +195,8 @@ class Epochs:
     def __iter__(self) -> Iterator[Batch]:
         trainer = cast(LightningModule, self._strategy.lightning_module).trainer
         step = self._strategy.private_step
-        yield from step.batches(self._dataset, updates=trainer.global_step, collate=self._collate)
+        updates = trainer.global_step
+        yield from step.batches(self._dataset, updates=updates, collate=self._collate, **self._loading)
         if step.private_grad.state_dict()["step"] >= step.private_grad.plan.steps:
             trainer.should_stop = True  # an interruption lost steps, so max_steps is never reached
 

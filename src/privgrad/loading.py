@@ -1,0 +1,399 @@
+"""Load the examples of a draw: in this process, or in worker processes of torch's DataLoader.
+
+`sampling` draws, and calls this file to read and collate what was drawn. The privacy guarantee rests on `Examples`: a
+batch holds the drawn examples and no others, each row of it depends on one example, and random augmentation has a seed
+that nobody knows. It does not rest on the rest of this file, which runs workers and explains their failures.
+"""
+
+import pickle
+import random
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
+from operator import itemgetter
+from types import FrameType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Sampler,
+    TensorDataset,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+    get_worker_info,
+)
+
+from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
+from privgrad.types import Batch, Sampling, count_examples, map_examples
+
+Collate = Callable[[list[Any]], Any]
+
+_REPEATS = 20  # number of calls after which rows that differ count as random
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The indices of one step's examples, before they are loaded. PRIVATE, except for `sampling`.
+
+    `sampling.BatchSampler` makes it, in the main process. It travels to a worker of a DataLoader.
+
+    Attributes:
+        indices: of the drawn examples, shape (size,), int64.
+        seed: for random augmentation of this step. Secret, unless the plan has a research seed.
+        sampling: the public record of the draw.
+    """
+
+    indices: np.ndarray
+    seed: int
+    sampling: Sampling
+
+
+class Examples(Dataset[Batch]):
+    """A data set whose index is a Draw, and whose items are batches. Give it to a DataLoader with batch_size=None.
+
+    Torch's, numpy's and Python's global random numbers have the draw's own seed while its examples are read and
+    collated, and their former state afterwards. Random augmentation is therefore the same in every process, and after
+    a resume. `sampling.BatchSampler` makes it, and DataLoaders call it.
+
+    Args:
+        dataset: as in sampling.BatchSampler.
+        collate: as in sampling.BatchSampler.
+    Privacy:
+        Random augmentation must not depend on which other examples were drawn. With a secret seed it does not: to
+        anyone else, each example gets random numbers of its own.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], collate: Collate | None) -> None:
+        self._data, self._collate = cast("Sequence[Any]", dataset), collate
+        # Not for subclasses: their indexing may hide or change columns.
+        self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
+        self._whole: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def __getitem__(self, draw: Draw) -> Batch:
+        """Return the batch of a draw.
+
+        Raises:
+            SamplingError: the index is not a Draw; the data set refuses an index; or collate does not return one row
+                per example, or its rows depend on other examples or change from call to call.
+        """
+        if not isinstance(draw, Draw):  # pyright: ignore[reportUnnecessaryIsInstance]
+            remedy = (
+                "make DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
+            )
+            raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
+        if self._tensors is not None:
+            return Batch(self.take(draw.indices), len(draw.indices), draw.sampling)
+        with _seeded(draw.seed):
+            return Batch(self.take(draw.indices), len(draw.indices), draw.sampling)
+
+    def take(self, chosen: np.ndarray) -> Any:
+        """Return the chosen examples, collated, without a seed. `sampling` also compares processes with it.
+
+        Args:
+            chosen: int64, shape (size,); the size may be 0.
+        """
+        if self._tensors is not None:
+            return self._rows(self._tensors, torch.from_numpy(chosen))
+        collate = _default_collated if self._collate is None else self._collate
+        if len(chosen) == 0:
+            # Example 0 gives the structure, dtypes and shapes; its content is dropped.
+            return map_examples(lambda leaf: leaf[:0], collate([_item(self._data, 0)]))
+        items = [_item(self._data, int(index)) for index in chosen]
+        examples = collate(items)
+        if self._collate is not None:
+            _require_rows(self._collate, items, examples)
+        return examples
+
+    def _rows(self, tensors: tuple[Tensor, ...], chosen: Tensor) -> tuple[Tensor, ...]:
+        """Return rows of the tensors.
+
+        Batches that hold the whole data set share one copy. A new copy is made after a write to it or to the data set.
+        A worker shares no copy: its batches lie in memory that the main process may write to unnoticed.
+        """
+        if len(chosen) < len(tensors[0]) or get_worker_info() or any(tensor.is_inference() for tensor in tensors):
+            return tuple(tensor[chosen] for tensor in tensors)
+        if not self._whole or [tensor._version for tensor in (*tensors, *self._whole)] != self._versions:
+            self._whole = [tensor.clone() for tensor in tensors]
+            self._versions = [tensor._version for tensor in (*tensors, *self._whole)]
+        return tuple(self._whole)
+
+
+def require_loading(function: str, num_workers: object, prefetch_factor: object, pin_memory: object) -> None:
+    """Raise PrivacyError unless a DataLoader takes these options. `sampling.batches` calls it."""
+    require_integer(function, "num_workers", num_workers, 0)
+    if prefetch_factor is not None:
+        require_integer(function, "prefetch_factor", prefetch_factor, 1)
+        if num_workers == 0:
+            condition, remedy = "to be None without workers", "give num_workers too, such as num_workers=4"
+            raise expected(function, "prefetch_factor", condition, prefetch_factor, remedy)
+    if not isinstance(pin_memory, bool):
+        raise expected(function, "pin_memory", "to be True or False", described(pin_memory), "give one of the two")
+
+
+def load(
+    dataset: Examples,
+    draws: Sampler[Draw],
+    *,
+    seed: int,
+    num_workers: int,
+    prefetch_factor: int | None,
+    pin_memory: bool,
+) -> Generator[Batch]:
+    """Return an iterator over the batches of the draws, in their order. `sampling.batches` calls it.
+
+    Args:
+        dataset: loads them.
+        draws: yields them; the main process iterates over it.
+        seed: of the workers. torch would take it from its global random numbers, and so change these.
+        num_workers: as in sampling.batches.
+        prefetch_factor: as in sampling.batches.
+        pin_memory: as in sampling.batches.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _Reported(dataset) if num_workers else dataset,
+        batch_size=None,
+        sampler=cast("Any", draws),
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return _from_workers(loader) if num_workers else (batch for batch in loader)
+
+
+def _unchanged(batch: Any) -> Any:
+    """Return a batch as it is; workers call it by its name."""
+    return batch
+
+
+@contextmanager
+def _seeded(seed: int) -> Generator[None]:
+    """Seed the global random numbers of torch (on the CPU), numpy and Python, and restore them afterwards."""
+    before = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    try:
+        torch.default_generator.manual_seed(seed)
+        np.random.seed([seed >> 32, seed & 0xFFFFFFFF])
+        random.seed(seed)
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def _item(data: Sequence[Any], index: int) -> Any:
+    """Return one example; raise SamplingError if the data set refuses the index."""
+    try:
+        return data[index]
+    except (KeyError, IndexError, NotImplementedError) as error:
+        condition, got = "to have an example at each index below its length", f"{type(error).__name__} at {index}"
+        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
+        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+
+
+def _default_collated(items: list[Any]) -> Any:
+    """Collate items by torch's default_collate.
+
+    Raises:
+        SamplingError: default_collate cannot turn the items into tensors.
+    """
+    try:
+        return cast(Collate, default_collate)(items)
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        remedy = "turn each example into tensors of one shape in the data set, or give collate="
+        raise expected(
+            "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
+        ) from error
+
+
+def _require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
+    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
+
+    The guarantee rests on this independence. Only the first two rows are compared with their examples collated alone.
+    """
+
+    def refusal(condition: str, got: str, remedy: str) -> SamplingError:
+        return SamplingError(f"plan.batches: expected collate {condition}, got {got}; {remedy}.")
+
+    def row(examples: Any, index: int) -> list[Any]:
+        return tree_leaves(map_examples(itemgetter(index), examples))
+
+    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
+    if count_examples(examples) != len(items):
+        got = "a different number of rows"  # both numbers are private
+        raise refusal("to return one row per example", got, remedy)
+    for index, item in enumerate(items[:2]):
+        alone = row(collate([item]), 0)
+        if _same(row(examples, index), alone):
+            continue
+        if not all(_same(row(collate([item]), 0), alone) for _ in range(_REPEATS)):
+            remedy = "put random augmentation into the data set's __getitem__ or into loss_fn"
+            raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
+        got = "rows that depend on other examples"
+        raise refusal("to return rows that depend on their own example only", got, remedy)
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two rows have equal tensors; NaN equals NaN."""
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+    return len(one) == len(other) and all(map(equal, one, other))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception in a worker, as it travels to the main process.
+
+    Attributes:
+        error: its class if it is an error of this library, which is raised again as it is; None for any other.
+        message: its text, with its class if `error` is None.
+        where: its traceback in the worker.
+    """
+
+    error: type[PrivacyError] | None
+    message: str
+    where: str
+
+    def exception(self) -> Exception:
+        """Return the exception that the main process raises."""
+        if self.error is not None:
+            return self.error(self.message)
+        condition, remedy = "to load every example", "correct __getitem__ or collate; the traceback above shows where"
+        raised = expected("plan.batches", "dataset", condition, self.message, remedy, SamplingError)
+        raised.__cause__ = RuntimeError(f"in a worker process:\n{self.where}")
+        return raised
+
+
+class _Reported(Dataset[Batch | _Failure]):
+    """Examples for a worker: an exception is returned, because torch would raise it with a text of its own."""
+
+    def __init__(self, examples: Examples) -> None:
+        self._examples = examples
+
+    def __getitem__(self, draw: Draw) -> Batch | _Failure:
+        """Return the batch of a draw, or the exception that loading it raised."""
+        try:
+            return self._examples[draw]
+        except PrivacyError as error:
+            return _Failure(type(error), f"{error}", traceback.format_exc())
+        except Exception as error:
+            text = " ".join(f"{error}".split()).rstrip(".")[:300]
+            return _Failure(None, f"{type(error).__name__}: {text}", traceback.format_exc())
+
+
+def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:
+    """Yield the batches that the workers load. `close()` ends the workers.
+
+    Raises:
+        SamplingError: an example cannot be loaded, a worker died, or a worker cannot be started.
+    """
+    others = active_children()
+    batches = None
+    try:
+        batches = _started(loader)
+        with _Watch([child for child in active_children() if child not in others]).installed() as watch:
+            while True:
+                with watch.waiting():
+                    batch = next(batches, None)
+                if isinstance(batch, _Failure):
+                    raise batch.exception()
+                if batch is None:
+                    return
+                yield batch
+    except RuntimeError as error:  # of torch: exceptions of the data set arrive as _Failure
+        raise _explained(error) from error.__cause__
+    finally:
+        # At once: a later garbage collection would take 5 s for each worker. torch has no public function for it.
+        getattr(batches, "_shutdown_workers", int)()
+
+
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers; raise SamplingError if what they need cannot be sent to them."""
+    try:
+        return iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        remedy = "define them at the top level of a module, without lambda"
+        condition, got = "to be picklable for worker processes", f"{error}".rstrip(".")
+        raise expected("plan.batches", "dataset and collate", condition, got, remedy, SamplingError) from error
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Return torch's error for a dead worker as one of this library; return any other error as it is."""
+    first = error
+    while isinstance(first.__cause__, RuntimeError):  # the first one knows the signal or the exit code
+        first = first.__cause__
+    got = f"{first}".strip().split(". ")[0].rstrip(".")
+    if not got.startswith("DataLoader worker"):
+        return error
+    remedy = (
+        "take fewer workers or a lower prefetch_factor if memory ran out; with num_workers=0, an error of the data set "
+        "shows itself"
+    )
+    return expected("plan.batches", "every worker", "to live until the last batch", got, remedy, SamplingError)
+
+
+@dataclass
+class _Watch:
+    """A wrapper of torch's signal handler for dead workers: it raises only while a batch is awaited.
+
+    torch's own handler raises at once. In the middle of a private step this would lose a gradient that is charged.
+
+    Attributes:
+        workers: the worker processes.
+        died: what torch's handler raised during a step.
+    """
+
+    workers: list[BaseProcess]
+    died: list[RuntimeError] = field(default_factory=list[RuntimeError])
+    _awaited: bool = False
+
+    @contextmanager
+    def installed(self) -> "Generator[_Watch]":
+        """Wrap torch's handler until the end of the block. Does nothing outside the main thread."""
+        theirs = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+        if not callable(theirs) or threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+
+        def ours(number: int, frame: FrameType | None) -> None:
+            try:
+                theirs(number, frame)
+            except RuntimeError as error:
+                is_own = any(f"(pid {worker.pid})" in str(error) for worker in self.workers)
+                if self._awaited or not is_own:
+                    raise
+                self.died.append(error)
+
+        signal.signal(signal.SIGCHLD, ours)
+        try:
+            yield self
+        finally:
+            # A loader that was started later may have wrapped this one; a generator may end in any thread.
+            is_last = signal.getsignal(signal.SIGCHLD) is ours
+            if is_last and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGCHLD, theirs)
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Let the handler raise during the block; raise first what it did not raise before."""
+        self._awaited = True
+        try:
+            if self.died:
+                raise self.died[0]
+            yield
+        finally:
+            self._awaited = False
