@@ -166,9 +166,9 @@ def _written_otherwise(path: str, numbers: dict[str, str]) -> str:
 def _own_model() -> dict[str, str]:
     """The module that `privgrad doctor` is shown, and an experiment of minutes made one of seconds."""
     steps = {
-        "expected_batch_size = 1024": "expected_batch_size = 16",
-        "steps = 400": "steps = 3",
-        "evaluations = 10": "evaluations = 1",
+        "expected_batch_size = 2048": "expected_batch_size = 16",
+        "steps = 800": "steps = 3",
+        "num_evaluations = 5": "num_evaluations = 1",
     }
     fashion = _written_otherwise("examples/fashion_mnist.toml", steps)
     model = "import torch\n\n\ndef make_model():\n    return torch.nn.Linear(2, 2)\n"
@@ -180,7 +180,7 @@ def _own_experiment() -> dict[str, str]:
 
 
 def _fewer_runs() -> dict[str, str]:
-    few = {"lr = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1,": "lr = [0.1,", "seeds = [0, 1, 2, 3, 4]": "seeds = [0]"}
+    few = {"noise_steps = [0.01, 0.025, 0.06]": "noise_steps = [0.025]", "seeds = [0, 1, 2, 3, 4]": "seeds = [0]"}
     return {"examples/digits.toml": _written_otherwise("examples/digits.toml", few)}
 
 
@@ -367,10 +367,11 @@ def write_files(page: str, folder: Path) -> None:
 
 def run_commands(page: str, folder: Path, binaries: Path = Path(sys.executable).parent) -> None:
     """Run a page's commands by the shell, in a folder that holds what they take as given."""
-    (folder / "examples").mkdir()
-    for path in (ROOT / "examples").iterdir():
+    for path in (*(ROOT / "examples").iterdir(), *(ROOT / "examples/recipes").iterdir()):
         if path.is_file():
-            (folder / "examples" / path.name).write_text(path.read_text())
+            here = folder / path.relative_to(ROOT)
+            here.parent.mkdir(parents=True, exist_ok=True)
+            here.write_text(path.read_text())
     write_files(page, folder)
     environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)

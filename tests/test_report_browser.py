@@ -105,7 +105,31 @@ def test_the_page_is_whole_in_a_browser(browser: Any, report: Path, width: int):
     assert places == sorted(places)
     assert set(scrolls) <= set(reached)
     headings = page.evaluate("[...document.querySelectorAll('h1, h2')].map(e => e.textContent.trim())")
-    assert [text.split()[0] for text in headings] == ["A", "Results", "Privacy", "Diagnostics", "Settings"]
+    assert [text.split()[0] for text in headings] == ["A", "Privacy", "Results", "Diagnostics", "Settings"]
+    if width > 1000:  # the figures use the width of the page
+        assert max(right for *_, right in images) > 0.9 * width
+    page.close()
+
+
+@pytest.mark.slow
+def test_the_page_is_readable_in_the_dark(browser: Any, report: Path):
+    page = browser.new_page(color_scheme="dark")
+    page.goto(report.as_uri())
+    # Contrast as WCAG 2 defines it: 4.5 at least for text of usual size.
+    contrast = """element => {
+        const light = color => color.match(/[\\d.]+/g).slice(0, 3).map(Number).map(c => c / 255)
+            .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+        let behind = element;
+        while (getComputedStyle(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+        const [low, high] = [getComputedStyle(element).color, getComputedStyle(behind).backgroundColor]
+            .map(light).sort((a, b) => a - b);
+        return (high + 0.05) / (low + 0.05);
+    }"""
+    found = {name: page.locator(name).first.evaluate(contrast) for name in ("p", ".soft, .notes", ".tag", "td", "pre")}
+    assert min(found.values()) >= 4.5, found
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, re.findall(r"\d+", dark)[:3])) < 60
     page.close()
 
 

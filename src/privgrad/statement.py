@@ -64,7 +64,10 @@ class Statement:
         for part in self.sections:
             lines = "".join(f"<li>{html.escape(line)}</li>" for line in part.sentences)
             parts.append(f"<h2>{html.escape(part.heading)}</h2><ul>{lines}</ul>")
-        style = "body{font:16px/1.5 sans-serif;max-width:42em;margin:2em auto;padding:0 1em}li{margin:.4em 0}"
+        style = (
+            ":root{color-scheme:light dark}"
+            "body{font:16px/1.5 sans-serif;max-width:42em;margin:2em auto;padding:0 1em}li{margin:.4em 0}"
+        )
         return (
             '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Privacy statement</title>'
             f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
