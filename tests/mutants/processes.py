@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +49,7 @@ def one_stream(patch: Patch) -> None:
     """Every process draws as many words as it has examples, from the start of the same stream."""
     real = sampling._poisson
 
-    def wrong(stream: Stream, step: int, sample_rate: float, count: int) -> Tensor:
+    def wrong(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
         ranks = torch.distributed.get_world_size()
         return real(stream, step, sample_rate, count // ranks) * ranks + torch.distributed.get_rank()
 
