@@ -32,6 +32,7 @@ from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled
 from privgrad.gradient.factors.norms import at_least_float32
+from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
 from privgrad.gradient.layers.base import find_rule
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
@@ -255,8 +256,8 @@ class Passes:
     ) -> dict[str, Factor]:
         """Return the factors by parameter name, from the gradients at the taps and the terms of Hessian products.
 
-        Gradients that are written out for their norms are kept for the sum if they are no larger than the gradient at
-        their tap. Larger ones are kept up to `room` floats per example; None: as the memory plan says.
+        Gradients that are written out for their norms are kept for the sum, up to `room` floats per example; None: as
+        the memory plan says. Those of linear maps are kept if they are no larger than the gradient at their tap.
         """
         names, size = {id(parameter): name for name, parameter in capture.trained.items()}, len(losses)
         self.half = any(grad is not None and grad.itemsize < 4 for grad in grads)
@@ -282,9 +283,9 @@ class Passes:
                         if factor.examples % size != 0:
                             raise misplaced(tap.path, "rows that are no multiple of the number of examples")
                         factor = factor.merge(factor.examples // size)
-                    if factor.worth_keeping and parameter.numel() <= grad.numel() // size:
-                        factor = factor.written_out()
-                    elif factor.worth_keeping and parameter.numel() <= room:
+                    if isinstance(factor, Outer):
+                        factor.keeps = parameter.numel() <= grad.numel() // size
+                    if factor.worth_keeping and parameter.numel() <= room:
                         factor, room = factor.written_out(), room - int(parameter.numel())
                     factors[name] = factors[name] + factor if name in factors else factor
         return factors

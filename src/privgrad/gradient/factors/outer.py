@@ -42,19 +42,26 @@ class Outer(LinearMapFactor):
     Args:
         a_BTI: inputs, shape (B, T, I).
         b_BTO: gradients of the outputs, shape (B, T, O).
+    Attributes:
+        keeps: whether `norms` keeps the gradients for `weighted_sum` if it writes them out. `engines.passes` sets it.
     """
 
     def __init__(self, a_BTI: Tensor, b_BTO: Tensor) -> None:
         super().__init__(len(a_BTI), torch.Size((b_BTO.shape[2], a_BTI.shape[2])))
         self.a_BTI, self.b_BTO = at_least_float32(a_BTI), at_least_float32(b_BTO)
+        self.keeps, self._kept = False, cast("Tensor | None", None)
 
     def __getitem__(self, examples: Examples) -> "Outer":
-        return Outer(self.a_BTI[examples], self.b_BTO[examples])
+        found = Outer(self.a_BTI[examples], self.b_BTO[examples])
+        found._kept = None if self._kept is None else self._kept[examples]
+        return found
 
     def dense(self) -> Tensor:
         return self.b_BTO.mT @ self.a_BTI
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
+        if self._kept is not None:
+            return Dense(self._kept).weighted_sum(weight_B)
         b_TO, a_TI = self._weighted(weight_B)
         return b_TO.mT @ a_TI
 
@@ -135,10 +142,6 @@ class Outer(LinearMapFactor):
         return self.a_BTI.shape[1]
 
     @property
-    def worth_keeping(self) -> bool:
-        return self.positions > 1 and not self._has_few_positions
-
-    @property
     def _has_few_positions(self) -> bool:
         """Whether inner products of positions take fewer operations than the gradients themselves."""
         outputs, inputs = self.shape
@@ -165,6 +168,9 @@ class Outer(LinearMapFactor):
         if inverse_scales is None and self._has_few_positions:
             chunks = self._split(examples_per_block(positions**2))
             return torch.cat([cast(Outer, part).norms_by_inner_products() for part in chunks])
+        if self.keeps:
+            self._kept = self.dense()
+            return Dense(self._kept).norms(inverse_scales)
         return super().norms(inverse_scales)
 
     def norms_by_inner_products(self) -> Tensor:
