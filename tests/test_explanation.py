@@ -193,6 +193,8 @@ def test_small_copies_are_cheap_and_equal_parts_share_a_row():
     (row,) = found.rows()
     assert row["names"] == "2.scale, 5.scale and 3 more parameters"
     assert row["computed"] == "by a copy for each example, cheap"
+    adapted = nn.Sequential(nn.Linear(8, 99).requires_grad_(False), nn.Linear(99, 8).requires_grad_(False), Scaled())
+    assert pg.explain(adapted, dense_losses, (torch.randn(5, 8),)).slow[0].is_cheap
 
 
 class TimeFirst(nn.Module):

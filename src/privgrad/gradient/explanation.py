@@ -30,6 +30,7 @@ from privgrad.types import LossFunction, count_examples, part_of
 _ROUNDS = range(5, 25)  # steps of each kind, of which the median counts; more if they are short
 _SECONDS = 1.0  # enough for all of them
 _SHORT = 0.01  # seconds of a step that is mostly Python's overhead
+_FEW = 0.01  # a share of all parameters, trained and frozen, that is cheap to copy
 _NAMES = 4  # names that are written out
 _WIDE = 1.5  # a ratio of two quartiles that is worth a note
 REMEDY_OF_UNUSED = "privgrad.freeze_unused, or give examples that reach them"
@@ -144,7 +145,7 @@ class Explanation:
         ]
         if one < _SHORT:
             lines.append(
-                "below 10 ms, Python's overhead decides this number: it is smaller for a larger model or batch"
+                "below 10 ms, much of the time is Python's overhead: this number is smaller for a larger model or batch"
             )
         recurrent = {part.kind for part in self.parts if part.way == "rule"} & {"LSTM", "GRU", "RNN"}
         if recurrent:
@@ -212,9 +213,11 @@ def explain(
 def parts_of(model: nn.Module, uses: Mapping[str, Use]) -> list[Part]:
     """Return the parts of an explanation, the slowest way first; PrivateGradient calls it too."""
     own, names = trainable(model), dict[tuple[str, Use], list[str]]()
+    few = _FEW * sum(p.numel() for p in model.parameters())
     for name, use in uses.items():
         path = use.unit if use.way == "whole" else name.rpartition(".")[0]
-        names.setdefault((path, replace(use, floats=0)), []).append(name)
+        is_cheap = use.way == "copies" and (use.is_cheap or use.floats <= few)
+        names.setdefault((path, replace(use, floats=0, is_cheap=is_cheap)), []).append(name)
     total = sum(p.numel() for p in own.values())
     found = [
         Part(

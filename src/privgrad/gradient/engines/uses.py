@@ -21,7 +21,7 @@ class Use:
         why: the functions that need copies, or why a module is taken whole.
         remedy: what would be faster; empty if nothing is known.
         floats: the size of a copy; 0 if there is none.
-        is_cheap: whether copies are a small part of what a step holds for each example.
+        is_cheap: whether copies are a small part of what the engine holds for each example.
     """
 
     way: str
