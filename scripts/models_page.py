@@ -28,7 +28,8 @@ configurations, with random weights. `tests/zoo` has the others, written as peop
   of 32. Models have four layers of width 256. Texts have 64 tokens, and images have 8 x 8 patches of 8 x 8 pixels.
   Below about 10 ms, the overhead of Python decides the ratios.
 - **Plain, preconditioned, BAM, Opacus.** The time of a private step over the time of an ordinary step. Opacus is
-  version 1.6.0 with ghost clipping. A dash means that it cannot take the model.
+  version 1.6.0 with ghost clipping. A dash means that it cannot take the model. A table has columns for what was
+  measured only.
 - **Checks.** The engine checks the first, second, fourth, eighth batch, and so on. The table shows the time of the
   first step and of a later step with a check, in ordinary steps. The next column is the share that all ten checks add
   to 1,000 plain steps.
@@ -101,29 +102,29 @@ def memory(row: Row, method: str) -> float:
 
 def table(rows: list[Row]) -> str:
     """One line for each architecture."""
-    heads = [
-        "",
-        "exact",
-        "ordinary",
-        *METHODS.values(),
-        "first, checked step",
-        "checks",
-        "memory",
-        "memory, Opacus",
-        "by example",
-    ]
+    tried = [method for method in METHODS if any(method in (*row.get("ratio", {}), *row["failed"]) for row in rows)]
+    peers = ["memory, Opacus"] if "opacus-ghost" in tried else []
+    names = [METHODS[method] for method in tried]
+    heads = ["", "exact", "ordinary", *names, "first, checked step", "checks", "memory", *peers, "by example"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    lines += ["| " + " | ".join(cells(row, tried)) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def cells(row: Row) -> list[str]:
-    """The line of one architecture."""
-    ratios = [f"{row['ratio'][method]:.2f}" if method in row.get("ratio", {}) else "–" for method in METHODS]
+def cells(row: Row, tried: list[str]) -> list[str]:
+    """The line of one architecture, for the methods that were tried."""
+
+    def ratio(method: str) -> str:
+        if method in row.get("ratio", {}):
+            return f"{row['ratio'][method]:.2f}"
+        return "–" if method in row["failed"] else "not measured"
+
+    ratios = [ratio(method) for method in tried]
     checks = row.get("checks", {}).get("plain")
     steps = f"{checks['first']:.1f}, {checks['checked']:.1f}" if checks else "–"
     share = percent(checks["share"]) if checks else "–"
-    peaks = [f"{memory(row, method):.2f}" if memory(row, method) else "–" for method in ("plain", "opacus-ghost")]
+    held = [method for method in ("plain", "opacus-ghost") if method in tried]
+    peaks = [f"{memory(row, method):.2f}" if memory(row, method) else "–" for method in held]
     usual = f"{1000 * row['seconds']['ordinary']:.0f}" if "seconds" in row else "–"
     return [row["name"], exact(row), usual, *ratios, steps, share, *peaks, by_example(row)]
 

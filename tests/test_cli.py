@@ -513,6 +513,24 @@ def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):
         "    return lambda model, x: losses(model, x - x.mean(0)), torch.randn(6, 4)\n"
         "def alone():\n"
         "    return torch.randn(6, 4)\n"
+        "class Unused(nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 3)\n"
+        "        self.pooler = nn.Linear(3, 3)\n"
+        "def fails():\n"
+        "    raise KeyError('no file')\n"
+        "def needy(size):\n"
+        "    return public()\n"
+        "def data_set():\n"
+        "    return losses, torch.utils.data.TensorDataset(torch.randn(6, 4))\n"
+        "def examples():\n"
+        "    return losses, [(torch.randn(4),)] * 6\n"
+        "def wrong_shape():\n"
+        "    return losses, torch.randn(6, 5)\n"
+        "def number():\n"
+        "    return losses, torch.tensor(3.0)\n"
+        "def empty():\n"
+        "    return losses, torch.randn(0, 4)\n"
     )
     shown = here("doctor", "net:model", "--batch", "net:public").stdout
     for word in ("PReLU", "prelu", "by a copy for each example", "by a rule", "a step of 6 examples", "MiB"):
@@ -520,5 +538,20 @@ def test_doctor_tries_a_public_batch(here: Here, tmp_path: Path):
     found = last_json(here("doctor", "net:model", "--batch", "net:public", "--json"))["explanation"]
     assert [part["way"] for part in found["parts"]] == ["copies", "rule"]
     assert "own example" in here("doctor", "net:model", "--batch", "net:coupled", code=2).stderr
-    for wrong in ("net", "net:absent", "net:alone"):
-        assert "batch" in here("doctor", "net:model", "--batch", wrong, code=2).stderr
+    by_vmap = last_json(here("doctor", "net:model", "--batch", "net:public", "--json", "--engine", "vmap"))
+    assert [part["why"] for part in by_vmap["explanation"]["parts"]] == ["engine='vmap'"]
+    assert (
+        "did you mean 'vmap'" in here("doctor", "net:model", "--batch", "net:public", "--engine", "vma", code=2).stderr
+    )
+    shown = here("doctor", "net:Unused", "--batch", "net:public", code=1).stdout
+    assert "Nothing" not in shown
+    assert "a step of 6 examples" in shown
+    (problem,) = last_json(here("doctor", "net:Unused", "--batch", "net:public", "--json", code=1))["problems"]
+    assert (problem["path"], problem["module"]) == ("pooler", "Linear")
+    assert "weight, bias" in problem["what"]
+    assert "privgrad.freeze_unused" in problem["remedy"]
+    names = ("absent", "alone", "fails", "needy", "data_set", "examples", "wrong_shape", "number", "empty")
+    for wrong in ("net", *(f"net:{name}" for name in names)):
+        failed = here("doctor", "net:model", "--batch", wrong, "--json", code=2)
+        assert len(failed.stderr.splitlines()) == 1
+        assert last_json(failed)["error"] in failed.stderr

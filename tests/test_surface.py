@@ -43,7 +43,7 @@ SIGNATURES = {
     pg.NoisyGradient: "tensors noise_std",
     pg.NoisyGradient.assign: "self model",
     pg.precondition.Transform: "inverse_scales keep shift input_maps",
-    gradient.register_rule: "layers",
+    gradient.register_rule: "layers replace",
     gradient.Dense: "grads_BP",
     gradient.Outer: "a_BTI b_BTO",
     gradient.Rows: "ids_BT r_BTD rows",
@@ -94,7 +94,7 @@ SIGNATURES = {
     pg.precondition.public_adam: "gradient betas keep noise_eps eps eps_inside schedule every",
     pg.precondition.public_adagrad: "gradient noise_eps eps eps_inside schedule every",
     pg.side_information.frequencies: "counts parameter dim source provenance cap division power",
-    pg.explain: "model loss_fn public_batch",
+    pg.explain: "model loss_fn public_batch engine",
     pg.freeze_unused: "model loss_fn public_batch",
     pg.suggest: "model plan public_batch loss_fn",
     pg.Suggestion.optimizer: "self model",
@@ -221,7 +221,7 @@ OPTIONS = {
     "statement": "ledger --delta --out --json",
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
-    "doctor": "factory --batch --json",
+    "doctor": "factory --batch --engine --json",
 }
 
 

@@ -83,7 +83,7 @@ def test_only_the_modules_that_need_it_are_taken_whole_once():
     engine = Factored(model, losses_of)
     message = taken_by(engine, x)
     assert message.startswith("PrivateGradient computes 'blocks.0', 'blocks.1' for each example by itself")
-    assert "the uses of parameter 'blocks.1.table.weight' to keep examples apart" in message
+    assert "the uses of parameter 'blocks.1.table.weight' in cat must keep examples apart" in message
     for _ in range(3):
         found = engine(x)
         for name, rows in one_by_one(model, x).items():

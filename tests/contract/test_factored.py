@@ -22,6 +22,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Dense
 from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.layers import base
 from privgrad.gradient.layers.base import Rule, register_rule
 from privgrad.gradient.layers.linear import Linear as LinearRule
 
@@ -226,7 +227,7 @@ def test_an_error_of_the_backward_pass_is_not_taken_for_that():
 
 @pytest.mark.parametrize("time", [2, 3, 6])
 def test_time_first_data_is_right_even_where_time_equals_batch(time: int):
-    with pytest.warns(UserWarning, match="'inner' to hold examples in dimension 0"):
+    with pytest.warns(UserWarning, match="'inner' must hold examples in dimension 0"):
         assert_as_by_vmap(TimeFirst().double(), labeled(torch.randn(6, time, 4, dtype=torch.float64)))
 
 
@@ -431,6 +432,37 @@ def test_what_is_not_a_rule_is_refused():
 
     with pytest.raises(pg.UnsupportedModuleError, match="to return a Factor"):
         Factored(Bare(4, 3), losses_of)(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("wrong", [lambda x, grad: Dense(grad[:, :1]), lambda x, grad: Dense(grad @ grad)])
+def test_a_rule_of_wrong_shapes_or_that_fails_is_named(wrong: Any):
+    class Own(nn.Linear):
+        pass
+
+    @register_rule(Own)
+    class Wrong(LinearRule):  # pyright: ignore[reportUnusedClass]
+        def factor(self, layer: Any, name: str, parameters: Any, x: Tensor, grad: Tensor) -> Any:
+            return wrong(x, grad) if name == "bias" else super().factor(layer, name, parameters, x, grad)
+
+    with pytest.raises(pg.UnsupportedModuleError, match=r"expected Wrong\.factor for '1' to .* 'bias', shape \(B, "):
+        Factored(nn.Sequential(nn.Linear(4, 4), Own(4, 3)), losses_of)(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, nn.LSTM, "torch.nn.modules.linear.Linear"])
+def test_a_rule_of_privgrad_is_replaced_on_request_only(layer: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))
+    monkeypatch.setattr(base, "_FORWARDS", dict(base._FORWARDS))
+
+    class Own(LinearRule):
+        pass
+
+    with pytest.raises(pg.PrivacyError, match="replace=True"):
+        register_rule(layer)(Own)
+    register_rule(layer, replace=True)(Own)
+    register_rule(layer)(Own)  # a user's own rule is replaced freely
+    module = nn.LSTM(3, 3) if layer is nn.LSTM else nn.Linear(3, 3)
+    assert base.find_forward(module) is None
+    assert layer is nn.LSTM or type(base.find_rule(module)) is Own
 
 
 def test_scales_are_taken_as_numbers_and_refused_with_a_reason():

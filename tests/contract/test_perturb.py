@@ -522,7 +522,7 @@ def test_another_path_in_the_second_pass_is_taken_whole():
             return self.a(x) + self.b(x) if next(entered) % 2 else self.b(x) + self.a(x)
 
     model, x = Turns().double(), torch.randn(6, 5, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="the whole model.*the calls of layers not to depend on the examples"):
+    with pytest.warns(UserWarning, match="the whole model.*the calls of layers must not depend on the examples"):
         found = Factored(model, losses_of).moved(x, RADIUS, exact=False)
     for name, factor in Vmap(model, losses_of).moved(x, RADIUS, exact=False).items():
         torch.testing.assert_close(found[name].dense(), factor.dense())

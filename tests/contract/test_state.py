@@ -106,7 +106,7 @@ def test_a_layer_that_fills_an_argument_is_taken_with_the_module_that_makes_it(l
     torch.manual_seed(0)
     model, x = Decoder(looped=looped, listed=True).double(), texts()
     model.config = SimpleNamespace(use_cache=1)
-    with pytest.warns(UserWarning, match="the whole model.*arguments of 'attention' to stay unchanged"):
+    with pytest.warns(UserWarning, match="the whole model.*arguments of 'attention' must stay unchanged"):
         assert_right(Factored, model, x)
 
 

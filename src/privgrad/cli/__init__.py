@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from privgrad.cli import audit, budget, doctor, privacy, reproduce, statement, train
-from privgrad.cli.console import STDOUT, note_once, stoppable, tell
+from privgrad.cli.console import STDOUT, note_once, print_json, stoppable, tell
 from privgrad.errors import PrivacyError, did_you_mean
 
 
@@ -73,13 +73,15 @@ def privgrad(
 
 
 def main() -> None:
-    """Run the command line. Report bad input in one line and exit with code 2."""
+    """Run the command line. Report bad input in one line, with --json also as an object, and exit with code 2."""
     warnings.showwarning = _show_warning
     note_once.cache_clear()
     try:
         app()
     except PrivacyError as error:
         tell("error", "red", error)
+        if "--json" in sys.argv:
+            print_json({"error": str(error)})
         sys.exit(2)
 
 

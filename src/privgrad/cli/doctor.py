@@ -7,6 +7,8 @@ this file.
 import importlib
 import os
 import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any, cast
 
@@ -15,9 +17,9 @@ from rich.table import Table
 from torch import nn
 
 from privgrad.cli.console import STDOUT, AsJson, print_json
-from privgrad.errors import expected
-from privgrad.gradient.explanation import WAYS, Explanation, explain
-from privgrad.gradient.validation import find_problems
+from privgrad.errors import PrivacyError, expected
+from privgrad.gradient.explanation import REMEDY_OF_UNUSED, Explanation, explain
+from privgrad.gradient.validation import Problem, find_problems
 from privgrad.types import LossFunction
 
 
@@ -32,59 +34,92 @@ def doctor(
             help="A function that returns (loss_fn, batch) for public examples: the model is tried on these.",
         ),
     ] = None,
+    engine: Annotated[str, typer.Option(help="The engine that --batch tries: factored or vmap.")] = "factored",
     as_json: AsJson = False,
 ) -> None:
     """List the modules that block private training, with a remedy for each. Exit code 1 if there are any.
 
-    With --batch, also say which parameters the loss does not use, how each gradient is computed, what is slow, and what
-    a step costs in time and memory.
+    With --batch, also list the parameters that the loss does not use, and say how each gradient is computed, what is
+    slow, and what a step costs in time and memory, without noise and optimizer.
     """
     model = _make(factory)
     problems = find_problems(model)
-    found = _tried(model, batch) if batch is not None and not problems else None
+    found = _tried(model, batch, engine) if batch is not None and not problems else None
+    if found is not None:
+        problems = _of_unused(model, found.unused)
     if as_json:
         more = {} if found is None else {"explanation": asdict(found)}
         print_json({"problems": [asdict(problem) for problem in problems], **more})
-    elif not problems:
-        STDOUT.print("Nothing in the structure of this model blocks private training.")
-        if found is not None:
-            _show(found)
-        else:
-            STDOUT.print("Whether examples stay apart, and what a step costs, is tried with --batch MODULE:FUNCTION.")
-    else:
+        raise typer.Exit(1 if problems else 0)
+    if problems:
         table = Table(title=f"Problems that block private training: {len(problems)}")
         for name in ("module", "type", "problem", "remedy"):
             table.add_column(name, overflow="fold")
         for problem in problems:
             table.add_row(problem.path or "(the model)", problem.module, problem.what, problem.remedy)
         STDOUT.print(table)
+    else:
+        STDOUT.print("Nothing in the structure of this model blocks private training.")
+    if found is not None:
+        _show(found)
+    elif not problems:
+        STDOUT.print("Whether examples stay apart, and what a step costs, is tried with --batch MODULE:FUNCTION.")
     raise typer.Exit(1 if problems else 0)
 
 
-def _tried(model: nn.Module, batch: str) -> Explanation:
+def _of_unused(model: nn.Module, unused: Sequence[str]) -> list[Problem]:
+    """Return a problem for each module that owns parameters that the loss does not use."""
+    names = dict[str, list[str]]()
+    for path, _, name in (full.rpartition(".") for full in unused):
+        names.setdefault(path, []).append(name)
+    return [
+        Problem(
+            path,
+            type(model.get_submodule(path)).__name__,
+            f"has parameters that the loss does not use: {', '.join(own)}",
+            REMEDY_OF_UNUSED,
+        )
+        for path, own in names.items()
+    ]
+
+
+def _tried(model: nn.Module, batch: str, engine: str) -> Explanation:
     """Return how the gradients of a model are computed on public examples."""
     made = _imported("batch", batch)
-    given: object = made() if callable(made) else made
-    pair = cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
+    remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
+    with _one_line("batch", "to be a function without arguments", remedy):
+        given: object = made() if callable(made) else made
+    kind, pair = type(given).__name__, cast("tuple[Any, ...]", given) if isinstance(given, tuple) else ()
     loss_fn, examples = pair if len(pair) == 2 else (None, None)
     if not callable(loss_fn):
-        remedy = "return (loss_fn, examples), with loss_fn(model, examples) -> losses of shape (B,)"
-        raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", type(made).__name__, remedy)
-    return explain(model, cast("LossFunction", loss_fn), examples)
+        raise expected("privgrad doctor", "batch", "to return (loss_fn, examples)", kind, remedy)
+    with _one_line("batch", "to return examples as the model and loss_fn take them", "return a batch of tensors"):
+        return explain(model, cast("LossFunction", loss_fn), examples, engine=cast("Any", engine))
+
+
+@contextmanager
+def _one_line(name: str, condition: str, remedy: str) -> Generator[None]:
+    """Report an exception in the user's code as a PrivacyError of one line."""
+    try:
+        yield
+    except PrivacyError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(".: ")
+        raise expected("privgrad doctor", name, condition, got, remedy) from error
 
 
 def _show(found: Explanation) -> None:
     """Print an explanation: the slow parts as a table, the rest as lines."""
-    if found.slow:
+    if rows := found.rows():
         table = Table(title="Parameters without a fast rule")
-        for name in ("module", "type", "share", "computed", "why", "remedy"):
+        for name in rows[0]:
             table.add_column(name, overflow="fold")
-        for part in found.slow:
-            name, share = part.path or "(the model)", f"{part.share:.1%}"
-            table.add_row(name, part.kind, share, WAYS[part.way], part.why, part.remedy or "none needed")
+        for row in rows:
+            table.add_row(*row.values())
         STDOUT.print(table)
     for line in found.lines():
-        STDOUT.print(line, highlight=False)
+        STDOUT.print(line, highlight=False, soft_wrap=True)
 
 
 def _imported(name: str, given: str) -> Any:
@@ -94,20 +129,15 @@ def _imported(name: str, given: str) -> Any:
     if not separator or not attribute or not all(module_name.split(".")):
         raise expected("privgrad doctor", name, "to be MODULE:NAME", repr(given), remedy)
     sys.path.insert(0, os.getcwd())
-    try:
+    with _one_line(name, "to be importable", remedy):
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise expected("privgrad doctor", name, "to be importable", error, remedy) from error
 
 
 def _make(factory: str) -> nn.Module:
     """Import the factory from the current folder and return its model, or raise PrivacyError."""
     made = _imported("factory", factory)
-    try:
+    with _one_line("factory", "to return a model", "give a function that needs no arguments"):
         model = made() if callable(made) and not isinstance(made, nn.Module) else made
-    except TypeError as error:
-        remedy = "give a function that needs no arguments"
-        raise expected("privgrad doctor", "factory", "to return a model", error, remedy) from error
     if not isinstance(model, nn.Module):
         raise expected("privgrad doctor", "factory", "to return an nn.Module", type(model).__name__, "return the model")
     return model

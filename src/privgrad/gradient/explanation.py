@@ -8,41 +8,49 @@ import os
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from statistics import median
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from privgrad.errors import expected, require_callable
+from privgrad.errors import require_choice
 from privgrad.gradient.clipping import ClippingAccumulator, Flat
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.uses import Use
+from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.module_state import preserved, require_losses, seeded, trainable
-from privgrad.gradient.probes import losses_on_copies
+from privgrad.gradient.unused import unused_parameters
 from privgrad.gradient.validation import check_loss, require_supported
-from privgrad.types import Batch, LossFunction, count_examples, part_of
+from privgrad.types import LossFunction, count_examples, part_of
 
-_ROUNDS = 5  # steps of each kind, of which the median counts
-_MANY = 0.01  # a share of the values that is worth a faster way
+_ROUNDS = range(5, 25)  # steps of each kind, of which the median counts; more if they are short
+_SECONDS = 1.0  # enough for all of them
+_SHORT = 0.01  # seconds of a step that is mostly Python's overhead
+_FEW = 0.01  # a share of all parameters, trained and frozen, that is cheap to copy
+_NAMES = 4  # names that are written out
+_WIDE = 1.5  # a ratio of two quartiles that is worth a note
+REMEDY_OF_UNUSED = "privgrad.freeze_unused, or give examples that reach them"
 WAYS = {"rule": "by a rule", "copies": "by a copy for each example", "whole": "each example by itself"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """How the gradients of one module's own parameters are computed.
+    """How the gradients of some parameters of one module are computed.
 
     Attributes:
-        path: the module's path; empty for the model itself.
+        path: the path of the module that owns them, or of the module that is taken whole; empty for the model itself.
         kind: its class.
         way: "rule", fast; "copies", from a copy of the parameters for each example; "whole", a whole module is computed
             for each example by itself.
         share: its share of all trainable values, in (0, 1].
         why: the functions that need copies, or the reason why a module is taken whole; empty for a rule.
-        remedy: what would be faster; empty if nothing would or little is to gain.
+        remedy: what would be faster; empty if nothing is known or little is to gain.
+        parameters: their names.
+        is_cheap: whether the copies are a small part of what a step holds for each example.
     """
 
     path: str
@@ -51,6 +59,8 @@ class Part:
     share: float
     why: str = ""
     remedy: str = ""
+    parameters: tuple[str, ...] = ()
+    is_cheap: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,9 @@ class Explanation:
     Attributes:
         parts: the modules with trainable parameters, the slowest way first.
         unused: names of the trainable parameters that the loss does not reach; `freeze_unused` freezes them.
-        seconds: of an "ordinary" step (forward and backward) and of a "private" one (clipping too) on the given batch;
-            empty if they were not measured.
+        seconds: the median over some steps of each kind on the given batch: "ordinary" (forward and backward) and
+            "private" (clipping too), both without noise and optimizer; empty if they were not measured.
+        ratios: the lower and the upper quartile of the ratio of a private step to the ordinary one next to it.
         peak_mb: the memory that these two hold at most, besides the model and the batch, in MiB.
         examples: the number of examples of that batch.
     """
@@ -71,6 +82,7 @@ class Explanation:
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     peak_mb: Mapping[str, float] = field(default_factory=dict[str, float])
     examples: int = 0
+    ratios: tuple[float, float] = (1.0, 1.0)
 
     @property
     def slow(self) -> list[Part]:
@@ -79,12 +91,31 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return some lines of text."""
-        slow = list[str]()
+        rows = [
+            f"- {row['names']}, {row['share']}: {row['computed']}: {row['why']}"
+            + (f"; {row['remedy']}" if row["remedy"] else "")
+            for row in self.rows()
+        ]
+        return "\n".join([*rows, *self.lines()])
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return the parts without a rule as rows of a table, with equal parts in one row."""
+        groups = dict[tuple[str, ...], list[Part]]()
         for part in self.slow:
-            remedy = f"; {part.remedy}" if part.remedy else ""
-            name = f"{part.path or '(the model)'}, {part.kind}, {part.share:.1%}"
-            slow.append(f"- {name}: {WAYS[part.way]}: {part.why}{remedy}")
-        return "\n".join([*slow, *self.lines()])
+            computed = WAYS[part.way] + (", cheap" if part.is_cheap else "")
+            why = part.why.replace(f"'{part.path}'", "") if part.way == "whole" else part.why
+            groups.setdefault((computed, why, part.remedy), []).append(part)
+        return [
+            {
+                "names": _names_of(parts),
+                "type": ", ".join(dict.fromkeys(part.kind for part in parts)),
+                "share": f"{sum(part.share for part in parts):.1%}",
+                "computed": computed,
+                "why": parts[0].why,
+                "remedy": remedy,
+            }
+            for (computed, _, remedy), parts in groups.items()
+        ]
 
     def lines(self) -> list[str]:
         """Return the sums over all parts as lines of text: shares, unused parameters, time and memory."""
@@ -94,92 +125,119 @@ class Explanation:
             if share > 0:
                 lines.append(f"{share:.1%} of the parameters {words}")
         if self.unused:
-            lines.append(f"not used by the loss (privgrad.freeze_unused): {', '.join(self.unused)}")
+            lines.append(f"not used by the loss ({REMEDY_OF_UNUSED}): {', '.join(self.unused)}")
+        lines.append("this holds for examples like these: others may reach other parameters, or be computed otherwise")
         if self.seconds:
-            one, other = self.seconds["ordinary"], self.seconds["private"]
-            lines.append(
-                f"a step of {self.examples} examples: {other:.3g} s, {other / one:.2f} of an ordinary one ({one:.3g} s)"
-            )
+            lines += self._lines_of_time()
         if self.peak_mb:
             one, other = self.peak_mb["ordinary"], self.peak_mb["private"]
-            lines.append(f"memory besides the model: {other:.0f} MiB, an ordinary step {one:.0f} MiB")
+            lines.append(f"memory besides the model: {other:.2g} MiB, an ordinary step {one:.2g} MiB")
+        return lines
+
+    def _lines_of_time(self) -> list[str]:
+        """Return what a step costs, and why it may be slow, as lines of text."""
+        one, other = self.seconds["ordinary"], self.seconds["private"]
+        least, most = self.ratios
+        spread = f" ({least:.2g} to {most:.2g})" if most > _WIDE * least else ""
+        lines = [
+            f"a step of {self.examples} examples, without noise and optimizer: {_milliseconds(other)}, "
+            f"{other / one:.2g} ordinary ones{spread} of {_milliseconds(one)}"
+        ]
+        if one < _SHORT:
+            lines.append(
+                "below 10 ms, much of the time is Python's overhead: this number is smaller for a larger model or batch"
+            )
+        recurrent = {part.kind for part in self.parts if part.way == "rule"} & {"LSTM", "GRU", "RNN"}
+        if recurrent:
+            lines.append(f"{', '.join(sorted(recurrent))}: privgrad's own forward pass replaces torch's faster one")
         return lines
 
 
-def explain(model: nn.Module, loss_fn: LossFunction, public_batch: Any) -> Explanation:
+def _names_of(parts: list[Part]) -> str:
+    """Return the parameters of some parts, or the modules that are taken whole."""
+    if parts[0].way == "whole":
+        names, noun = [f"'{part.path}'" if part.path else "the whole model" for part in parts], "modules"
+    else:
+        names, noun = [name for part in parts for name in part.parameters], "parameters"
+    return ", ".join(names) if len(names) <= _NAMES else f"{', '.join(names[:2])} and {len(names) - 2} more {noun}"
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds, with two digits or more."""
+    return f"{1000 * seconds:.2g} ms" if seconds < _SHORT else f"{1000 * seconds:.0f} ms"
+
+
+def explain(
+    model: nn.Module, loss_fn: LossFunction, public_batch: Any, *, engine: Literal["factored", "vmap"] = "factored"
+) -> Explanation:
     """Say how the gradient of each parameter would be computed, by a step on some public examples.
 
-    It measures an ordinary and a private step too, without noise and optimizer, and takes some seconds.
+    It measures an ordinary and a private step too, both without noise and optimizer, and takes some seconds. The answer
+    holds for examples like these. Others may reach other parameters, or need other layers.
 
     Args:
         model: the module, in the mode that it will be trained in. It is not changed.
         loss_fn: (model, examples) -> losses, shape (B,).
         public_batch: public examples, as loss_fn takes them, with leading dimension B >= 1; best as many as a step has.
+        engine: as in PrivateGradient.
     Returns:
         See `Explanation`; `print` shows it.
     Raises:
-        PrivacyError: public_batch is a batch of a plan, or PrivateGradient would refuse the model or the loss. A
-            parameter that the loss does not reach is no error here.
+        PrivacyError: public_batch is a batch of a plan or holds no examples, or PrivateGradient would refuse the model
+            or the loss. A parameter that the loss does not reach is no error here.
     Privacy:
         It uses the model and public examples only.
     """
-    require_callable("explain", "loss_fn", loss_fn, "give (model, examples) -> losses of shape (B,)")
-    if isinstance(public_batch, Batch):
-        got, remedy = "a batch of a privacy plan", "give public examples, since the cost is shown without noise"
-        raise expected("explain", "public_batch", "to be public", got, remedy)
+    require_choice("explain", "engine", engine, ("factored", "vmap"))
     require_supported(model)
-    unused = _unused(model, loss_fn, public_batch)
+    unused = unused_parameters("explain", model, loss_fn, public_batch)
     own = trainable(model)
     for name in unused:
         own[name].requires_grad_(False)
     try:
         check_loss(model, loss_fn, public_batch)
-        engine = Factored(model, loss_fn)
-        steps = _steps(engine, model, loss_fn, public_batch)
+        computes = Factored(model, loss_fn) if engine == "factored" else Vmap(model, loss_fn)
+        steps = _steps(computes, model, loss_fn, public_batch)
         with seeded(0):
-            steps["private"]()
-            seconds, peak_mb = _seconds(steps), {name: _peak_of(step) for name, step in steps.items()}
-        parts = parts_of(model, engine.uses())
+            for step in (*steps.values(), *steps.values()):  # the engine checks the first, second, fourth ... step
+                step()
+            seconds, ratios = _seconds(steps)
+            peak_mb = {name: _peak_of(step) for name, step in steps.items()}
+        parts = parts_of(model, computes.uses())
     finally:
         for name in unused:
             own[name].requires_grad_(True)
-    return Explanation(parts, unused, seconds, peak_mb, count_examples(public_batch))
+    return Explanation(parts, unused, seconds, peak_mb, count_examples(public_batch), ratios)
 
 
 def parts_of(model: nn.Module, uses: Mapping[str, Use]) -> list[Part]:
     """Return the parts of an explanation, the slowest way first; PrivateGradient calls it too."""
-    own, parts = trainable(model), dict[tuple[str, str, str], float]()
-    total = sum(p.numel() for p in own.values())
+    own, names = trainable(model), dict[tuple[str, Use], list[str]]()
+    few = _FEW * sum(p.numel() for p in model.parameters())
     for name, use in uses.items():
-        key = (name.rpartition(".")[0], use.way, use.why)
-        parts[key] = parts.get(key, 0.0) + own[name].numel() / total
+        path = use.unit if use.way == "whole" else name.rpartition(".")[0]
+        is_cheap = use.way == "copies" and (use.is_cheap or use.floats <= few)
+        names.setdefault((path, replace(use, floats=0, is_cheap=is_cheap)), []).append(name)
+    total = sum(p.numel() for p in own.values())
     found = [
-        Part(path, type(model.get_submodule(path)).__name__, way, share, why, _remedy_of(way, share))
-        for (path, way, why), share in parts.items()
+        Part(
+            path,
+            type(model.get_submodule(path)).__name__,
+            use.way,
+            sum(own[name].numel() for name in those) / total,
+            use.why,
+            "" if use.is_cheap else use.remedy,
+            tuple(those),
+            use.is_cheap,
+        )
+        for (path, use), those in names.items()
     ]
-    return sorted(found, key=lambda part: (list(WAYS).index(part.way), part.share), reverse=True)
+    return sorted(found, key=lambda part: (list(WAYS).index(part.way), not part.is_cheap, part.share), reverse=True)
 
 
-def _remedy_of(way: str, share: float) -> str:
-    """Return what would be faster than a way, if there is enough to gain."""
-    if way == "rule" or share < _MANY:
-        return ""
-    if way == "copies":
-        return "use it in F.linear, x @ weight, F.embedding, a convolution or a normalization instead"
-    return "change that, or register a rule for the module (register_rule)"
-
-
-def _unused(model: nn.Module, loss_fn: LossFunction, examples: Any) -> list[str]:
-    """Return the names of trainable parameters that the losses do not reach."""
-    parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable(model).items()}
-    losses = losses_on_copies(model, loss_fn, examples, parameters)
-    if not losses.requires_grad:
-        return []
-    grads: Any = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
-    return [name for name, grad in zip(parameters, grads, strict=True) if grad is None]
-
-
-def _steps(engine: Factored, model: nn.Module, loss_fn: LossFunction, examples: Any) -> dict[str, Callable[[], None]]:
+def _steps(
+    engine: Factored | Vmap, model: nn.Module, loss_fn: LossFunction, examples: Any
+) -> dict[str, Callable[[], None]]:
     """Return an ordinary and a private step, without noise and optimizer."""
     own, size = trainable(model), count_examples(examples)
 
@@ -200,17 +258,22 @@ def _steps(engine: Factored, model: nn.Module, loss_fn: LossFunction, examples: 
     return {"ordinary": ordinary, "private": private}
 
 
-def _seconds(steps: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """Return the median time of each step, in turns."""
+def _seconds(steps: Mapping[str, Callable[[], None]]) -> tuple[dict[str, float], tuple[float, float]]:
+    """Return the median time of each step, in turns; and the quartiles of the ratio within a turn."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(_ROUNDS):
+    end = time.perf_counter() + _SECONDS
+    for turn in range(_ROUNDS.stop):
+        if turn >= _ROUNDS.start and time.perf_counter() > end:
+            break
         for name, step in steps.items():
             _finish()
             start = time.perf_counter()
             step()
             _finish()
             found[name].append(time.perf_counter() - start)
-    return {name: median(values) for name, values in found.items()}
+    ratios = [other / one for one, other in zip(found["ordinary"], found["private"], strict=True)]
+    least, _, most = quantiles(ratios, method="inclusive")
+    return {name: median(values) for name, values in found.items()}, (least, most)
 
 
 def _finish() -> None:

@@ -162,9 +162,9 @@ def check_loss(model: nn.Module, loss_fn: LossFunction, examples: Any) -> None:
     ]
     if unused:
         remedy = (
-            "use them in the loss, or freeze them with requires_grad_(False) or privgrad.freeze_unused; with gradient "
-            "checkpointing, pass use_reentrant=False: re-entrant checkpointing of the first layers gives them no "
-            "gradient"
+            "use them in the loss, or freeze them with requires_grad_(False) or privgrad.freeze_unused; call experts "
+            "that only some examples reach on every batch, with zero rows too; with gradient checkpointing, pass "
+            "use_reentrant=False: re-entrant checkpointing of the first layers gives them no gradient"
         )
         got = f"no gradient for {', '.join(unused)}"
         raise expected("loss_fn", "every trainable parameter", "to get a gradient", got, remedy)

@@ -125,6 +125,11 @@ class CallRecord:
         self.learned.learn(other, layout)
         return layout
 
+    def unattributed(self, unit: str) -> list[str]:
+        """Return the functions with shared values of a unit whose results could not be attributed to examples."""
+        names = [path for path, layout in self._layouts or () if path.startswith(f"{unit}[") and not layout]
+        return list(dict.fromkeys(path.removeprefix(f"{unit}[").removesuffix("]") for path in names))
+
     def finish(self) -> None:
         """End the record after the forward pass.
 
@@ -143,4 +148,5 @@ class CallRecord:
         pairs = ((with_more, self._size + 1), (with_fewer, self._size))
         got = " and ".join(f"{path!r} with {size} examples" for path, size in pairs)
         unit = with_fewer if with_more == "no call" else with_more
-        return refused("the calls of layers", "not to depend on the examples", got, REMEDY, unit=unit)
+        remedy = f"call each layer on all examples, or {REMEDY}"
+        return refused("the calls of layers", "not to depend on the examples", got, remedy, unit=unit)

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map_only
 
 from privgrad.errors import PrivacyError
@@ -35,16 +36,16 @@ from privgrad.gradient.engines.function_calls import (
 from privgrad.gradient.engines.layer_call import LayerCall, weights_of
 from privgrad.gradient.engines.layout_cache import Calls
 from privgrad.gradient.engines.layouts import Layout, joined, require_rows, split
-from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, written_to
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, packed, refused, written_to
 from privgrad.gradient.engines.shared_values import SharedValues
 from privgrad.gradient.engines.taps import Tap
 from privgrad.gradient.engines.units import units
-from privgrad.gradient.engines.vmapped_unit import VmappedUnit, copies_of
-from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.engines.vmapped_unit import VmappedUnit, copies_of, displacement_of, written_out
+from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import JacobianNorms
 from privgrad.gradient.layers.base import Rule, find_forward, find_rule, version_of
-from privgrad.gradient.layers.functional import Product, find_product
+from privgrad.gradient.layers.functional import Product, faster, find_product
 from privgrad.gradient.module_state import named_parameters
 
 
@@ -82,6 +83,7 @@ class Capture:
         self._norms = JacobianNorms() if norms is None else norms
         self._curved = curved
         self.taps: list[Tap] = []
+        self._functions_of = dict[int, dict[str, str]]()  # by the id of a parameter: see Tap.functions
         self.record = CallRecord(layouts, size, earlier)
         self._buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._parameters = [(name, p, p._version) for name, p in named_parameters(model)]
@@ -169,20 +171,22 @@ class Capture:
         delta: Callable[[Displacements], Tensor | None] | None = None,
         source: Tensor | None = None,
         curved: bool = False,
-        is_copy: bool = False,
+        copied: Tensor | None = None,
     ) -> Tensor:
         """Record the tensor's place in the graph; return the tensor with which the forward pass must continue."""
         tensor, versions = _own(tensor), [(x, x._version) for x in inputs]
         if not self.record.is_finished and tensor.requires_grad:
             edge, zeros = get_gradient_edge(tensor), tensor.new_zeros(()).expand(tensor.shape)
-            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy))
+            functions = self._functions_of.setdefault(id(copied), {})
+            is_copy = copied is not None
+            self.taps.append(Tap(path, edge, zeros, factors, versions, delta, source, curved, is_copy, functions))
         return tensor
 
     def _copies(self, path: str, parameter: Tensor) -> Tensor:
         """Return each example's own copy of a parameter, shape (B, *P), with a tap."""
         copies = copies_of({"": parameter}, self.size, self._displacements)[""]
-        delta, factors = partial(_displacement_of, parameter), partial(_written_out, parameter)
-        return self._tap(path, copies, factors, inputs=[], delta=delta, is_copy=True)
+        delta, factors = partial(displacement_of, parameter), partial(written_out, parameter)
+        return self._tap(path, copies, factors, inputs=[], delta=delta, copied=parameter)
 
     def _ruled(self, path: str, module: nn.Module, rule: Rule, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by its rule; if it has not exactly one argument, by the functions that it calls."""
@@ -228,9 +232,10 @@ class Capture:
     def _by_taps(self, path: str, module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a unit by a forward that passes the output of each linear map through a tap."""
         tensors = tensors_in([args, kwargs])
+        if any(isinstance(x, PackedSequence) for x in (*args, *kwargs.values())):
+            raise packed(path)
         if any(x in self._shared for x in tensors):
-            condition, got = "to hold examples in dimension 0", "a value that all examples share"
-            raise refused(f"the tensors of '{path}'", condition, got, REMEDY, unit=path)
+            raise misplaced(path, "a value that all examples share")
         with self._functions.paused():
             if self.record.is_learning:
                 self._learn_unit(path, tensors, None)
@@ -310,6 +315,9 @@ class Capture:
                 x = require_rows(path, x, examples, self.size)
                 with self._functions.paused():
                     return self._by_rule(path, product.rule, product.layer, product.weights, x)
+        shared = [x for x in tensors if x in self._shared]
+        for parameter in frozenset[int]().union(*map(self._shared.sources, shared)):
+            self._functions_of.setdefault(parameter, {})[name_of(func)] = faster(func, args, shared)
         outs = layout[len(tensors) :]
         if not growing:
             args = for_one_example(func, args, *cast("Any", outs[0]))
@@ -380,17 +388,6 @@ def _restore(module: nn.Module, forward: Any) -> None:
         vars(module).pop("forward", None)
     else:
         vars(module)["forward"] = forward
-
-
-def _displacement_of(parameter: Tensor, displacements: Displacements) -> Tensor | None:
-    """Return each example's displacement of a parameter, shape (B, *P); None if it does not move."""
-    displacement = displacements.of({"": parameter}).get("")
-    return None if displacement is None else displacement.dense()
-
-
-def _written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
-    """Return the factor of a parameter whose gradients are written out."""
-    return {parameter: Dense(grads_BP)}
 
 
 def _at(once: Callable[[], tuple[list[Tensor], Any]], index: int) -> Tensor:

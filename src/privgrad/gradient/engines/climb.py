@@ -24,7 +24,7 @@ from torch import nn
 
 from privgrad.gradient.engines.layout_cache import LayoutCache
 from privgrad.gradient.engines.passes import Point
-from privgrad.gradient.engines.refusals import CallSequenceChangedError, UnitRefusedError, calls_changed
+from privgrad.gradient.engines.refusals import CallSequenceChangedError, Reason, UnitRefusedError, calls_changed
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.factors.base import Factor
 from privgrad.types import LossFunction
@@ -40,14 +40,14 @@ class Climb:
     Attributes:
         any: whether some module is taken whole.
         reached_loss: whether even the root was refused, so that `of_losses` computes the gradients.
-        reasons: what was expected of a refused unit, by the path of the module that was taken whole because of it.
+        reasons: why a unit was refused, by the path of the module that was taken whole because of it.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, layouts: LayoutCache) -> None:
         self._model, self._loss_fn, self._layouts = model, loss_fn, layouts
         self.any = self.reached_loss = False
         self._is_open, self._is_accepted = True, False
-        self.reasons = dict[str, str]()
+        self.reasons = dict[str, Reason]()
         self._new = list[str]()  # the modules of the climbs so far, until an attempt is accepted
 
     def begin_step(self) -> None:
@@ -75,7 +75,7 @@ class Climb:
             self.any, self.reasons[self._new[-1]] = True, refusal.reason
         else:
             if self._new:
-                _warn_of(self._new, self.reasons[self._new[-1]])
+                _warn_of(self._new, self.reasons[self._new[-1]].condition)
             self._new, self._is_accepted = [], True
 
     def of_losses(self, examples: Any, point: Point) -> dict[str, Factor]:
@@ -113,14 +113,14 @@ def _warn_of(taken: Sequence[str], reason: str) -> None:
 
     Args:
         taken: their paths, in the order of the climbs.
-        reason: what was expected of the last refused unit.
+        reason: why the last unit was refused.
     """
     last = [path for path in taken if not any(_is_above(other, path) for other in taken)]
     names = ", ".join(f"'{path}'" if path else "the whole model" for path in dict.fromkeys(last[:3]))
     more = f" and {len(last) - 3} more" if len(last) > 3 else ""
     warnings.warn(
-        f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. The fast engine "
-        f"needs {reason}",
+        f"PrivateGradient computes {names}{more} for each example by itself: this is right, but slow. For the "
+        f"fast engine, {reason}",
         stacklevel=5,
     )
 

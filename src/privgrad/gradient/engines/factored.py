@@ -32,7 +32,7 @@ from privgrad.gradient.engines.self_check import (
     restored,
     rows_to_check,
 )
-from privgrad.gradient.engines.uses import Use, with_reasons
+from privgrad.gradient.engines.uses import Use, completed
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.jacobian import Pulled, PulledDense
@@ -171,8 +171,8 @@ class Factored:
     def uses(self) -> dict[str, Use]:
         """Return how the last pass computed the gradient of each parameter, by name; `explanation` calls it."""
         if self._climb.reached_loss:
-            return {name: Use("whole", "", self._climb.reasons[""]) for name in trainable(self._model)}
-        return with_reasons(self._passes.uses, self._layouts.current.calls or [], self._climb.reasons)
+            return {name: Use("whole", "", *self._climb.reasons[""]) for name in trainable(self._model)}
+        return completed(self._passes.uses, self._climb.reasons, self._passes.floats)
 
     def begin_step(self) -> None:
         """Count a step of the training. PrivateGradient calls it, whatever batch was drawn."""

@@ -23,7 +23,7 @@ from privgrad.gradient.factors.displacement import Displacements, PerSampleWeigh
 from privgrad.gradient.factors.jacobian import Jacobian, JacobianNorms, Pulled
 from privgrad.gradient.factors.row_map import SharedSums
 from privgrad.gradient.factors.weight_standardization import MovedStandardizedWeight, StandardizedWeight
-from privgrad.gradient.layers.base import Rule, add_to
+from privgrad.gradient.layers.base import Rule, add_to, is_built_in
 
 
 class LayerCall:
@@ -102,10 +102,7 @@ class LayerCall:
         self, name: str, weight: Tensor, x: Tensor, grad: Tensor, terms: HvpTerms | None
     ) -> Mapping[Tensor, Factor]:
         """Return the factors of the parameters from which a weight is computed; of the weight itself if it is one."""
-        factor, more = self._rule.factor(self._layer, name, self._detached, x, grad), None
-        if not isinstance(factor, Factor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            got, remedy = type(factor).__name__, "return Dense, Outer or another factor of privgrad.gradient"
-            raise refused(f"factor of the rule for '{self._path}'", "to return a Factor", got, remedy)
+        factor, more = self._factor(name, x, grad), None
         if terms is not None and terms.source is not None and name == "weight":
             more = self._rule.factor(self._layer, name, self._detached, terms.source, terms.first)
         if name in self._per_sample:
@@ -119,6 +116,28 @@ class LayerCall:
         if weight.grad_fn is None:
             return {weight: total}
         return _pulled(total, weight, self._norms, (self._path, name), standardized)
+
+    def _factor(self, name: str, x: Tensor, grad: Tensor) -> Factor:
+        """Return what the rule returns for a weight.
+
+        Raises:
+            UnsupportedModuleError: the rule is the user's, and it fails or returns something else than gradients of the
+                weight's shape.
+        """
+        if is_built_in(self._rule):
+            return self._rule.factor(self._layer, name, self._detached, x, grad)
+        rule, shape = f"{type(self._rule).__name__}.factor for '{self._path}'", tuple(self._weights[name].shape)
+        condition, remedy = f"to return the gradients of {name!r}, shape (B, *{shape})", "correct the rule"
+        try:
+            found = cast("object", self._rule.factor(self._layer, name, self._detached, x, grad))
+        except Exception as error:
+            raise refused(rule, condition, f"{type(error).__name__}: {error}".rstrip("."), remedy) from error
+        if not isinstance(found, Factor):
+            remedy = "return Dense, Outer or another factor of privgrad.gradient"
+            raise refused(rule, "to return a Factor", type(found).__name__, remedy)
+        if (found.examples, tuple(found.shape)) != (len(grad), shape):
+            raise refused(rule, condition, f"shape {(found.examples, *found.shape)}", remedy)
+        return found
 
     def _per_sample_weights(self, displacements: Displacements) -> dict[str, PerSampleWeight | MovedStandardizedWeight]:
         """Return, by name, the per-example weights that a parametrization computes from displaced parameters."""

@@ -23,7 +23,7 @@ from privgrad.gradient.engines.capture import Capture
 from privgrad.gradient.engines.hvp import backward, curvature
 from privgrad.gradient.engines.layout_cache import Calls, LayoutCache
 from privgrad.gradient.engines.memory import MemoryPlan
-from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused
+from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, refused, unseen
 from privgrad.gradient.engines.taps import HvpTerms, Tap
 from privgrad.gradient.engines.units import units
 from privgrad.gradient.engines.uses import Use, use_of
@@ -345,6 +345,4 @@ def _require_seen(losses: Tensor, capture: Capture) -> None:
             unit = name.rpartition(".")[0]
             if not capture.record.needs_functions:
                 raise CallSequenceChangedError(unit)
-            remedy = f"use it in torch functions of one example each (a rule: through `parameters`), or {REMEDY}"
-            condition, got = "to keep examples apart", "a use that cannot be attributed to examples"
-            raise refused(f"the uses of parameter {name!r}", condition, got, remedy, unit=unit)
+            raise unseen(name, capture.record.unattributed(unit))

@@ -5,11 +5,20 @@ and `vmapped_unit`. The privacy guarantee rests on their checks, which decide wh
 file.
 """
 
-from typing import cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 from privgrad.errors import UnsupportedModuleError, expected
 
 REMEDY = "use engine='vmap'"
+_OF_LISTS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack"})
+
+
+class Reason(NamedTuple):
+    """Why a unit was refused: a condition as a sentence, and a remedy that keeps the engine; empty if none is known."""
+
+    condition: str
+    remedy: str
 
 
 class UnitRefusedError(UnsupportedModuleError):
@@ -19,10 +28,10 @@ class UnitRefusedError(UnsupportedModuleError):
 
     Attributes:
         unit: the path of the unit.
-        reason: what was expected of it, without any value.
+        reason: the condition that it does not meet, without any value.
     """
 
-    unit = reason = ""
+    unit, reason = "", Reason("", "")
 
 
 class CallSequenceChangedError(Exception):
@@ -38,14 +47,38 @@ class CallSequenceChangedError(Exception):
 
 def misplaced(path: str, got: str) -> UnsupportedModuleError:
     """Return the error for a unit whose tensors do not hold examples in dimension 0."""
-    remedy = f"keep examples in dimension 0 (batch_first=True), or {REMEDY}"
+    remedy = f"call it on all examples, in dimension 0 (batch_first=True), or {REMEDY}"
     return refused(f"the tensors of '{path}'", "to hold examples in dimension 0", got, remedy, unit=path)
 
 
 def calls_changed(error: CallSequenceChangedError) -> UnitRefusedError:
     """Return the error for users when the sequence of calls differs with every known layout."""
     condition, got = "not to depend on the examples", f"different calls at '{error.path}'"
-    return cast(UnitRefusedError, refused("the calls of layers", condition, got, REMEDY, unit=error.path))
+    remedy = f"call each layer on all examples, or {REMEDY}"
+    return cast(UnitRefusedError, refused("the calls of layers", condition, got, remedy, unit=error.path))
+
+
+def packed(path: str) -> UnsupportedModuleError:
+    """Return the error for a recurrent layer that gets a packed sequence, given its path."""
+    remedy = f"pad sequences and select the last position with a mask, or {REMEDY}"
+    return refused(f"the input of '{path}'", "to be a tensor", "a PackedSequence", remedy)
+
+
+def unseen(parameter: str, functions: Sequence[str]) -> UnsupportedModuleError:
+    """Return the error for a use of a parameter that cannot be attributed to examples.
+
+    Args:
+        parameter: its name.
+        functions: names of torch functions that may be that use; empty for a function that torch does not show.
+    """
+    within = f" in {', '.join(functions)}" if functions else ""
+    remedy = "use it in torch functions of one example each, or register a rule for your module that uses it"
+    if functions:
+        lists = _OF_LISTS.issuperset(functions)
+        remedy = "use expand or repeat instead" if lists else "use it in functions of one example each"
+    unit, got = parameter.rpartition(".")[0], "a use that cannot be attributed to examples"
+    name = f"the uses of parameter {parameter!r}{within}"
+    return refused(name, "to keep examples apart", got, f"{remedy}, or {REMEDY}", unit=unit)
 
 
 def written_to(parameters: str) -> UnsupportedModuleError:
@@ -59,5 +92,8 @@ def refused(name: str, condition: str, got: object, remedy: str, *, unit: str | 
     kind = UnsupportedModuleError if unit is None else UnitRefusedError
     error = cast(UnsupportedModuleError, expected("PrivateGradient", name, condition, got, remedy, kind))
     if isinstance(error, UnitRefusedError):
-        error.unit, error.reason = unit or "", f"{name} {condition}"
+        must = f"must {condition.removeprefix('to ')}" if condition.startswith("to ") else condition
+        must = must.replace("not to ", "must not ", 1) if must.startswith("not to ") else must
+        error.unit = unit or ""
+        error.reason = Reason(f"{name} {must}", remedy.removesuffix(REMEDY).removesuffix(", or "))
     return error

@@ -102,8 +102,9 @@ def require_single(
             # The comparison is false if values are not finite: such an example contributes zero anyway.
             if norm_of(value - reference) > tolerance * (norm_of(reference) + 0.1 * whole):
                 remedy = (
-                    "keep examples in dimension 0 (batch_first=True) and apart in every layer; if you registered a "
-                    f"rule for this layer or the next, correct it; or {REMEDY}"
+                    "keep examples apart, in dimension 0 (batch_first=True) and in one order in every layer; if you "
+                    "registered a rule for this layer or the next, correct it; if the model changes the order of the "
+                    f"rows, such as texts that are sorted by length, {REMEDY}"
                 )
                 condition, got = "to match the gradients of single examples", f"a difference above {tolerance:g}"
                 raise refused(f"the gradient of {name!r}", condition, f"{got}, relative", remedy, unit=suspect)

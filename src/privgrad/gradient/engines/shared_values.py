@@ -30,8 +30,9 @@ class _Value:
     trained: bool
     unit: str
     compute: Callable[[], Tensor] | None
-    inputs: Sequence[tuple[Tensor, int]] = ()  # constants that it was computed from, with their versions
+    inputs: Sequence[tuple[Tensor, int]] = ()  # what it was computed from, with the versions
     copies: Tensor | None = None
+    sources: frozenset[int] = frozenset()  # the ids of the parameters among these
 
 
 class SharedValues:
@@ -44,7 +45,9 @@ class SharedValues:
 
     def __init__(self, parameters: Sequence[tuple[str, Tensor]], copies_of: Callable[[str, Tensor], Tensor]) -> None:
         self._copies_of = copies_of
-        self._values = {id(p): _Value(p, p._version, True, unit, None) for unit, p in parameters}
+        self._values = {
+            id(p): _Value(p, p._version, True, unit, None, sources=frozenset([id(p)])) for unit, p in parameters
+        }
         self._parameters = set(self._values)
 
     def __contains__(self, tensor: object) -> bool:
@@ -59,6 +62,10 @@ class SharedValues:
     def unit(self, tensor: Tensor) -> str:
         """Return the path of the module to blame for a value: the owner of its first parameter."""
         return self._values[id(tensor)].unit
+
+    def sources(self, tensor: Tensor) -> frozenset[int]:
+        """Return the ids of the parameters that a value was computed from; none if it is no shared value."""
+        return self._values[id(tensor)].sources if tensor in self else frozenset()
 
     def add(
         self, tensor: Tensor, unit: str, compute: Callable[[], Tensor] | None, inputs: Sequence[Tensor] = ()
@@ -76,7 +83,9 @@ class SharedValues:
             within = _present_modes(tensor.device.type)
             delayed = None if compute is None else lambda: _within(within, compute)
             versions = [(x, version_of(x)) for x in inputs]
-            self._values[id(tensor)] = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions)
+            sources = frozenset[int]().union(*map(self.sources, inputs))
+            value = _Value(tensor, tensor._version, tensor.requires_grad, unit, delayed, versions, sources=sources)
+            self._values[id(tensor)] = value
 
     def rewrite(
         self, tensor: Tensor, version: int, compute: Callable[[Tensor], Tensor], inputs: Sequence[Tensor] = ()
@@ -93,6 +102,7 @@ class SharedValues:
         if before.version == version:  # else another operation changed it, through a view
             del self._values[id(tensor)]
             self.add(tensor, before.unit, lambda: compute(self._computed(before)), inputs)
+            self._values[id(tensor)].sources |= before.sources
 
     def copies(self, tensor: Tensor) -> Tensor:
         """Return one copy of a value for each example, shape (B, *value).

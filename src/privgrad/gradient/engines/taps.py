@@ -5,7 +5,7 @@ The privacy guarantee rests on those files: this one only holds data.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
@@ -28,6 +28,7 @@ class Tap:
         source: the unit's input, if gradients flow to it; for Hessian products.
         curved: whether the parameters' Hessian product needs HvpTerms, besides the gradient at the edge.
         is_copy: whether the edge leads to copies of a parameter, whose gradients are zero if the losses do not use it.
+        functions: the functions that need these copies, each with what would be faster; for `uses`.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Tap:
     source: Tensor | None = None
     curved: bool = False
     is_copy: bool = False
+    functions: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Vmap:
 
     def uses(self) -> dict[str, Use]:
         """Return that each parameter is computed by this engine; see `Factored.uses`."""
-        return {name: Use("whole", "", "engine='vmap'") for name in trainable(self._model)}
+        return {name: Use("whole", "", "engine='vmap'", "use engine='factored'") for name in trainable(self._model)}
 
     def begin_step(self) -> None:
         """Do nothing: this engine keeps nothing from step to step."""

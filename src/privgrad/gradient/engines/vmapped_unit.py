@@ -18,6 +18,7 @@ from privgrad.errors import PrivacyError
 from privgrad.gradient.batching import Mended, batched, unseen_by_checkpoints
 from privgrad.gradient.engines.arguments import Watched
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.module_state import preserved, weight_norms
 
@@ -147,6 +148,17 @@ def copies_of(parameters: Mapping[str, Tensor], size: int, displacements: Displa
     moved = {} if displacements is None else displacements.of(parameters)
     points = {n: moved[n].added_to(p) if n in moved else p.expand(size, *p.shape) for n, p in own.items()}
     return {name: point.requires_grad_() for name, point in points.items()}
+
+
+def displacement_of(parameter: Tensor, displacements: Displacements) -> Tensor | None:
+    """Return each example's displacement of a parameter, shape (B, *P); None if it does not move."""
+    displacement = displacements.of({"": parameter}).get("")
+    return None if displacement is None else displacement.dense()
+
+
+def written_out(parameter: Tensor, grads_BP: Tensor) -> dict[Tensor, Factor]:
+    """Return the factor of a parameter whose gradients are written out."""
+    return {parameter: Dense(grads_BP)}
 
 
 def require_unchanged(path: str, watched: Watched) -> None:

@@ -120,18 +120,22 @@ _RULES: dict[type[nn.Module] | str, Rule] = {}
 RuleType = TypeVar("RuleType", bound=Rule)
 
 
-def register_rule(*layers: type[nn.Module] | str) -> Callable[[type[RuleType]], type[RuleType]]:
+def register_rule(*layers: type[nn.Module] | str, replace: bool = False) -> Callable[[type[RuleType]], type[RuleType]]:
     """Register a Rule for layers of exactly these types, as a class decorator.
 
-    A type is a module class, or a qualified name ("package.module.Class") for a class that is not to be imported. Users
-    call it, and so do the files of this package.
+    A rule counts in the whole process. Users call it, and so do the files of this package.
+
+    Args:
+        layers: module classes, or qualified names ("package.module.Class") of classes that are not to be imported.
+        replace: whether to replace the way in which privgrad itself computes such a layer.
 
     Example:
         @register_rule(MyLinear)
         class MyLinearRule(Rule): ...
 
     Raises:
-        PrivacyError: the decorated class is not a Rule, or a layer is neither a module class nor a qualified name.
+        PrivacyError: the decorated class is not a Rule, or a layer is neither a module class nor a qualified name; or
+            privgrad computes the layer itself, and `replace` is not set.
     Privacy:
         A wrong rule breaks the guarantee. The first batch checks the rule on up to four examples, to half a percent (in
         half precision to five). Test it yourself against `engine="vmap"`.
@@ -148,10 +152,32 @@ def register_rule(*layers: type[nn.Module] | str) -> Callable[[type[RuleType]], 
             if not named and not known:
                 remedy = "give the module class, or its name as 'package.module.Class'"
                 raise expected("register_rule", "a layer", "to be a module class or a qualified name", layer, remedy)
+            before = [key for key in (*_RULES, *_FORWARDS) if _name_of(key) == _name_of(layer)]
+            if not replace and any(map(_is_built_in, before)):
+                remedy = "register it for a subclass of your own, or with replace=True for the whole process"
+                raise expected("register_rule", "a layer", "without a rule of privgrad", _name_of(layer), remedy)
+            for key in before:
+                _RULES.pop(key, None)
+                _FORWARDS.pop(key, None)
             _RULES[layer] = rule()
         return rule
 
     return register
+
+
+def _name_of(layer: type[nn.Module] | str) -> str:
+    """Return the qualified name of a layer type."""
+    return layer if isinstance(layer, str) else f"{layer.__module__}.{layer.__qualname__}"
+
+
+def _is_built_in(layer: type[nn.Module] | str) -> bool:
+    """Return whether privgrad computes a layer type itself, by a rule or by a forward with taps."""
+    return layer in _FORWARDS or is_built_in(_RULES[layer])
+
+
+def is_built_in(rule: Rule) -> bool:
+    """Return whether a rule is part of privgrad; `engines.layer_call` calls it."""
+    return type(rule).__module__.startswith("privgrad.")
 
 
 def find_rule(layer: nn.Module) -> Rule | None:
@@ -161,7 +187,7 @@ def find_rule(layer: nn.Module) -> Rule | None:
     layer with options or parameters that the rule does not know. `engines.capture` and `engines.passes` call it.
     """
     kind = parametrize.type_before_parametrizations(layer)
-    rule = _RULES.get(kind) or _RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    rule = _RULES.get(kind) or _RULES.get(_name_of(kind))
     if rule is None or "forward" in vars(layer) or not rule.supports(layer):
         return None
     return rule if own_parameters(layer).keys() <= set(rule.parameters) else None
@@ -196,7 +222,7 @@ def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
     calls it.
     """
     kind = type(layer)
-    forward = _FORWARDS.get(kind) or _FORWARDS.get(f"{kind.__module__}.{kind.__qualname__}")
+    forward = _FORWARDS.get(kind) or _FORWARDS.get(_name_of(kind))
     if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
         return None
     return forward

@@ -1,7 +1,7 @@
 """Rules for calls of torch functions with parameters among their arguments: linear maps, lookups, convolutions, norms.
 
-`engines.capture` passes each such call to `find_product`. The privacy guarantee of the fast engine rests on this file:
-a product must have the rule and the options of its call.
+`engines.capture` passes each such call to `find_product`, and to `faster` if it has no rule. The privacy guarantee of
+the fast engine rests on this file: a product must have the rule and the options of its call.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +41,44 @@ def find_product(func: Any, args: Any, kwargs: Any) -> Product | None:
     """Return the product of a call of a torch function; None if there is no rule for it."""
     read = _READERS.get(func)
     return None if read is None else read(*args, **kwargs)
+
+
+def faster(func: Any, args: Any, shared: Sequence[Tensor]) -> str:
+    """Return how to write a call without a rule as one with a rule; empty if that is not known.
+
+    Args:
+        func: the function.
+        args: its positional arguments.
+        shared: the values among them that all examples share, at least one.
+    """
+    name, weight = getattr(func, "__name__", ""), shared[0]
+    if name == "addmm":
+        return "use F.linear"
+    others = [x for x in args if isinstance(x, Tensor) and x is not weight]
+    if weight.dim() != 2 or len(others) != 1:
+        return ""
+    (x,) = others
+    if name == "__getitem__":
+        return "use F.embedding" if x.dtype in (torch.int32, torch.int64) else ""
+    if name == "einsum" and isinstance(args[0], str):
+        return "use F.linear" if _is_linear(args[0], swapped=args[1] is weight) else ""
+    if name in ("mul", "__mul__", "__rmul__") and 1 not in weight.shape and x.dim() > 2 and 1 in x.shape[-2:]:
+        return "use F.linear if a dimension is summed afterwards"
+    return ""
+
+
+def _is_linear(equation: str, *, swapped: bool) -> bool:
+    """Return whether an einsum multiplies a tensor by a matrix: it sums over one dimension of the matrix.
+
+    Args:
+        equation: of a tensor and the matrix.
+        swapped: whether the matrix is first.
+    """
+    given, _, result = equation.replace(" ", "").partition("->")
+    one, _, other = given.partition(",")
+    matrix, x = map(set, (one, other) if swapped else (other, one))
+    summed, new = (matrix & x) - set(result), matrix - x
+    return len(matrix) == 2 and len(summed) == len(new) == 1 and new <= set(result)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product | None:  # noqa: A002, torch's name

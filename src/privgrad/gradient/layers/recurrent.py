@@ -58,15 +58,14 @@ def recurrent_forward(
     Returns:
         The outputs and the last state (for an LSTM a pair), as torch returns them.
     Raises:
-        UnsupportedModuleError: the inputs are packed, or have no batch dimension.
+        UnsupportedModuleError: the inputs have no batch dimension.
         RuntimeError: hx has a wrong shape, or the gradient is differentiated again.
     Privacy:
         NOT private. Each example's gradients depend on that example, the weights and its own dropout draws alone.
     """
-    name, padded = type(module).__name__, isinstance(cast("object", inputs), Tensor)
-    if not padded or inputs.dim() != 3:
-        got = f"a tensor of shape {tuple(inputs.shape)}" if padded else type(inputs).__name__
-        remedy = "give a batch, of size 1 for one sequence" if padded else "pad sequences instead"
+    if inputs.dim() != 3:
+        got, remedy = f"a tensor of shape {tuple(inputs.shape)}", "give a batch, of size 1 for one sequence"
+        name = type(module).__name__
         raise expected(name, "inputs", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
     dtype = cast("Tensor", module.weight_ih_l0).dtype
     layer_TBI = (inputs.transpose(0, 1) if module.batch_first else inputs).to(dtype)
