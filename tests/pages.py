@@ -317,6 +317,7 @@ GIVEN = {
 
 # Commands that are not run from the documents: how they begin, and why not.
 NOT_RUN = {
+    "privgrad data fetch": "needs the network; test_data_fetching.py fetches from a server of its own",
     "make ": "what starts these tests, or takes longer than they do",
     "python -m benchmarks": "measures time, which no test does",
     "pip install": "changes the environment; test_packaging.py installs into one of its own",

@@ -220,6 +220,8 @@ OPTIONS = {
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --batch --json",
+    "data": "--json",
+    "data fetch": "names --again",
 }
 
 
@@ -288,9 +290,12 @@ def test_the_second_argument_of_every_optimizer_is_the_learning_rate(kind: Any):
 
 def test_command_line_options():
     command = typer.main.get_command(app)
+    commands: dict[str, Any] = dict(command.commands)  # pyright: ignore[reportAttributeAccessIssue]
+    for name, group in list(commands.items()):
+        commands |= {f"{name} {inner}": sub for inner, sub in getattr(group, "commands", {}).items()}
     found = {
         name: " ".join(option.opts[0] for option in sub.params if option.name != "help")
-        for name, sub in command.commands.items()  # pyright: ignore[reportAttributeAccessIssue]
+        for name, sub in commands.items()
     }
     assert {name: sorted(line.split()) for name, line in found.items()} == {
         name: sorted(line.split()) for name, line in OPTIONS.items()

@@ -45,20 +45,16 @@ def located(function: str, path: PathLike | None, name: str) -> Path:
     Raises:
         PrivacyError: the folder lacks files, or no folder has them; or the download failed.
     """
-    source = SOURCES[name]
-    files, command = " and ".join(source.files), f"`privgrad data fetch {name}`"
+    source, command = SOURCES[name], f"`privgrad data fetch {name}`"
     if path is not None:
-        if not source.is_in(Path(path)):
-            remedy = f"give a folder that holds them, or run {command} and leave path out"
-            raise expected(function, "the data folder", f"to contain {files}", path, remedy)
-        return Path(path)
-    found = source.found()
-    if found is None and source.is_automatic:
-        return fetch(source, function=function)
-    if found is None:
-        remedy = f"run {command}, or give the folder of {files}"
-        raise expected(function, "the data folder", f"to contain {files}", cache(name), remedy)
-    return found
+        folder, remedy = Path(path), f"give a folder that holds it, or run {command} and leave path out"
+    elif source.is_automatic:
+        return source.found() or fetch(source, function=function)
+    else:
+        folder, remedy = source.found() or source.target, f"run {command}, or give a folder that holds it"
+    if missing := source.missing(folder):
+        raise expected(function, "the data folder", f"to contain {' and '.join(missing)}", folder, remedy)
+    return folder
 
 
 def fetch(source: Source, *, function: str = "privgrad data fetch", report: Report = _silent) -> Path:
@@ -71,15 +67,15 @@ def fetch(source: Source, *, function: str = "privgrad data fetch", report: Repo
     Raises:
         PrivacyError: there is no way to fetch it, no way worked, or a checksum is wrong. No incomplete file is left.
     """
-    folder, problems = cache(source.name), list[str]()
+    folder, problems = source.target, list[str]()
     for parts in source.ways:
         part = parts[0]
         try:
             for part in parts:
                 _obtain(function, part, folder, report)
-            if source.is_in(folder):
+            if not source.missing(folder):
                 return folder
-            problems.append(f"{part}: other files than {' and '.join(source.files)}")
+            problems.append(f"{part}: no file {' and '.join(source.missing(folder))}")
         except _FAILURES as error:
             problems.append(f"{part}: {_reason(error)}")
     got = "; ".join(problems) or "a source without a download"
@@ -107,17 +103,18 @@ def _reason(error: Exception) -> str:
 def _obtain(function: str, way: Way, folder: Path, report: Report) -> None:
     """Fetch one file or archive, check it, and move what is kept into the folder.
 
-    All work is done in a folder beside it, which is deleted at the end.
+    All work is done in a temporary folder of the cache.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+    root = cache("")
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".fetch-") as scratch:
         fetched, kept = Path(scratch) / "fetched", Path(scratch) / "kept"
         fetched.mkdir()
         kept.mkdir()
         file = _CLIENTS[way.kind](way, fetched, report)
         _require_checksum(function, way, file)
         _keep(way, file, kept)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for one in sorted(kept.iterdir()):
             one.replace(folder / one.name)
 

@@ -56,7 +56,7 @@ class Source:
         sets: names of the loaders that read it; empty: the loader of the same name.
         folder: where a package of the system installs the files.
         package: the Python package that holds the files, and the folder within it.
-        inner: a folder within that of the cache that may hold the files instead.
+        inner: the folder of the files within that of the cache.
         by_hand: how to get the data if there is no way to fetch them.
         size: of the download in MB.
         is_automatic: whether loaders fetch it without a question.
@@ -78,13 +78,18 @@ class Source:
         """Whether the data are made by the loader, without files."""
         return not self.files and self.package is None
 
+    @property
+    def target(self) -> Path:
+        """The folder of the cache that fetched files go to."""
+        return cache(self.name) / self.inner
+
     def found(self) -> Path | None:
         """Return the folder that holds all files, or the folder of the package; None if there is none."""
-        return next((place for place in self._places() if self.is_in(place)), None)
+        return next((place for place in self._places() if not self.missing(place)), None)
 
-    def is_in(self, folder: Path) -> bool:
-        """Return whether a folder holds all files."""
-        return all(any(folder.glob(pattern)) for pattern in self.files)
+    def missing(self, folder: Path) -> list[str]:
+        """Return the globs without a file in a folder."""
+        return [pattern for pattern in self.files if not any(folder.glob(pattern))]
 
     def _places(self) -> list[Path]:
         """Return the folders that may hold the files: installed ones, then the cache."""
@@ -93,7 +98,7 @@ class Source:
             spec = importlib.util.find_spec(self.package[0])
             places += [Path(root) / self.package[1] for root in (spec and spec.submodule_search_locations) or ()]
         if self.files:
-            places += [cache(self.name), cache(self.name) / self.inner]
+            places += [self.target, cache(self.name)]
         return places
 
 
@@ -119,7 +124,7 @@ _PUBLISHED = (
                 ),
             ),
         ),
-        inner="xai/data",
+        inner="xai/data",  # as in the wheel: examples name this folder
         size=1,
     ),
     Source(
