@@ -22,7 +22,7 @@ NAMES = {
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
     "UnsupportedModuleError audit clip  compare explain federated fit fit_head freeze_unused optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
-    "side_information suggest",
+    "side_information suggest save load",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -65,6 +65,8 @@ SIGNATURES = {
     pg.release_histogram: "rows num_bins noise_multiplier num_examples bound privacy_unit delta ledger budget name "
     "seed",
     pg.Head.load: "folder modules",
+    pg.save: "model folder ledger delta post_processing",
+    pg.load: "model folder",
     pg.fit_head: "features labels num_classes bounds extractor source plan target_epsilon delta num_examples "
     "privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir seed progress",
     pg.Ledger: "path read_only",
