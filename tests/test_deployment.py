@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -298,19 +299,27 @@ def test_a_pickled_estimator_holds_no_row_and_no_time():
     assert pickle.loads(written).head_.result is None
 
 
-def exported(model: nn.Module) -> torch.export.ExportedProgram:
-    shapes = ({0: torch.export.Dim("batch")},)
-    return torch.export.export(model.eval(), (torch.zeros(2, 5),), dynamic_shapes=shapes)
+def exported(model: nn.Module, rows: torch.Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(model.eval(), (rows,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def is_within(rows: torch.Tensor, path: Path) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return any(rows.numpy().tobytes() in archive.read(name) for name in archive.namelist())
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec")
 def test_a_trained_model_is_exported(tmp_path: Path):
     model, _, _ = trained()
-    torch.export.save(exported(model), tmp_path / "model.pt2")
+    program = exported(model, torch.zeros(2, 5))
+    torch.export.save(program, tmp_path / "model.pt2")
     rows = torch.rand(7, 5)
-    program = cast(nn.Module, torch.export.load(tmp_path / "model.pt2").module())
-    assert torch.equal(program(rows), model(rows))
-    assert {name for name, _ in model.named_parameters()} == set(exported(model).state_dict)
+    torch.export.save(exported(model, rows), tmp_path / "real.pt2")
+    assert is_within(rows, tmp_path / "real.pt2")  # why docs/deploy.md says to make rows up
+    assert not is_within(make_data().tensors[0][:2], tmp_path / "model.pt2")
+    assert {name for name, _ in model.named_parameters()} == set(program.state_dict)
+    loaded = cast(nn.Module, torch.export.load(tmp_path / "model.pt2").module())
+    assert torch.equal(loaded(rows), model(rows))
 
 
 @pytest.mark.slow
@@ -341,5 +350,6 @@ def test_a_trained_model_runs_as_onnx(kind: str, tmp_path: Path):
     path = tmp_path / "model.onnx"
     batch = torch.export.Dim("batch")
     torch.onnx.export(model, (rows[:2],), path, dynamo=True, input_names=["rows"], dynamic_shapes=({0: batch},))
+    assert rows[:2].numpy().tobytes() not in path.read_bytes()
     (found,) = onnxruntime.InferenceSession(path).run(None, {"rows": rows.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(rows).detach(), atol=1e-4, rtol=1e-4)
