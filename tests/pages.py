@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ class Given:
     smaller: what is written otherwise for a test, old -> new: numbers that take hours.
     files: what is in the folder where its blocks are run, beside examples/.
     packages: without which its python blocks are skipped.
+    optional: packages without which the blocks under a heading are skipped, by heading.
     check: looks at the names when all have been run, and at what was printed.
     """
 
@@ -84,6 +86,7 @@ class Given:
     smaller: dict[str, str] = field(default_factory=dict[str, str])
     files: Callable[[], dict[str, str]] = dict[str, str]
     packages: tuple[str, ...] = ()
+    optional: dict[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])
     check: Callable[[dict[str, Any], str], None] = lambda names, printed: None
 
 
@@ -237,6 +240,23 @@ def _budget() -> dict[str, str]:
         return {"budget.jsonl": budget.path.read_text()}
 
 
+def _ledger() -> dict[str, str]:
+    """The ledger that the command shows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.jsonl"
+        plan = make_plan(delta=1e-3)
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=path)
+        for batch in plan.batches(make_data()):
+            private_grad(batch)
+        private_grad.ledger.close()
+        return {"runs/digits/ledger.jsonl": path.read_text()}
+
+
+def _the_page_publishes_the_same_model(names: dict[str, Any], printed: str) -> None:
+    assert "are protected by differential privacy with epsilon = " in printed
+    assert torch.equal(names["served"](names["images"]), names["model"](names["images"]))
+
+
 def _recipe() -> dict[str, str]:
     """The recipe that the page names, with fewer steps."""
     name = "examples/recipes/digits_private.toml"
@@ -282,6 +302,11 @@ GIVEN = {
     ),
     "docs/budget.md": Given(smaller={"steps = 1000 / 50_000, 100": "steps = 1000 / 50_000, 10"}, files=_budget),
     "docs/private-tuning.md": Given(names={"": _recipe_here}, files=_recipe),
+    "docs/deploy.md": Given(
+        files=_ledger,
+        optional={"ONNX": ("onnx", "onnxruntime", "onnxscript")},
+        check=_the_page_publishes_the_same_model,
+    ),
     "docs/extending.md": Given(files=_experiment_of_the_page),
     "docs/features.md": Given(
         names={"From a folder of photographs to a private model": _features},
@@ -317,6 +342,7 @@ GIVEN = {
 
 # Commands that are not run from the documents: how they begin, and why not.
 NOT_RUN = {
+    "privgrad data fetch": "needs the network; test_data_fetching.py fetches from a server of its own",
     "make ": "what starts these tests, or takes longer than they do",
     "python -m benchmarks": "measures time, which no test does",
     "pip install": "changes the environment; test_packaging.py installs into one of its own",
@@ -346,6 +372,8 @@ def run_python(page: str, printed: Callable[[], str]) -> None:
         if block.heading != heading and block.heading in missing:
             names |= missing.pop(block.heading)()
         heading = block.heading
+        if not all(map(find_spec, given(page).optional.get(heading, ()))):
+            continue
         code = compile("\n" * (block.line - 1) + smaller(block), page, "exec")  # lines in errors are those of the page
         exec(code, names)
     assert not missing, f"no python block under {', '.join(missing)}"

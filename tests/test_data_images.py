@@ -1,7 +1,6 @@
 """Image loaders on the real files and on small ones of the same format."""
 
 import gzip
-import hashlib
 import pickle
 import struct
 import tarfile
@@ -15,6 +14,10 @@ import privgrad as pg
 from privgrad import data
 from privgrad.data import images
 from privgrad.data.dataset import to_reconstruct, with_public
+from privgrad.data.sources import SOURCES
+from test_data_fetching import checksums_of, redirect
+
+DEBIAN_FASHION = Path(SOURCES["fashion-mnist"].folder)
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
@@ -41,7 +44,7 @@ def test_digits_are_real_and_split():
     assert torch.equal(inputs, data.digits(validation=240).train.tensors[0])
 
 
-@pytest.mark.skipif(not images._DEBIAN_FASHION.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
+@pytest.mark.skipif(not DEBIAN_FASHION.is_dir(), reason="needs Debian's package dataset-fashion-mnist")
 def test_fashion_mnist_from_the_debian_package():
     loaded = data.fashion_mnist(validation=5000)
     assert [len(part) for part in (loaded.train, loaded.validation, loaded.test)] == [55_000, 5000, 10_000]
@@ -50,9 +53,9 @@ def test_fashion_mnist_from_the_debian_package():
     assert labels.bincount().tolist() == [1000] * 10
     assert abs(loaded.train.tensors[0].mean()) < 0.01
     assert abs(loaded.train.tensors[0].std() - 1) < 0.01
-    for name, checksum in images._FASHION_SHA256.items():
-        content = gzip.decompress((images._DEBIAN_FASHION / name).read_bytes())
-        assert hashlib.sha256(content).hexdigest() == checksum
+    found = checksums_of(DEBIAN_FASHION, "unpacked")
+    for part in SOURCES["fashion-mnist"].ways[0]:
+        assert found[part.name.rpartition("/")[2]] == part.checksum
 
 
 def test_fashion_mnist_from_a_path(tmp_path: Path):
@@ -81,20 +84,15 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, how: str):
     with pytest.raises(pg.PrivacyError, match="t10k-images"):
         data.fashion_mnist(tmp_path)
     path.unlink()
-    with pytest.raises(pg.PrivacyError, match="No such file"):
+    with pytest.raises(pg.PrivacyError, match=r"data folder to contain t10k-images-idx3-ubyte\.gz, got"):
         data.fashion_mnist(tmp_path)
 
 
 def test_fashion_mnist_from_its_public_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The download, from a server of our own on the same machine: fetched once, kept, and checked."""
     write_fashion(tmp_path / "served")
-    sums = {
-        path.name: hashlib.sha256(gzip.decompress(path.read_bytes())).hexdigest()
-        for path in (tmp_path / "served").iterdir()
-    }
-    monkeypatch.setattr(images, "_DEBIAN_FASHION", tmp_path / "absent")
-    monkeypatch.setattr(images, "_FASHION_SOURCE", (tmp_path / "served").as_uri())
-    monkeypatch.setattr(images, "_FASHION_SHA256", sums)
+    sums = checksums_of(tmp_path / "served", "unpacked")
+    redirect(monkeypatch, "fashion-mnist", (tmp_path / "served").as_uri(), sums)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert len(data.fashion_mnist().train) == 20
     for path in (tmp_path / "served").iterdir():
@@ -104,19 +102,18 @@ def test_fashion_mnist_from_its_public_source(tmp_path: Path, monkeypatch: pytes
 
 def test_a_wrong_checksum_or_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_fashion(tmp_path / "served")
-    monkeypatch.setattr(images, "_DEBIAN_FASHION", tmp_path / "absent")
-    monkeypatch.setattr(images, "_FASHION_SOURCE", (tmp_path / "served").as_uri())
+    redirect(monkeypatch, "fashion-mnist", (tmp_path / "served").as_uri())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(pg.PrivacyError, match="SHA-256"):
         data.fashion_mnist()
-    monkeypatch.setattr(images, "_FASHION_SOURCE", (tmp_path / "nothing").as_uri())
-    with pytest.raises(pg.PrivacyError, match=r"give the folder.*apt-get install dataset-fashion-mnist.*online"):
+    redirect(monkeypatch, "fashion-mnist", (tmp_path / "nothing").as_uri())
+    with pytest.raises(pg.PrivacyError, match=r"fashion_mnist: .*reachable, got .*nothing.*; go online, or give"):
         data.fashion_mnist()
 
 
 def test_mnist_is_standardized_from_a_path_or_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(pg.PrivacyError, match=r"mnist: .*give the folder of MNIST's"):
+    with pytest.raises(pg.PrivacyError, match=r"mnist: .*run `privgrad data fetch mnist`"):
         data.mnist()
     (tmp_path / "cache" / "privgrad").mkdir(parents=True)
     write_fashion(tmp_path / "cache" / "privgrad" / "mnist")
@@ -152,7 +149,7 @@ def require_barcodes(loaded: data.DataSet, sizes: list[int]) -> None:
 
 
 def test_barcodes_of_fashion_mnist():
-    if not images._DEBIAN_FASHION.is_dir():
+    if not DEBIAN_FASHION.is_dir():
         pytest.skip("needs Debian's package dataset-fashion-mnist")
     loaded = data.barcode()
     assert len(loaded.train) == 23_770
@@ -231,17 +228,17 @@ def test_cifar10_from_its_public_source(tmp_path: Path, monkeypatch: pytest.Monk
     archive = tmp_path / "served" / "cifar-10-python.tar.gz"
     archive.parent.mkdir()
     pack(tmp_path / "cifar-10-batches-py", archive)
-    monkeypatch.setattr(images, "_CIFAR_SOURCE", archive.parent.as_uri())
+    redirect(monkeypatch, "cifar-10", archive.parent.as_uri())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(pg.PrivacyError, match="MD5"):
         data.cifar10()
-    monkeypatch.setattr(images, "_CIFAR_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    redirect(monkeypatch, "cifar-10", archive.parent.as_uri(), checksums_of(archive.parent, "md5"))
     assert len(data.cifar10().train) == 20
     archive.unlink()
     assert len(data.cifar10().train) == 20  # from the cache
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     with pytest.raises(
-        pg.PrivacyError, match=r"served.*give the folder cifar-10-batches-py or its .tar.gz, or go online"
+        pg.PrivacyError, match=r"cifar10: .*served.*; go online, or give the loader a folder with cifar-10-\*"
     ):
         data.cifar10()
     with pytest.raises(pg.PrivacyError, match=r"path to hold .*, got .*nothing; give the folder"):

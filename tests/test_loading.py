@@ -243,8 +243,9 @@ def left() -> None:
 FAILURES = [
     (no_file, r"dataset to load every example, got FileNotFoundError: scan-7\.png is gone; correct __getitem__"),
     (no_index, r"dataset to have an example at each index below its length, got IndexError at 7; write __getitem__"),
-    (killed, r"every worker to live .* got DataLoader worker \(pid \d+\) is killed by signal: Killed; take fewer work"),
-    (left, r"every worker to live .* got DataLoader worker \(pid \d+\) exited unexpectedly with exit code 3; take few"),
+    # torch notices a dead worker by its signal or, on a busy machine, by a look at all workers.
+    (killed, r"every worker to live .* got DataLoader worker .* (is killed by signal: Killed|exited .*); take few"),
+    (left, r"every worker to live .* got DataLoader worker .* exited unexpectedly.*; take few"),
 ]
 
 

@@ -22,7 +22,7 @@ NAMES = {
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
     "UnsupportedModuleError audit clip  compare explain federated fit fit_head freeze_unused optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
-    "side_information suggest",
+    "side_information suggest save load",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
     "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
@@ -67,6 +67,8 @@ SIGNATURES = {
     pg.release_histogram: "rows num_bins noise_multiplier num_examples bound privacy_unit delta ledger budget name "
     "seed",
     pg.Head.load: "folder modules",
+    pg.save: "model folder ledger delta post_processing",
+    pg.load: "model folder",
     pg.fit_head: "features labels num_classes bounds extractor source plan target_epsilon delta num_examples "
     "privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir seed progress",
     pg.Ledger: "path read_only",
@@ -222,6 +224,8 @@ OPTIONS = {
     "budget": "path --json",
     "audit": "spec --epsilon --method --trials --confidence --out --json",
     "doctor": "factory --batch --engine --json",
+    "data": "--json",
+    "data fetch": "names --again",
 }
 
 
@@ -290,9 +294,12 @@ def test_the_second_argument_of_every_optimizer_is_the_learning_rate(kind: Any):
 
 def test_command_line_options():
     command = typer.main.get_command(app)
+    commands: dict[str, Any] = dict(command.commands)  # pyright: ignore[reportAttributeAccessIssue]
+    for name, group in list(commands.items()):
+        commands |= {f"{name} {inner}": sub for inner, sub in getattr(group, "commands", {}).items()}
     found = {
         name: " ".join(option.opts[0] for option in sub.params if option.name != "help")
-        for name, sub in command.commands.items()  # pyright: ignore[reportAttributeAccessIssue]
+        for name, sub in commands.items()
     }
     assert {name: sorted(line.split()) for name, line in found.items()} == {
         name: sorted(line.split()) for name, line in OPTIONS.items()

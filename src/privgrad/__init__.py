@@ -4,6 +4,7 @@ from privgrad import audit, clip, federated, optim, perturb, precondition, side_
 from privgrad.budget import Budget
 from privgrad.comparison import compare
 from privgrad.defaults import Suggestion, suggest
+from privgrad.deployment import load, save
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.explanation import Explanation, explain
 from privgrad.gradient.public_gradient import PublicGradient
@@ -44,6 +45,7 @@ __all__ = [
     "fit",
     "fit_head",
     "freeze_unused",
+    "load",
     "optim",
     "perturb",
     "precondition",
@@ -51,6 +53,7 @@ __all__ = [
     "release_mean",
     "release_second_moment",
     "release_sum",
+    "save",
     "side_information",
     "suggest",
 ]

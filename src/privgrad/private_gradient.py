@@ -4,8 +4,8 @@ The file is long, so that a reviewer reads admission, sum, noise and charge in o
 
 Users, `experiments`, audits, papers and the bridges make a PrivateGradient. `training_run` and
 `integrations.external_loop` call it at each step, and so do users in loops of their own. `fit` and the bridges read its
-properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `simulated_epsilon`, `_described`
-and `_other_plan`.
+properties. The privacy guarantee rests on this file, except on RawStep, `settings`, `simulated_epsilon`, `_described`,
+`_other_plan` and `ledgers_of`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count
 _ENGINES = {"factored": Factored, "vmap": Vmap}
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
+# The ledgers of the trainings of each model in this process, as long as something else holds them.
+_LEDGERS: MutableMapping[nn.Module, WeakSet[Ledger]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,16 @@ def require_model(function: str, model: object) -> None:
     """Raise PrivacyError unless `model` is a module (an instance, not a class)."""
     if not isinstance(model, nn.Module):
         raise expected(function, "model", "to be a torch.nn.Module", described(model), "give the model itself")
+
+
+def ledgers_of(model: nn.Module) -> list[Ledger]:
+    """Return the ledgers of this process that record gradients of parameters of the model.
+
+    `deployment` compares them with those that it states.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    known = list(_LEDGERS.items())
+    return [ledger for other, held in known for ledger in held if own & {id(p) for p in other.parameters()}]
 
 
 class PrivateGradient:
@@ -198,6 +210,7 @@ class PrivateGradient:
         self._facts = facts
         with processes.all_succeed():
             self._ledger.bind(facts)
+        _LEDGERS.setdefault(model, WeakSet()).add(self._ledger)
         self._make_streams()
         keep_freed_memory()
         self._step = 0
@@ -297,6 +310,7 @@ class PrivateGradient:
         except BaseException:
             ledger.close()
             raise
+        _LEDGERS.setdefault(self._model, WeakSet()).add(ledger)
         self._ledger = ledger
 
     def epsilon(self, *, steps: int) -> float:

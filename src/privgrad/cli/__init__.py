@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from privgrad.cli import audit, budget, doctor, privacy, reproduce, statement, train
+from privgrad.cli import audit, budget, data, doctor, privacy, reproduce, statement, train
 from privgrad.cli.console import STDOUT, note_once, print_json, stoppable, tell
 from privgrad.errors import PrivacyError, did_you_mean
 
@@ -52,6 +52,7 @@ _COMMANDS = (
     audit.audit,
     doctor.doctor,
 )
+app.add_typer(data.data, name="data")
 for _command in _COMMANDS:
     app.command()(_command)
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privgrad.data.sources import PathLike, find_folder, unpacked
+from privgrad.data.fetching import located
+from privgrad.data.sources import PathLike, unpacked
 from privgrad.errors import expected
 
-_LISTS = Path("/var/lib/apt/lists")
 _APT_HELPER = "/usr/lib/apt/apt-helper"
-_REMEDY = "run `apt-get update -o Acquire::Languages=en`, or give a folder with the Packages and Translation-en lists"
+_REMEDY = "run `privgrad data fetch debian`, or give a folder with the Packages and Translation-en lists"
 
 # Facets that nearly every package has; they are left out, so that the task is harder.
 _COMMON_FACETS = ("role", "implemented-in")
@@ -56,7 +56,7 @@ def read_index(function: str, path: PathLike | None) -> _Index:
 
     Packages of one source are in the same part and next to each other.
     """
-    folder = find_folder(function, path, _LISTS, "*_dists_*_main_*Translation-en*", _REMEDY)
+    folder = located(function, path, "debian")
     lists = [file for kind in ("Packages", "Translation-en") for file in _lists(folder, kind)]
     stats = [file.stat() for file in lists]
     version = folder, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)

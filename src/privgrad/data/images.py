@@ -5,7 +5,6 @@ guarantee does not rest on this file.
 """
 
 import gzip
-import hashlib
 import math
 import pickle
 import pickletools
@@ -22,23 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split, whole
-from privgrad.data.sources import PathLike, Positive, download, find_folder
+from privgrad.data.fetching import located
+from privgrad.data.sources import PathLike, Positive
 from privgrad.errors import PrivacyError, expected, require_integer
 from privgrad.user_cache import cache
 
-_DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
-_FASHION_SOURCE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
-# SHA-256 of the contents: the same files are compressed differently in different places.
-_FASHION_SHA256 = {
-    "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-}
-
 _CIFAR_ARCHIVE = "cifar-10-python.tar.gz"
-_CIFAR_SOURCE = "https://www.cs.toronto.edu/~kriz"
-_CIFAR_MD5 = "c58f30108f718f92721af3b95e74349a"
 
 _LARGEST_IDX = 1 << 30  # values in a file
 _LARGEST_BATCH = 1 << 26  # bytes, twice a batch of CIFAR-10
@@ -107,7 +95,7 @@ def mnist(path: PathLike | None = None, *, standardize: bool = True, validation:
         PrivacyError: files are absent or damaged, or too many examples are held out.
     """
     return _standardized(
-        "MNIST", _mnist_folder("mnist", path), _moments(0.1307, 0.3081, standardize=standardize), validation
+        "MNIST", located("mnist", path, "mnist"), _moments(0.1307, 0.3081, standardize=standardize), validation
     )
 
 
@@ -142,7 +130,7 @@ def barcode(path: PathLike | None = None, *, scale: Positive = 1, seed: int = 0,
         folder, origin = _fashion_folder(None)
         name = f"barcode Fashion-MNIST ({origin})"
     else:
-        folder, name = _mnist_folder("barcode", path), "barcode MNIST"
+        folder, name = located("barcode", path, "mnist"), "barcode MNIST"
     images, kinds = _read_part(folder, "train")
     generator = torch.Generator().manual_seed(seed)
     shrunk = [(max(1, classes // scale), max(1, examples // scale)) for classes, examples in _BARCODE_GROUPS]
@@ -249,58 +237,22 @@ def _read_idx(path: Path) -> Tensor:
     return torch.from_numpy(np.frombuffer(raw, np.uint8).reshape(shape).copy())
 
 
-def _mnist_folder(function: str, path: PathLike | None) -> Path:
-    """Return the folder of MNIST's files: the user's, or the cache."""
-    remedy = "give the folder of MNIST's four idx .gz files, or put them into the cache"
-    return find_folder(function, path, cache("mnist"), "train-images-idx3-ubyte.gz", remedy)
-
-
 def _fashion_folder(path: PathLike | None) -> tuple[Path, str]:
     """Return the folder of Fashion-MNIST's files, downloaded if necessary, and its origin for the name of the data."""
+    folder = located("fashion_mnist", path, "fashion-mnist")
     if path is not None:
-        return Path(path), str(path)
-    if _DEBIAN_FASHION.is_dir():
-        return _DEBIAN_FASHION, "Debian package"
-    folder = cache("fashion-mnist")
-    try:
-        for name, checksum in _FASHION_SHA256.items():
-            url, kind = f"{_FASHION_SOURCE}/{name}", "SHA-256, unpacked,"
-            download(url, folder / name, kind=kind, digest=_sha256_unpacked, checksum=checksum)
-    except OSError as error:
-        raise expected(
-            "fashion_mnist",
-            f"{_FASHION_SOURCE}",
-            "to be reachable, because path is None and the package dataset-fashion-mnist is not installed",
-            error,
-            "give the folder of its four .gz files, or apt-get install dataset-fashion-mnist, or go online",
-        ) from error
-    return folder, "public source"
-
-
-def _sha256_unpacked(content: bytes) -> str:
-    return hashlib.sha256(gzip.decompress(content)).hexdigest()
-
-
-def _md5(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+        return folder, str(path)
+    return folder, "public source" if folder == cache("fashion-mnist") else "Debian package"
 
 
 def _cifar_source(path: PathLike | None) -> Path:
     """Return the folder cifar-10-batches-py or the archive."""
-    root = cache("cifar-10") if path is None else Path(path)
+    root = located("cifar10", None, "cifar-10") if path is None else Path(path)
     for place in (root, root / "cifar-10-batches-py", root / _CIFAR_ARCHIVE):
         if place.is_file() or (place / "test_batch").is_file():
             return place
-    remedy = "give the folder cifar-10-batches-py or its .tar.gz, or go online"
-    if path is not None:
-        raise expected("cifar10", "path", f"to hold cifar-10-batches-py or {_CIFAR_ARCHIVE}", root, remedy)
-    url = f"{_CIFAR_SOURCE}/{_CIFAR_ARCHIVE}"
-    try:
-        download(url, root / _CIFAR_ARCHIVE, kind="MD5", digest=_md5, checksum=_CIFAR_MD5)
-    except OSError as error:
-        condition = f"to be reachable, because {root} holds no data"
-        raise expected("cifar10", url, condition, error, remedy) from error
-    return root / _CIFAR_ARCHIVE
+    remedy = "give the folder cifar-10-batches-py or its .tar.gz, or run `privgrad data fetch cifar-10`"
+    raise expected("cifar10", "path", f"to hold cifar-10-batches-py or {_CIFAR_ARCHIVE}", root, remedy)
 
 
 def _cifar_files(source: Path) -> dict[str, bytes]:

