@@ -38,6 +38,7 @@ from transformers import (
     DataCollatorWithPadding,
     GPT2Config,
     GPT2LMHeadModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -46,6 +47,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
+from privgrad.integrations.huggingface_arguments import NOISE_STEP
 
 LENGTH = 6
 STEPS = 12
@@ -192,7 +194,7 @@ def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
     model = bert()
     args = make_trainer(tmp_path / "a", model, texts()).args
     plan, optimizer = make_plan(steps=STEPS, seed=5), pg.optim.SGD(model.named_parameters(), lr=0.1)
-    with pytest.raises(pg.PrivacyError, match=r"compute_loss to be the Trainer's.*; give loss_fn too"):
+    with pytest.raises(pg.PrivacyError, match=r"got Weighted\.compute_loss; give loss_fn too"):
         Weighted(model, args, plan=plan, train_dataset=texts(), optimizers=(optimizer, None))
     with pytest.raises(pg.PrivacyError, match=r"labels to be integers, got torch\.float32"):
         classification_losses(model, {"input_ids": torch.ones(2, LENGTH).long(), "labels": torch.rand(2, 2)})
@@ -432,11 +434,12 @@ def test_nothing_private_is_logged_or_saved(tmp_path: Path):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "its own clipping": ({"max_grad_norm": 1.0}, "set max_grad_norm=0.0"),
+    "its own clipping": ({"max_grad_norm": 0.5}, "set max_grad_norm=0.0; the plan clips each example to 1"),
     "accumulation": ({"gradient_accumulation_steps": 2}, "set gradient_accumulation_steps=1"),
     "sampling by length": ({"train_sampling_strategy": "group_by_length"}, "set train_sampling_strategy='random'"),
-    "another batch size": ({"per_device_train_batch_size": 4}, "set per_device_train_batch_size=8"),
-    "other steps": ({"max_steps": -1}, f"set max_steps={STEPS}"),
+    "another batch size": ({"per_device_train_batch_size": 4}, "set .*=8; to save memory, give .*size': 4"),
+    "other steps": ({"max_steps": 5}, f"set max_steps={STEPS}"),
+    "other epochs": ({"max_steps": -1, "num_train_epochs": 4}, "leave out num_train_epochs, or plan for steps=16"),
     "a batch size of its own": ({"auto_find_batch_size": True}, "set auto_find_batch_size=False"),
     "counting tokens": ({"include_num_input_tokens_seen": "all"}, "set include_num_input_tokens_seen='no'"),
     "memory of private batches": ({"skip_memory_metrics": False}, "set skip_memory_metrics=True"),
@@ -454,24 +457,95 @@ def test_options_that_change_or_reveal_the_step_are_refused(tmp_path: Path, argu
         make_trainer(tmp_path, bert(), texts(), arguments=arguments)
 
 
-@pytest.mark.parametrize("optimizers", [(None, None), None, torch.optim.SGD, "AdamBC", ()], ids=str)
-def test_a_trainer_without_a_private_optimizer_is_refused(tmp_path: Path, optimizers: Any):
-    with pytest.raises(pg.PrivacyError, match=r"expected optimizers to be .*, got .*; give optimizers="):
+@pytest.mark.parametrize("optimizers", [None, torch.optim.SGD, "AdamBC", (), (None, "linear")], ids=str)
+def test_what_is_no_pair_with_a_private_optimizer_is_refused(tmp_path: Path, optimizers: Any):
+    with pytest.raises(pg.PrivacyError, match=r"got optimizers=\(.*\); give optimizers="):
         make_trainer(tmp_path, bert(), texts(), optimizers=optimizers)
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_optimizers_left_out_are_named(tmp_path: Path):
-    args = TrainingArguments(str(tmp_path), max_steps=10, per_device_train_batch_size=8, max_grad_norm=0.0)
-    with pytest.raises(
-        pg.PrivacyError, match=r"expected optimizers .*, got \(None, None\); give optimizers=\(pg.optim"
-    ):
-        PrivateTrainer(bert(), args, plan=make_plan(), train_dataset=texts())
+def test_all_conflicts_are_named_at_once(tmp_path: Path):
+    model, plan = bert(), make_plan(steps=STEPS, delta=1e-3)
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=5, max_grad_norm=0.5, gradient_accumulation_steps=4, learning_rate=0.1
+    )
+    with pytest.raises(pg.PrivacyError) as refused:
+        PrivateTrainer(
+            model,
+            args,
+            plan=plan,
+            train_dataset=texts(),
+            noise_step=0.1,
+            optimizers=(pg.optim.SGD(model.named_parameters(), lr=0.2), None),
+            data_collator=DataCollatorWithPadding(Tokenizer()),  # pyright: ignore[reportArgumentType]
+            private_options={"ledger": "mine"},
+            model_init=bert,
+        )
+    named = (
+        *("num_train_epochs=5 (the plan has 3)", "max_grad_norm=0.5", "gradient_accumulation_steps=4"),
+        *("noise_step=0.1 beside optimizers", "learning_rate=0.1 beside optimizers", "model_init (a function)"),
+        *("private_options with ledger", "a data_collator with padding=True"),
+    )
+    assert [name for name in named if name not in str(refused.value).replace("5.0", "5")] == []
+    assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_all_wrong_options_are_named_at_once(tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match=r"set max_grad_norm=0.0, gradient_accumulation_steps=1\."):
-        make_trainer(tmp_path, bert(), texts(), arguments={"max_grad_norm": 1.0, "gradient_accumulation_steps": 4})
+def test_what_the_plan_decides_can_be_left_out(tmp_path: Path):
+    """The least that a user types; the arguments stay as they were given."""
+    plan, args = make_plan(steps=STEPS, delta=1e-3), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    trainer = PrivateTrainer(bert(), args, plan=plan, train_dataset=texts())
+    trainer.train()
+    assert trainer.state.global_step == trainer.private_grad.ledger.releases == STEPS
+    assert trainer.args.per_device_train_batch_size == plan.expected_batch_size
+    assert (args.max_steps, args.max_grad_norm) == (-1, 1.0)
+    optimizer: Any = trainer.optimizer
+    assert optimizer.optimizer.settings["lr"] == NOISE_STEP
+    assert optimizer.optimizer.settings["lr_is_noise_step"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "arguments", "settings"),
+    [
+        (0.25, {}, {"lr": 0.25, "lr_is_noise_step": True}),
+        (None, {"learning_rate": 0.25, "adam_beta1": 0.5}, {"lr": 0.25, "lr_is_noise_step": False}),
+    ],
+)
+def test_the_default_optimizer_has_the_arguments_rate(
+    tmp_path: Path, rate: float | None, arguments: dict[str, Any], settings: dict[str, Any]
+):
+    numbers = {"num_train_epochs": 3, "max_steps": -1, "weight_decay": 0.5, **arguments}
+    trainer = make_trainer(
+        tmp_path, bert(), texts(), arguments=numbers, optimizers=(None, None), noise_step=rate, planned={"seed": None}
+    )
+    optimizer: Any = trainer.optimizer
+    assert optimizer.settings.items() >= settings.items()
+    assert optimizer.settings["betas"] == (arguments.get("adam_beta1", 0.9), 0.999)
+    by_decay = {group["weight_decay"]: set(group["param_names"]) for group in optimizer.param_groups}
+    assert "classifier.weight" in by_decay[0.5]
+    assert {"classifier.bias", "bert.embeddings.LayerNorm.weight"} <= by_decay[0.0]
+
+
+def test_rates_that_make_no_optimizer_are_refused(tmp_path: Path):
+    def refused(words: str, *, planned: Any = None, arguments: Any = None, **options: Any) -> None:
+        with pytest.raises(pg.PrivacyError, match=words):
+            make_trainer(
+                tmp_path, bert(), texts(), planned=planned, arguments=arguments, optimizers=(None, None), **options
+            )
+
+    refused("noise_step to be a positive finite number, got 0", noise_step=0.0)
+    refused("set learning_rate: without noise there is no noise step", planned={"noise_multiplier": 0.0})
+    refused("beside noise_step=0.1; leave one of them out", noise_step=0.1, arguments={"learning_rate": 0.1})
+    refused(r"got optim='sgd'; give optimizers=", arguments={"optim": "sgd"})
+
+
+def test_a_base_class_of_another_trainer_is_refused(tmp_path: Path):
+    class Counting(Trainer): ...
+
+    class Both(PrivateTrainer, Counting): ...
+
+    args, plan = TrainingArguments(str(tmp_path)), make_plan(steps=STEPS)
+    with pytest.raises(pg.PrivacyError, match="got the base class Counting; derive from PrivateTrainer alone"):
+        Both(bert(), args, plan=plan, train_dataset=texts())
 
 
 def test_options_that_change_after_construction_are_refused(tmp_path: Path):
@@ -567,6 +641,10 @@ def test_collators_that_mix_examples_are_refused(tmp_path: Path):
     trainer = make_trainer(tmp_path / "b", bert(), texts(), data_collator=to_the_longest)
     with pytest.raises(pg.SamplingError, match="pad to a public length"):
         trainer.train()
+    uneven = [{"input_ids": [1] * (1 + row % 3), "label": 0} for row in range(32)]
+    trainer = make_trainer(tmp_path / "c", bert(), uneven)
+    with pytest.raises(pg.SamplingError, match=r"columns of one public length, got .*; pad each one: tokenizer"):
+        trainer.train()
 
 
 def test_random_masks_of_a_collator_are_refused(tmp_path: Path):
@@ -583,10 +661,10 @@ def test_random_masks_of_a_collator_are_refused(tmp_path: Path):
 
 
 def test_what_would_be_made_or_run_again_is_refused(tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match="expected model_init to be absent"):
+    with pytest.raises(pg.PrivacyError, match="give model in place of model_init"):
         make_trainer(tmp_path / "a", bert(), texts(), model_init=bert)
     model = bert()
-    with pytest.raises(pg.PrivacyError, match=r"expected optimizers .*, got \(Adam, None\)"):
+    with pytest.raises(pg.PrivacyError, match=r"got optimizers=\(Adam, None\)"):
         make_trainer(tmp_path / "b", model, texts(), optimizer=torch.optim.Adam(model.parameters()))
     with pytest.raises(pg.PrivacyError, match="a model whose loss is known, got Linear"):
         make_trainer(tmp_path / "c", nn.Linear(2, 2), texts())
