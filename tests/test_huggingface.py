@@ -22,6 +22,7 @@ from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
+from huggingface_hub import ModelCard
 from peft import (
     IA3Config,
     LoraConfig,
@@ -483,7 +484,7 @@ def test_all_conflicts_are_named_at_once(tmp_path: Path):
         )
     named = (
         *("num_train_epochs=5 (the plan has 3)", "max_grad_norm=0.5", "gradient_accumulation_steps=4"),
-        *("noise_step=0.1 beside optimizers", "learning_rate=0.1 beside optimizers", "model_init (a function)"),
+        *("noise_step=0.1 next to optimizers", "learning_rate=0.1 next to optimizers", "model_init (a function)"),
         *("private_options with ledger", "a data_collator with padding=True"),
     )
     assert [name for name in named if name not in str(refused.value).replace("5.0", "5")] == []
@@ -534,7 +535,7 @@ def test_rates_that_make_no_optimizer_are_refused(tmp_path: Path):
 
     refused("noise_step to be a positive finite number, got 0", noise_step=0.0)
     refused("set learning_rate: without noise there is no noise step", planned={"noise_multiplier": 0.0})
-    refused("beside noise_step=0.1; leave one of them out", noise_step=0.1, arguments={"learning_rate": 0.1})
+    refused("next to noise_step=0.1; leave one of them out", noise_step=0.1, arguments={"learning_rate": 0.1})
     refused(r"got optim='sgd'; give optimizers=", arguments={"optim": "sgd"})
 
 
@@ -736,3 +737,92 @@ def test_the_documents_code_runs(tmp_path: Path):
     names = {"pg": pg, "plan": plan, "model": bert(), "train_set": texts(), "folder": str(tmp_path)}
     exec(code, names)
     assert names["trainer"].private_grad.ledger.releases == 2  # pyright: ignore
+
+
+def folder_text(folder: Path) -> str:
+    """Everything in a folder that can be read as text."""
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".pt", ".bin", ".safetensors")
+    ]
+    return "\n".join(path.read_text(errors="ignore") for path in paths)
+
+
+@pytest.mark.parametrize("make", [bert, bert_lora])
+def test_a_saved_model_carries_its_privacy(tmp_path: Path, make: Callable[[], nn.Module]):
+    planned = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5, "steps": 4}
+    trainer = make_trainer(tmp_path, make(), texts(), planned=planned)
+    trainer.train()
+    saved = tmp_path / "saved"
+    trainer.save_model(str(saved))
+    trainer.save_model(str(saved))  # again: the section is replaced
+    ledger = trainer.private_grad.ledger
+    card = ModelCard.load(saved / "README.md")
+    privacy: Any = card.data["privacy"]
+    assert privacy["epsilon"] == ledger.epsilon(delta=1e-3)
+    assert (privacy["delta"], privacy["released_gradients"], privacy["ledger_digest"]) == (1e-3, 4, ledger.head)
+    assert {"differential-privacy", "privgrad"} <= set(card.data["tags"])
+    assert card.data.get("library_name") == ("peft" if make is bert_lora else None)
+    assert card.text.count("## Privacy") == 1
+    assert f"| epsilon | {ledger.epsilon(delta=1e-3):.4g} |" in card.text
+    assert f"Quote epsilon = {ledger.epsilon(delta=1e-3):.4g}" in (saved / "privacy.html").read_text()
+    assert "raw_" not in folder_text(saved)
+
+
+def test_the_trainers_card_names_the_private_optimizer_and_no_private_loss(tmp_path: Path):
+    planned = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5, "steps": 4}
+    trainer = make_trainer(tmp_path, bert(), texts(), planned=planned, eval_dataset=texts(8))
+    trainer.train()
+    trainer.evaluate()
+    trainer.create_model_card(model_name="mine", tags="text")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert set(card.data["tags"]) >= {"text", "differential-privacy"}
+    assert "- optimizer: AdamBC, learning rate 0.01\n" in card.text
+    assert "adamw_torch" not in card.text
+    assert "learning_rate" not in card.text
+    assert card.data.get("privacy") is not None
+
+
+@pytest.mark.parametrize(
+    ("planned", "words"),
+    [
+        ({"seed": 5, "delta": 1e-3}, "A seed produced the noise."),
+        ({"seed": None, "delta": 1e-3, "noise_multiplier": 0.0}, "their epsilon is infinite"),
+        ({"seed": None}, "The plan has no delta."),
+    ],
+)
+def test_a_number_that_protects_nobody_is_not_called_epsilon(tmp_path: Path, planned: dict[str, Any], words: str):
+    trainer = make_trainer(tmp_path, bert(), texts(), planned={"steps": 2, **planned})
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "epsilon" not in dict(card.data["privacy"])
+    assert "| epsilon |" not in card.text
+    assert words in card.text
+
+
+def test_epsilon_is_next_to_the_loss_in_tensorboard_from_the_first_evaluation_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Before: an evaluation ahead of training sent all events to `runs/` in the working directory."""
+    pytest.importorskip("tensorboard")
+    from test_tensorboard import scalars
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer = make_trainer(
+        tmp_path / "mine",
+        bert(),
+        texts(),
+        planned={"delta": 1e-3},
+        arguments={"report_to": ["tensorboard"], "eval_strategy": "epoch"},
+        eval_dataset=texts(8),
+    )
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    (folder,) = (tmp_path / "mine" / "runs").iterdir()
+    found = scalars(folder)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert [step for step, _ in found["train/epsilon"]] == [4, 8, 12, 12]  # and at the end of training
+    assert [step for step, _ in found["eval/loss"]][:4] == [0, 4, 8, 12]
+    assert "train/loss" not in found

@@ -29,6 +29,7 @@ from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoin
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations.external_loop import ExternalLoopStep
+from privgrad.integrations.model_card import write_privacy
 from privgrad.ledger import Ledger
 from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
@@ -210,6 +211,22 @@ class PrivateTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return zero: the true number would reveal the size of a batch."""
         return 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as the Trainer does, with its privacy in README.md and privacy.html."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:  # in a checkpoint, the computation of epsilon would cost time at each save
+            self._write_privacy(self.args.output_dir if output_dir is None else output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the Trainer's draft of README.md to output_dir, with the privacy of the training."""
+        super().create_model_card(*args, **kwargs)
+        self._write_privacy(self.args.output_dir)  # before `push_to_hub` uploads the folder
+
+    def _write_privacy(self, folder: str | None) -> None:
+        """Add the privacy of the training to the README.md of a folder."""
+        step, private_grad = self.private_step, self.private_grad
+        write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, step.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint as the Trainer does, with the state of the private step."""

@@ -169,13 +169,13 @@ def optimizer_conflicts(
     given = None if _is_default(args, "learning_rate") else args.learning_rate
     if isinstance(optimizer := pair[0], PrivateOptimizer):
         if noise_step is not None:
-            found.append(Conflict(f"noise_step={noise_step!r} beside optimizers", "leave one of them out"))
+            found.append(Conflict(f"noise_step={noise_step!r} next to optimizers", "leave one of them out"))
         if given is not None and given not in [group["lr"] for group in optimizer.param_groups]:
             remedy = "leave out learning_rate: the optimizer has its own rate"
-            found.append(Conflict(f"learning_rate={given!r} beside optimizers", remedy))
+            found.append(Conflict(f"learning_rate={given!r} next to optimizers", remedy))
         return found
     if given is not None and noise_step is not None:
-        got = f"learning_rate={given!r} beside noise_step={noise_step!r}"
+        got = f"learning_rate={given!r} next to noise_step={noise_step!r}"
         found.append(Conflict(got, "leave one of them out"))
     if plan.noise_multiplier == 0 and given is None:
         remedy = "set learning_rate: without noise there is no noise step"
