@@ -545,7 +545,9 @@ def test_a_base_class_of_another_trainer_is_refused(tmp_path: Path):
     class Both(PrivateTrainer, Counting): ...
 
     args, plan = TrainingArguments(str(tmp_path)), make_plan(steps=STEPS)
-    with pytest.raises(pg.PrivacyError, match="got the base class Counting; derive from PrivateTrainer alone"):
+    with pytest.raises(
+        pg.PrivacyError, match="got the base class Counting; derive from PrivateTrainer alone: Counting"
+    ):
         Both(bert(), args, plan=plan, train_dataset=texts())
 
 
@@ -728,6 +730,18 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert 0 <= measured["eval_accuracy"] <= 1
     assert (tmp_path / "one" / "ledger.jsonl").exists()
     assert 0 < example("lora", monkeypatch)(steps=3, folder=str(tmp_path / "other")) < 10
+    assert 0 < example("sft", monkeypatch)(steps=2, folder=str(tmp_path / "third")) < 10
+    assert "differential-privacy" in ModelCard.load(tmp_path / "third" / "README.md").data["tags"]
+
+
+def test_the_prompts_of_an_example_are_no_targets(monkeypatch: pytest.MonkeyPatch):
+    collate = example("sft", monkeypatch).__globals__["collate"]
+    batch = collate([{"prompt": "ab", "completion": "cd"}, {"prompt": "a" * 70, "completion": "b"}])
+    assert batch["labels"].shape == (2, 64)
+    assert (batch["labels"][0] != -100).nonzero().flatten().tolist() == [2, 3]
+    assert batch["input_ids"][0, :5].tolist() == [*b"abcd", 0]
+    assert batch["attention_mask"].sum(1).tolist() == [4, 64]
+    assert (batch["labels"][1] == -100).all()
 
 
 def test_the_documents_code_runs(tmp_path: Path):

@@ -130,11 +130,11 @@ def option_conflicts(
         trainer_options: as above.
     """
     found: list[Conflict] = []
-    for base in trainer.__mro__:
-        if issubclass(base, Trainer) and base is not Trainer and not issubclass(base, own):
-            remedy = f"derive from PrivateTrainer alone; {base.__name__} may log or count private examples"
-            found.append(Conflict(f"the base class {base.__name__}", remedy))
-    if loss_fn is None and trainer.compute_loss is not Trainer.compute_loss:
+    others = [base for base in trainer.__mro__ if issubclass(base, Trainer) and not issubclass(base, own)]
+    if (other := others[0]) is not Trainer:
+        remedy = f"derive from PrivateTrainer alone: {other.__name__} may log or count private examples"
+        found.append(Conflict(f"the base class {other.__name__}", remedy))
+    elif loss_fn is None and trainer.compute_loss is not Trainer.compute_loss:
         remedy = "give loss_fn too: (model, batch) -> losses of shape (B,); compute_loss is for evaluation only"
         found.append(Conflict(f"{trainer.__name__}.compute_loss", remedy))
     for name, instead in _IN_PLACE_OF.items():
