@@ -304,16 +304,24 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("make", [bert_lora, bert])
-def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path, make: Callable[[], nn.Module]):
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (bert_lora, {}),
+        (bert, {"optimizers": (None, None), "noise_step": 0.02, "arguments": {"weight_decay": 0.1, "max_steps": -1}}),
+    ],
+)
+def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(
+    tmp_path: Path, make: Callable[[], nn.Module], options: dict[str, Any]
+):
     data = texts()
-    whole = make_trainer(tmp_path / "whole", make(), data)
+    whole = make_trainer(tmp_path / "whole", make(), data, **options)
     whole.train()
-    cut = make_trainer(tmp_path / "cut", make(), data, callbacks=[Stop(8, kill=False)])
+    cut = make_trainer(tmp_path / "cut", make(), data, **options, callbacks=[Stop(8, kill=False)])
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     cut.private_grad.ledger.close()
-    resumed = make_trainer(tmp_path / "cut", make(), data)
+    resumed = make_trainer(tmp_path / "cut", make(), data, **options)
     with pytest.raises(pg.BudgetExceededError, match="to be empty at the start"):
         resumed.train()
     resumed.train(resume_from_checkpoint=True)
@@ -322,7 +330,7 @@ def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: 
     logged = [[(row["step"], row.get("learning_rate")) for row in t.state.log_history] for t in (whole, resumed)]
     assert logged[0] == logged[1]
     resumed.private_grad.ledger.close()
-    again = make_trainer(tmp_path / "cut", make(), data)
+    again = make_trainer(tmp_path / "cut", make(), data, **options)
     assert again.train(resume_from_checkpoint=True).global_step == STEPS
     assert equal(whole.private_step.model, again.private_step.model)
 
@@ -551,6 +559,24 @@ def test_a_base_class_of_another_trainer_is_refused(tmp_path: Path):
         Both(bert(), args, plan=plan, train_dataset=texts())
 
 
+def test_trls_collator_pads_to_a_public_length_and_its_trainer_is_refused(tmp_path: Path):
+    trl: Any = pytest.importorskip("trl.trainer.sft_trainer")
+    rows = [{"input_ids": [4] * size, "labels": [-100] + [4] * (size - 1)} for size in (2, 3, 4, 5) for _ in range(8)]
+    collate: Any = trl.DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=LENGTH)
+    trainer = make_trainer(tmp_path / "a", gpt2(), rows, data_collator=collate, planned={"steps": 4})
+    trainer.train()
+    assert trainer.private_grad.ledger.releases == 4
+    shorter: Any = trl.DataCollatorForLanguageModeling(pad_token_id=0)
+    trainer = make_trainer(tmp_path / "b", gpt2(), rows, data_collator=shorter)
+    with pytest.raises(pg.SamplingError, match="pad to a public length"):
+        trainer.train()
+
+    Both: Any = type("Both", (PrivateTrainer, trl.SFTTrainer), {})
+
+    with pytest.raises(pg.PrivacyError, match="got the base class SFTTrainer; derive from PrivateTrainer alone"):
+        Both(gpt2(), trainer.args, plan=trainer.private_grad.plan, train_dataset=rows)
+
+
 def test_options_that_change_after_construction_are_refused(tmp_path: Path):
     steps = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
     trainer = make_trainer(tmp_path / "a", bert(), texts(), arguments=steps)
@@ -762,7 +788,9 @@ def folder_text(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("make", [bert, bert_lora])
-def test_a_saved_model_carries_its_privacy(tmp_path: Path, make: Callable[[], nn.Module]):
+def test_a_saved_model_carries_its_privacy(
+    tmp_path: Path, make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+):
     planned = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5, "steps": 4}
     trainer = make_trainer(tmp_path, make(), texts(), planned=planned)
     trainer.train()
@@ -780,6 +808,7 @@ def test_a_saved_model_carries_its_privacy(tmp_path: Path, make: Callable[[], nn
     assert f"| epsilon | {ledger.epsilon(delta=1e-3):.4g} |" in card.text
     assert f"Quote epsilon = {ledger.epsilon(delta=1e-3):.4g}" in (saved / "privacy.html").read_text()
     assert "raw_" not in folder_text(saved)
+    assert "metadata block" not in caplog.text
 
 
 def test_the_trainers_card_names_the_private_optimizer_and_no_private_loss(tmp_path: Path):

@@ -34,7 +34,8 @@ def write_privacy(folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: Pr
         optimizer: the private optimizer.
     """
     path, found = folder / "README.md", _statement_of(plan, ledger)
-    card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else f"# {folder.resolve().name}\n")
+    empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
+    card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else empty)
     rate = _rate(optimizer)
     content = re.sub(rf"\n*{_START}.*?{_END}", "", card.content, flags=re.DOTALL)
     content = re.sub(r"(?m)^- learning_rate: .*\n", "", content)
