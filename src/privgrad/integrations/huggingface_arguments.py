@@ -99,10 +99,10 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]
     }
     smaller = min(args.per_device_train_batch_size, plan.expected_batch_size)
     reasons = {
-        "max_steps": "; the plan decides the number of steps",
-        "per_device_train_batch_size": f"; to save memory, give private_options={{'microbatch_size': {smaller}}}",
-        "max_grad_norm": f"; the plan clips each example to {plan.max_grad_norm:g}",
-        "fp16": "; for mixed precision set bf16=True",
+        "max_steps": " (the plan decides the number of steps)",
+        "per_device_train_batch_size": f" (to save memory, give private_options={{'microbatch_size': {smaller}}})",
+        "max_grad_norm": f" (the plan clips each example to {plan.max_grad_norm:g})",
+        "fp16": " (for mixed precision, set bf16=True)",
     }
     wrong = {name: value for name, value in required.items() if getattr(args, name, value) != value}
     return [
@@ -135,14 +135,14 @@ def option_conflicts(
         remedy = f"derive from PrivateTrainer alone: {other.__name__} may log or count private examples"
         found.append(Conflict(f"the base class {other.__name__}", remedy))
     elif loss_fn is None and trainer.compute_loss is not Trainer.compute_loss:
-        remedy = "give loss_fn too: (model, batch) -> losses of shape (B,); compute_loss is for evaluation only"
+        remedy = "give loss_fn too: (model, batch) -> losses of shape (B,) (compute_loss is for evaluation only)"
         found.append(Conflict(f"{trainer.__name__}.compute_loss", remedy))
     for name, instead in _IN_PLACE_OF.items():
         if trainer_options.get(name) is not None:
             kind = type(trainer_options[name]).__name__
             found.append(Conflict(f"{name} (a {kind})", f"give {instead} in place of {name}"))
     if unknown := unknown_options(private_options):
-        remedy = f"leave these private_options out; known are {', '.join(PRIVATE_OPTIONS)}"
+        remedy = f"give private_options among {', '.join(PRIVATE_OPTIONS)}"
         found.append(Conflict(f"private_options with {', '.join(unknown)}", remedy))
     return found + collator_conflicts(data_collator)
 
@@ -169,14 +169,16 @@ def optimizer_conflicts(
     given = None if _is_default(args, "learning_rate") else args.learning_rate
     if isinstance(optimizer := pair[0], PrivateOptimizer):
         if noise_step is not None:
-            found.append(Conflict(f"noise_step={noise_step!r} next to optimizers", "leave one of them out"))
+            found.append(
+                Conflict(f"noise_step={noise_step!r} next to optimizers", "leave out noise_step or optimizers")
+            )
         if given is not None and given not in [group["lr"] for group in optimizer.param_groups]:
             remedy = "leave out learning_rate: the optimizer has its own rate"
             found.append(Conflict(f"learning_rate={given!r} next to optimizers", remedy))
         return found
     if given is not None and noise_step is not None:
         got = f"learning_rate={given!r} next to noise_step={noise_step!r}"
-        found.append(Conflict(got, "leave one of them out"))
+        found.append(Conflict(got, "leave out learning_rate or noise_step"))
     if plan.noise_multiplier == 0 and given is None:
         remedy = "set learning_rate: without noise there is no noise step"
         found.append(Conflict("a plan with noise_multiplier=0", remedy))
