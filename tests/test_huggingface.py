@@ -48,7 +48,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
-from privgrad.integrations.huggingface_arguments import NOISE_STEP
+from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP
 
 LENGTH = 6
 STEPS = 12
@@ -508,8 +508,21 @@ def test_what_the_plan_decides_can_be_left_out(tmp_path: Path):
     assert trainer.args.per_device_train_batch_size == plan.expected_batch_size
     assert (args.max_steps, args.max_grad_norm) == (-1, 1.0)
     optimizer: Any = trainer.optimizer
-    assert optimizer.optimizer.settings["lr"] == NOISE_STEP
-    assert optimizer.optimizer.settings["lr_is_noise_step"]
+    rates = {name: group["initial_lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert all(group["lr_is_noise_step"] for group in optimizer.param_groups)
+    assert {name for name, rate in rates.items() if rate == HEAD_NOISE_STEP} == {"classifier.weight", "classifier.bias"}
+    assert {rate for name, rate in rates.items() if "classifier" not in name} == {NOISE_STEP}
+
+
+def test_the_head_of_adapters_is_what_peft_trains_as_a_whole(tmp_path: Path):
+    for make, data, head in ((bert_lora, texts(), {"classifier"}), (gpt2_lora, sentences(), set[str]())):
+        trainer = make_trainer(tmp_path / make.__name__, make(), data, optimizers=(None, None), planned={"seed": None})
+        optimizer: Any = trainer.optimizer
+        trained = {name for name, p in trainer.private_step.model.named_parameters() if p.requires_grad}
+        found = [group["param_names"] for group in optimizer.param_groups if group["lr"] == HEAD_NOISE_STEP]
+        of_head = trained.intersection(*found) if found else set[str]()
+        assert {name.split(".")[2] for name in of_head} == head
+        assert all("lora" in name for name in trained - of_head)
 
 
 @pytest.mark.parametrize(
@@ -529,9 +542,9 @@ def test_the_default_optimizer_has_the_arguments_rate(
     optimizer: Any = trainer.optimizer
     assert optimizer.settings.items() >= settings.items()
     assert optimizer.settings["betas"] == (arguments.get("adam_beta1", 0.9), 0.999)
-    by_decay = {group["weight_decay"]: set(group["param_names"]) for group in optimizer.param_groups}
-    assert "classifier.weight" in by_decay[0.5]
-    assert {"classifier.bias", "bert.embeddings.LayerNorm.weight"} <= by_decay[0.0]
+    decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert decay["classifier.weight"] == decay["bert.pooler.dense.weight"] == 0.5
+    assert decay["classifier.bias"] == decay["bert.embeddings.LayerNorm.weight"] == 0.0
 
 
 def test_rates_that_make_no_optimizer_are_refused(tmp_path: Path):
@@ -806,7 +819,7 @@ def test_a_saved_model_carries_its_privacy(
     assert card.data.get("library_name") == ("peft" if make is bert_lora else None)
     assert card.text.count("## Privacy") == 1
     assert f"| epsilon | {ledger.epsilon(delta=1e-3):.4g} |" in card.text
-    assert f"Quote epsilon = {ledger.epsilon(delta=1e-3):.4g}" in (saved / "privacy.html").read_text()
+    assert f"Quote epsilon = {ledger.epsilon(delta=1e-3):.4g}" in (saved / "statement.txt").read_text()
     assert "raw_" not in folder_text(saved)
     assert "metadata block" not in caplog.text
 

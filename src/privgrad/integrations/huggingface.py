@@ -59,8 +59,9 @@ class PrivateTrainer(Trainer):
         noise_step: u > 0, the noise step of the default optimizer; see optimizers.
         optimizers: an optimizer of privgrad.optim over model.named_parameters(), and a scheduler; None takes the
             scheduler of `args`. Without an optimizer, it is AdamWBC with the betas and the weight decay of `args`, and
-            with noise_step or the learning_rate of `args`. If neither is set, the noise step is 0.0005, which suits
-            pretrained layers. A learning_rate of 5e-5, the default of transformers, counts as not set.
+            with noise_step or the learning_rate of `args`. If neither is set, the noise step is 0.0025, which suits
+            pretrained layers, and 0.06 for the head of a sequence classifier. A learning_rate of 5e-5, the default of
+            transformers, counts as not set.
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
             of sequence classification, or of causal language models (the mean over an example's own tokens).
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
@@ -129,7 +130,8 @@ class PrivateTrainer(Trainer):
         if made is None:
             trained = cast(nn.Module, self.model if model is None else model)
             decayed = self.get_decay_parameter_names(trained) if self.args.weight_decay else ()
-            made = self.optimizer = arguments.make_optimizer(trained, self.args, self._noise_step, decayed)
+            made = arguments.make_optimizer(trained, self.args, self._noise_step, decayed, _head_of(trained))
+            self.optimizer = made
         return made
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -213,7 +215,7 @@ class PrivateTrainer(Trainer):
         return 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as the Trainer does, with its privacy in README.md and privacy.html."""
+        """Save the model as the Trainer does, with its privacy in README.md and statement.txt."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:  # in a checkpoint, the computation of epsilon would cost time at each save
             self._write_privacy(self.args.output_dir if output_dir is None else output_dir)
@@ -316,6 +318,15 @@ def _losses_of(model: nn.Module) -> Losses:
         return classification_losses
     remedy = "give loss_fn: (model, batch) -> losses of shape (B,)"
     raise PrivacyError(f"PrivateTrainer: expected a model whose loss is known, got {name}; {remedy}.")
+
+
+def _head_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a sequence classifier adds to its pretrained base model."""
+    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    if type(base).__name__ not in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+        return set()
+    pretrained = {id(parameter) for parameter in base.base_model.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) not in pretrained}
 
 
 def _names(mapping: Mapping[str, Any]) -> set[str]:

@@ -18,7 +18,8 @@ from privgrad.integrations.external_loop import PRIVATE_OPTIONS, unknown_options
 from privgrad.optim import AdamWBC, PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 
-NOISE_STEP = 0.0005  # for pretrained layers; docs/integrations.md gives the evidence
+NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
+HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
 _LOG = logging.get_logger(__name__)
 _LONGEST = ("True", "longest", "PaddingStrategy.LONGEST")
 _IN_PLACE_OF = {
@@ -190,35 +191,36 @@ def optimizer_conflicts(
 
 
 def make_optimizer(
-    model: nn.Module, args: TrainingArguments, noise_step: float | None, decayed: Iterable[str]
+    model: nn.Module, args: TrainingArguments, noise_step: float | None, decayed: Iterable[str], head: Iterable[str]
 ) -> AdamWBC:
     """Return the default optimizer: AdamWBC, with the betas and the weight decay of the arguments.
 
     Args:
         model: the model, with its adapters.
         args: an explicit learning_rate is the rate of the optimizer.
-        noise_step: in place of a learning rate. None, without an explicit learning_rate, is NOISE_STEP.
+        noise_step: in place of a learning rate. None, without an explicit learning_rate: HEAD_NOISE_STEP for the head,
+            NOISE_STEP for other parameters.
         decayed: names of the parameters to which weight decay applies.
+        head: names of the parameters of a classifier's head.
     """
+    rate: dict[str, float] = {"noise_step": NOISE_STEP}
+    rate_of_head = {"noise_step": HEAD_NOISE_STEP}
     if noise_step is not None:
-        require_positive(
-            "PrivateTrainer", "noise_step", noise_step, "give 0.0005 for pretrained layers, 0.01 for others"
-        )
-    by_lr = noise_step is None and not _is_default(args, "learning_rate")
-    if noise_step is None and not by_lr:
-        text = "the noise step is %g, which suits pretrained layers. Give noise_step for a new head or random weights."
-        _LOG.warning(f"PrivateTrainer: {text}", NOISE_STEP)
-    rate: dict[str, Any] = (
-        {"lr": args.learning_rate} if by_lr else {"noise_step": NOISE_STEP if noise_step is None else noise_step}
-    )
-    named, decays = list(model.named_parameters()), set(decayed)
-    parts = [[pair for pair in named if (pair[0] in decays) is has_decay] for has_decay in (True, False)]
-    groups = [
-        {"params": part, "weight_decay": decay}
-        for part, decay in zip(parts, (args.weight_decay, 0.0), strict=True)
-        if part
-    ]
-    return AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **rate)
+        remedy = "give 0.0025 for pretrained layers, 0.01 for random weights"
+        require_positive("PrivateTrainer", "noise_step", noise_step, remedy)
+        rate = rate_of_head = {"noise_step": noise_step}
+    elif not _is_default(args, "learning_rate"):
+        rate = rate_of_head = {"lr": args.learning_rate}
+    else:
+        text = "the noise step is %g, and %g for the head of a classifier. Random weights need more: give noise_step."
+        _LOG.warning(f"PrivateTrainer: {text}", NOISE_STEP, HEAD_NOISE_STEP)
+    named, decays, of_head = list(model.named_parameters()), set(decayed), set(head)
+    groups: list[dict[str, Any]] = []
+    for in_head, own in ((False, rate), (True, rate_of_head)):
+        for has_decay, decay in ((True, args.weight_decay), (False, 0.0)):
+            part = [(name, p) for name, p in named if (name in of_head) is in_head and (name in decays) is has_decay]
+            groups += [{"params": part, "weight_decay": decay, **own}] if part else []
+    return AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **cast("dict[str, Any]", rate))
 
 
 def _is_default(args: TrainingArguments, name: str) -> bool:

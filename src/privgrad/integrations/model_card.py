@@ -1,4 +1,4 @@
-"""The privacy part of a saved model: a section and metadata in its README.md, and the statement as privacy.html.
+"""The privacy part of a saved model: a section and metadata in its README.md, and the statement as statement.txt.
 
 `integrations.huggingface` calls `write_privacy`. The privacy guarantee does not rest on this file: it writes public
 numbers of the plan and the ledger. Readers may act on them, so a number that protects nobody is not called epsilon.
@@ -17,7 +17,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.statement import Statement, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
-_STATEMENT = "privacy.html"
+_STATEMENT = "statement.txt"
 _TAGS = ("differential-privacy", "privgrad")
 
 
@@ -46,7 +46,7 @@ def write_privacy(folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: Pr
     card.data["privacy"] = _facts(plan, ledger, found)
     path.write_text(str(card), encoding="utf-8")
     if found is not None:
-        (folder / _STATEMENT).write_text(found.to_html(), encoding="utf-8")
+        (folder / _STATEMENT).write_text(f"{found}\n", encoding="utf-8")
 
 
 def _statement_of(plan: PrivacyPlan, ledger: Ledger) -> Statement | None:
