@@ -50,10 +50,7 @@ def main(steps: int = 200, folder: str = "runs/huggingface", *, resume: bool = F
     config = BertConfig(vocab_size=128, max_position_embeddings=LENGTH, **sizes)
     model = BertForSequenceClassification(config)
     args = TrainingArguments(
-        folder,
-        max_steps=plan.steps,
-        per_device_train_batch_size=plan.expected_batch_size,  # the expected size; microbatch_size sets the memory
-        max_grad_norm=0.0,  # the plan's norm clips each example; the Trainer's would clip the noisy gradient
+        folder,  # steps, batch size and clipping norm are the plan's
         eval_strategy="epoch",  # an epoch is 1 / sample_rate steps
         lr_scheduler_type="cosine",
         report_to=[],
@@ -65,7 +62,7 @@ def main(steps: int = 200, folder: str = "runs/huggingface", *, resume: bool = F
         plan=plan,
         train_dataset=data[:8000],
         eval_dataset=data[8000:9000],
-        optimizers=(pg.optim.AdamWBC(model.named_parameters(), noise_step=0.015), None),
+        noise_step=0.015,  # of AdamWBC, for random weights
         compute_metrics=accuracy,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -43,16 +43,9 @@ def main(steps: int = 100, folder: str = "runs/lora") -> float:
     )
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     model = get_peft_model(GPT2LMHeadModel(config), adapters)
-    args = TrainingArguments(
-        folder,
-        max_steps=plan.steps,
-        per_device_train_batch_size=plan.expected_batch_size,
-        max_grad_norm=0.0,
-        report_to=[],
-    )
     trainer = PrivateTrainer(
         model,
-        args,
+        TrainingArguments(folder, report_to=[]),
         plan=plan,
         train_dataset=data[40:],
         eval_dataset=data[:40],

@@ -48,20 +48,13 @@ def main(name: str = MINILM, examples: int = 6000, steps: int = 100, folder: str
         part.requires_grad_(False)
     numbers = {"num_examples": examples, "expected_batch_size": examples // 60, "steps": steps}
     plan = pg.PrivacyPlan.for_budget(target_epsilon=8.0, delta=1e-5, max_grad_norm=0.1, **numbers)
-    args = TrainingArguments(
-        folder,
-        max_steps=plan.steps,
-        per_device_train_batch_size=plan.expected_batch_size,
-        max_grad_norm=0.0,  # the plan's norm clips each example; the Trainer's would clip the noisy gradient
-        report_to=[],
-    )
     trainer = PrivateTrainer(
         model,
-        args,
+        TrainingArguments(folder, report_to=[]),  # steps, batch size and clipping norm are the plan's
         plan=plan,
         train_dataset=data[:examples],
         eval_dataset=data[examples:],
-        optimizers=(pg.optim.AdamBC(model.named_parameters(), noise_step=0.025), None),
+        noise_step=0.025,  # for a new head and the pooler
         compute_metrics=accuracy,
     )
     before = trainer.evaluate()["eval_accuracy"]

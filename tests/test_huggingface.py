@@ -24,6 +24,7 @@ from scripts import example, how_it_ended, kill_again_and_again
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
+from huggingface_hub import ModelCard
 from peft import (
     IA3Config,
     LoraConfig,
@@ -40,6 +41,7 @@ from transformers import (
     DataCollatorWithPadding,
     GPT2Config,
     GPT2LMHeadModel,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -48,6 +50,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
 from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
+from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP
 
 LENGTH = 6
 STEPS = 12
@@ -194,7 +197,7 @@ def test_losses_that_are_not_transformers_own_are_refused(tmp_path: Path):
     model = bert()
     args = make_trainer(tmp_path / "a", model, texts()).args
     plan, optimizer = make_plan(steps=STEPS, seed=5), pg.optim.SGD(model.named_parameters(), lr=0.1)
-    with pytest.raises(pg.PrivacyError, match=r"compute_loss to be the Trainer's.*; give loss_fn too"):
+    with pytest.raises(pg.PrivacyError, match=r"got Weighted\.compute_loss; give loss_fn too"):
         Weighted(model, args, plan=plan, train_dataset=texts(), optimizers=(optimizer, None))
     with pytest.raises(pg.PrivacyError, match=r"labels to be integers, got torch\.float32"):
         classification_losses(model, {"input_ids": torch.ones(2, LENGTH).long(), "labels": torch.rand(2, 2)})
@@ -303,16 +306,24 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("make", [bert_lora, bert])
-def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: Path, make: Callable[[], nn.Module]):
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (bert_lora, {}),
+        (bert, {"optimizers": (None, None), "noise_step": 0.02, "arguments": {"weight_decay": 0.1, "max_steps": -1}}),
+    ],
+)
+def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(
+    tmp_path: Path, make: Callable[[], nn.Module], options: dict[str, Any]
+):
     data = texts()
-    whole = make_trainer(tmp_path / "whole", make(), data)
+    whole = make_trainer(tmp_path / "whole", make(), data, **options)
     whole.train()
-    cut = make_trainer(tmp_path / "cut", make(), data, callbacks=[Stop(8, kill=False)])
+    cut = make_trainer(tmp_path / "cut", make(), data, **options, callbacks=[Stop(8, kill=False)])
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     cut.private_grad.ledger.close()
-    resumed = make_trainer(tmp_path / "cut", make(), data)
+    resumed = make_trainer(tmp_path / "cut", make(), data, **options)
     with pytest.raises(pg.BudgetExceededError, match="to be empty at the start"):
         resumed.train()
     resumed.train(resume_from_checkpoint=True)
@@ -321,7 +332,7 @@ def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(tmp_path: 
     logged = [[(row["step"], row.get("learning_rate")) for row in t.state.log_history] for t in (whole, resumed)]
     assert logged[0] == logged[1]
     resumed.private_grad.ledger.close()
-    again = make_trainer(tmp_path / "cut", make(), data)
+    again = make_trainer(tmp_path / "cut", make(), data, **options)
     assert again.train(resume_from_checkpoint=True).global_step == STEPS
     assert equal(whole.private_step.model, again.private_step.model)
 
@@ -456,18 +467,19 @@ def test_what_a_saved_folder_holds(tmp_path: Path):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "its own clipping": ({"max_grad_norm": 1.0}, "set max_grad_norm=0.0"),
+    "its own clipping": ({"max_grad_norm": 0.5}, r"set max_grad_norm=0.0 \(the plan clips each example to 1\)"),
     "accumulation": ({"gradient_accumulation_steps": 2}, "set gradient_accumulation_steps=1"),
     "sampling by length": ({"train_sampling_strategy": "group_by_length"}, "set train_sampling_strategy='random'"),
-    "another batch size": ({"per_device_train_batch_size": 4}, "set per_device_train_batch_size=8"),
-    "other steps": ({"max_steps": -1}, f"set max_steps={STEPS}"),
+    "another batch size": ({"per_device_train_batch_size": 4}, r"set .*=8 \(to save memory, give .*size': 4"),
+    "other steps": ({"max_steps": 5}, f"set max_steps={STEPS}"),
+    "other epochs": ({"max_steps": -1, "num_train_epochs": 4}, "leave out num_train_epochs, or plan for steps=16"),
     "a batch size of its own": ({"auto_find_batch_size": True}, "set auto_find_batch_size=False"),
     "counting tokens": ({"include_num_input_tokens_seen": "all"}, "set include_num_input_tokens_seen='no'"),
     "memory of private batches": ({"skip_memory_metrics": False}, "set skip_memory_metrics=True"),
     "printed activations": ({"debug": "underflow_overflow"}, r"set debug=\[\]"),
     "smoothing": ({"label_smoothing_factor": 0.1}, "set label_smoothing_factor=0.0"),
     "noisy embeddings": ({"neftune_noise_alpha": 5.0}, "set neftune_noise_alpha=None"),
-    "fp16": ({"fp16": True}, "set fp16=False; for mixed precision set bf16=True"),
+    "fp16": ({"fp16": True}, r"set fp16=False \(for mixed precision, set bf16=True\)"),
     "skipping": ({"ignore_data_skip": True}, "set ignore_data_skip=False"),
 }
 
@@ -478,24 +490,128 @@ def test_options_that_change_or_reveal_the_step_are_refused(tmp_path: Path, argu
         make_trainer(tmp_path, bert(), texts(), arguments=arguments)
 
 
-@pytest.mark.parametrize("optimizers", [(None, None), None, torch.optim.SGD, "AdamBC", ()], ids=str)
-def test_a_trainer_without_a_private_optimizer_is_refused(tmp_path: Path, optimizers: Any):
-    with pytest.raises(pg.PrivacyError, match=r"expected optimizers to be .*, got .*; give optimizers="):
+@pytest.mark.parametrize("optimizers", [None, torch.optim.SGD, "AdamBC", (), (None, "linear")], ids=str)
+def test_what_is_no_pair_with_a_private_optimizer_is_refused(tmp_path: Path, optimizers: Any):
+    with pytest.raises(pg.PrivacyError, match=r"got optimizers=\(.*\); give optimizers="):
         make_trainer(tmp_path, bert(), texts(), optimizers=optimizers)
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_optimizers_left_out_are_named(tmp_path: Path):
-    args = TrainingArguments(str(tmp_path), max_steps=10, per_device_train_batch_size=8, max_grad_norm=0.0)
+def test_all_conflicts_are_named_at_once(tmp_path: Path):
+    model, plan = bert(), make_plan(steps=STEPS, delta=1e-3)
+    args = TrainingArguments(
+        str(tmp_path), num_train_epochs=5, max_grad_norm=0.5, gradient_accumulation_steps=4, learning_rate=0.1
+    )
+    with pytest.raises(pg.PrivacyError) as refused:
+        PrivateTrainer(
+            model,
+            args,
+            plan=plan,
+            train_dataset=texts(),
+            noise_step=0.1,
+            optimizers=(pg.optim.SGD(model.named_parameters(), lr=0.2), None),
+            data_collator=DataCollatorWithPadding(Tokenizer()),  # pyright: ignore[reportArgumentType]
+            private_options={"ledger": "mine"},
+            model_init=bert,
+        )
+    named = (
+        *("num_train_epochs=5 (the plan has 3)", "max_grad_norm=0.5", "gradient_accumulation_steps=4"),
+        *("noise_step=0.1 next to optimizers", "learning_rate=0.1 next to optimizers", "model_init (a function)"),
+        *("private_options with ledger", "a data_collator with padding=True"),
+    )
+    assert [name for name in named if name not in str(refused.value).replace("5.0", "5")] == []
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_what_the_plan_decides_can_be_left_out(tmp_path: Path):
+    """The least that a user types; the arguments stay as they were given."""
+    plan, args = make_plan(steps=STEPS, delta=1e-3), TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    trainer = PrivateTrainer(bert(), args, plan=plan, train_dataset=texts())
+    trainer.train()
+    assert trainer.state.global_step == trainer.private_grad.ledger.releases == STEPS
+    assert trainer.args.per_device_train_batch_size == plan.expected_batch_size
+    assert (args.max_steps, args.max_grad_norm) == (-1, 1.0)
+    optimizer: Any = trainer.optimizer
+    rates = {name: group["initial_lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert all(group["lr_is_noise_step"] for group in optimizer.param_groups)
+    assert {name for name, rate in rates.items() if rate == HEAD_NOISE_STEP} == {"classifier.weight", "classifier.bias"}
+    assert {rate for name, rate in rates.items() if "classifier" not in name} == {NOISE_STEP}
+
+
+def test_the_head_of_adapters_is_what_peft_trains_as_a_whole(tmp_path: Path):
+    for make, data, head in ((bert_lora, texts(), {"classifier"}), (gpt2_lora, sentences(), set[str]())):
+        trainer = make_trainer(tmp_path / make.__name__, make(), data, optimizers=(None, None), planned={"seed": None})
+        optimizer: Any = trainer.optimizer
+        trained = {name for name, p in trainer.private_step.model.named_parameters() if p.requires_grad}
+        found = [group["param_names"] for group in optimizer.param_groups if group["lr"] == HEAD_NOISE_STEP]
+        of_head = trained.intersection(*found) if found else set[str]()
+        assert {name.split(".")[2] for name in of_head} == head
+        assert all("lora" in name for name in trained - of_head)
+
+
+@pytest.mark.parametrize(
+    ("rate", "arguments", "settings"),
+    [
+        (0.25, {}, {"lr": 0.25, "lr_is_noise_step": True}),
+        (None, {"learning_rate": 0.25, "adam_beta1": 0.5}, {"lr": 0.25, "lr_is_noise_step": False}),
+    ],
+)
+def test_the_default_optimizer_has_the_arguments_rate(
+    tmp_path: Path, rate: float | None, arguments: dict[str, Any], settings: dict[str, Any]
+):
+    numbers = {"num_train_epochs": 3, "max_steps": -1, "weight_decay": 0.5, **arguments}
+    trainer = make_trainer(
+        tmp_path, bert(), texts(), arguments=numbers, optimizers=(None, None), noise_step=rate, planned={"seed": None}
+    )
+    optimizer: Any = trainer.optimizer
+    assert optimizer.settings.items() >= settings.items()
+    assert optimizer.settings["betas"] == (arguments.get("adam_beta1", 0.9), 0.999)
+    decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert decay["classifier.weight"] == decay["bert.pooler.dense.weight"] == 0.5
+    assert decay["classifier.bias"] == decay["bert.embeddings.LayerNorm.weight"] == 0.0
+
+
+def test_rates_that_make_no_optimizer_are_refused(tmp_path: Path):
+    def refused(words: str, *, planned: Any = None, arguments: Any = None, **options: Any) -> None:
+        with pytest.raises(pg.PrivacyError, match=words):
+            make_trainer(
+                tmp_path, bert(), texts(), planned=planned, arguments=arguments, optimizers=(None, None), **options
+            )
+
+    refused("noise_step to be a positive finite number, got 0", noise_step=0.0)
+    refused("set learning_rate: without noise there is no noise step", planned={"noise_multiplier": 0.0})
+    refused("next to noise_step=0.1; leave out learning_rate or", noise_step=0.1, arguments={"learning_rate": 0.1})
+    refused(r"got optim='sgd'; give optimizers=", arguments={"optim": "sgd"})
+
+
+def test_a_base_class_of_another_trainer_is_refused(tmp_path: Path):
+    class Counting(Trainer): ...
+
+    class Both(PrivateTrainer, Counting): ...
+
+    args, plan = TrainingArguments(str(tmp_path)), make_plan(steps=STEPS)
     with pytest.raises(
-        pg.PrivacyError, match=r"expected optimizers .*, got \(None, None\); give optimizers=\(pg.optim"
+        pg.PrivacyError, match="got the base class Counting; derive from PrivateTrainer alone: Counting"
     ):
-        PrivateTrainer(bert(), args, plan=make_plan(), train_dataset=texts())
+        Both(bert(), args, plan=plan, train_dataset=texts())
 
 
-def test_all_wrong_options_are_named_at_once(tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match=r"set max_grad_norm=0.0, gradient_accumulation_steps=1\."):
-        make_trainer(tmp_path, bert(), texts(), arguments={"max_grad_norm": 1.0, "gradient_accumulation_steps": 4})
+def test_trls_collator_pads_to_a_public_length_and_its_trainer_is_refused(tmp_path: Path):
+    trl: Any = pytest.importorskip("trl.trainer.sft_trainer")
+    rows = [{"input_ids": [4] * size, "labels": [-100] + [4] * (size - 1)} for size in (2, 3, 4, 5) for _ in range(8)]
+    collate: Any = trl.DataCollatorForLanguageModeling(pad_token_id=0, pad_to_multiple_of=LENGTH)
+    trainer = make_trainer(tmp_path / "a", gpt2(), rows, data_collator=collate, planned={"steps": 4})
+    trainer.train()
+    assert trainer.private_grad.ledger.releases == 4
+    shorter: Any = trl.DataCollatorForLanguageModeling(pad_token_id=0)
+    trainer = make_trainer(tmp_path / "b", gpt2(), rows, data_collator=shorter)
+    with pytest.raises(pg.SamplingError, match="pad to a public length"):
+        trainer.train()
+
+    Both: Any = type("Both", (PrivateTrainer, trl.SFTTrainer), {})
+
+    with pytest.raises(pg.PrivacyError, match="got the base class SFTTrainer; derive from PrivateTrainer alone"):
+        Both(gpt2(), trainer.args, plan=trainer.private_grad.plan, train_dataset=rows)
 
 
 def test_options_that_change_after_construction_are_refused(tmp_path: Path):
@@ -591,6 +707,10 @@ def test_collators_that_mix_examples_are_refused(tmp_path: Path):
     trainer = make_trainer(tmp_path / "b", bert(), texts(), data_collator=to_the_longest)
     with pytest.raises(pg.SamplingError, match="pad to a public length"):
         trainer.train()
+    uneven = [{"input_ids": [1] * (1 + row % 3), "label": 0} for row in range(32)]
+    trainer = make_trainer(tmp_path / "c", bert(), uneven)
+    with pytest.raises(pg.SamplingError, match=r"columns of one public length, got .*; pad each one: tokenizer"):
+        trainer.train()
 
 
 def test_random_masks_of_a_collator_are_refused(tmp_path: Path):
@@ -607,10 +727,10 @@ def test_random_masks_of_a_collator_are_refused(tmp_path: Path):
 
 
 def test_what_would_be_made_or_run_again_is_refused(tmp_path: Path):
-    with pytest.raises(pg.PrivacyError, match="expected model_init to be absent"):
+    with pytest.raises(pg.PrivacyError, match="give model in place of model_init"):
         make_trainer(tmp_path / "a", bert(), texts(), model_init=bert)
     model = bert()
-    with pytest.raises(pg.PrivacyError, match=r"expected optimizers .*, got \(Adam, None\)"):
+    with pytest.raises(pg.PrivacyError, match=r"got optimizers=\(Adam, None\)"):
         make_trainer(tmp_path / "b", model, texts(), optimizer=torch.optim.Adam(model.parameters()))
     with pytest.raises(pg.PrivacyError, match="a model whose loss is known, got Linear"):
         make_trainer(tmp_path / "c", nn.Linear(2, 2), texts())
@@ -673,6 +793,18 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert 0 <= measured["eval_accuracy"] <= 1
     assert (tmp_path / "one" / "ledger.jsonl").exists()
     assert 0 < example("lora", monkeypatch)(steps=3, folder=str(tmp_path / "other")) < 10
+    assert 0 < example("sft", monkeypatch)(steps=2, folder=str(tmp_path / "third")) < 10
+    assert "differential-privacy" in ModelCard.load(tmp_path / "third" / "README.md").data["tags"]
+
+
+def test_the_prompts_of_an_example_are_no_targets(monkeypatch: pytest.MonkeyPatch):
+    collate = example("sft", monkeypatch).__globals__["collate"]
+    batch = collate([{"prompt": "ab", "completion": "cd"}, {"prompt": "a" * 70, "completion": "b"}])
+    assert batch["labels"].shape == (2, 64)
+    assert (batch["labels"][0] != -100).nonzero().flatten().tolist() == [2, 3]
+    assert batch["input_ids"][0, :5].tolist() == [*b"abcd", 0]
+    assert batch["attention_mask"].sum(1).tolist() == [4, 64]
+    assert (batch["labels"][1] == -100).all()
 
 
 def test_the_documents_code_runs(tmp_path: Path):
@@ -682,3 +814,95 @@ def test_the_documents_code_runs(tmp_path: Path):
     names = {"pg": pg, "plan": plan, "model": bert(), "train_set": texts(), "folder": str(tmp_path)}
     exec(code, names)
     assert names["trainer"].private_grad.ledger.releases == 2  # pyright: ignore
+
+
+def folder_text(folder: Path) -> str:
+    """Everything in a folder that can be read as text."""
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".pt", ".bin", ".safetensors")
+    ]
+    return "\n".join(path.read_text(errors="ignore") for path in paths)
+
+
+@pytest.mark.parametrize("make", [bert, bert_lora])
+def test_a_saved_model_carries_its_privacy(
+    tmp_path: Path, make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+):
+    planned = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5, "steps": 4}
+    trainer = make_trainer(tmp_path, make(), texts(), planned=planned)
+    trainer.train()
+    saved = tmp_path / "saved"
+    trainer.save_model(str(saved))
+    trainer.save_model(str(saved))  # again: the section is replaced
+    ledger = trainer.private_grad.ledger
+    card = ModelCard.load(saved / "README.md")
+    privacy: Any = card.data["privacy"]
+    assert privacy["epsilon"] == ledger.epsilon(delta=1e-3)
+    assert (privacy["delta"], privacy["released_gradients"], privacy["ledger_digest"]) == (1e-3, 4, ledger.head)
+    assert {"differential-privacy", "privgrad"} <= set(card.data["tags"])
+    assert card.data.get("library_name") == ("peft" if make is bert_lora else None)
+    assert card.text.count("## Privacy") == 1
+    assert f"| epsilon | {ledger.epsilon(delta=1e-3):.4g} |" in card.text
+    assert f"Quote epsilon = {ledger.epsilon(delta=1e-3):.4g}" in (saved / "statement.txt").read_text()
+    assert "raw_" not in folder_text(saved)
+    assert "metadata block" not in caplog.text
+
+
+def test_the_trainers_card_names_the_private_optimizer_and_no_private_loss(tmp_path: Path):
+    planned = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5, "steps": 4}
+    trainer = make_trainer(tmp_path, bert(), texts(), planned=planned, eval_dataset=texts(8))
+    trainer.train()
+    trainer.evaluate()
+    trainer.create_model_card(model_name="mine", tags="text")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert set(card.data["tags"]) >= {"text", "differential-privacy"}
+    assert "- optimizer: AdamBC, learning rate 0.01\n" in card.text
+    assert "adamw_torch" not in card.text
+    assert "learning_rate" not in card.text
+    assert card.data.get("privacy") is not None
+
+
+@pytest.mark.parametrize(
+    ("planned", "words"),
+    [
+        ({"seed": 5, "delta": 1e-3}, "A seed produced the noise."),
+        ({"seed": None, "delta": 1e-3, "noise_multiplier": 0.0}, "their epsilon is infinite"),
+        ({"seed": None}, "The plan has no delta."),
+    ],
+)
+def test_a_number_that_protects_nobody_is_not_called_epsilon(tmp_path: Path, planned: dict[str, Any], words: str):
+    trainer = make_trainer(tmp_path, bert(), texts(), planned={"steps": 2, **planned})
+    trainer.train()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "epsilon" not in dict(card.data["privacy"])
+    assert "| epsilon |" not in card.text
+    assert words in card.text
+
+
+def test_epsilon_is_next_to_the_loss_in_tensorboard_from_the_first_evaluation_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Before: an evaluation ahead of training sent all events to `runs/` in the working directory."""
+    pytest.importorskip("tensorboard")
+    from test_tensorboard import scalars
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer = make_trainer(
+        tmp_path / "mine",
+        bert(),
+        texts(),
+        planned={"delta": 1e-3},
+        arguments={"report_to": ["tensorboard"], "eval_strategy": "epoch"},
+        eval_dataset=texts(8),
+    )
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    (folder,) = (tmp_path / "mine" / "runs").iterdir()
+    found = scalars(folder)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert [step for step, _ in found["train/epsilon"]] == [4, 8, 12, 12]  # and at the end of training
+    assert [step for step, _ in found["eval/loss"]][:4] == [0, 4, 8, 12]
+    assert "train/loss" not in found

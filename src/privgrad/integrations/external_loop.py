@@ -21,24 +21,30 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 3
-_OPTIONS = ("perturb", "precondition", "clip", "engine", "microbatch_size", "memory_mb")
+PRIVATE_OPTIONS = ("perturb", "precondition", "clip", "engine", "microbatch_size", "memory_mb")
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
 
 
 def require_private_options(function: str, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the options of PrivateGradient that a bridge passes on.
 
-    `integrations.huggingface` and `integrations.lightning` call it.
+    `integrations.lightning` calls it.
 
     Raises:
         PrivacyError: the bridge itself decides an option, or PrivateGradient has no such option.
     """
-    own = {} if options is None else dict(options)
-    unknown = sorted(own.keys() - set(_OPTIONS))
-    if unknown:
-        condition, remedy = f"to be among {', '.join(_OPTIONS)}", "leave the others out"
+    if unknown := unknown_options(options):
+        condition, remedy = f"to be among {', '.join(PRIVATE_OPTIONS)}", "leave the others out"
         raise expected(function, "private_options", condition, ", ".join(unknown), remedy)
-    return own
+    return dict(options or {})
+
+
+def unknown_options(options: Mapping[str, Any] | None) -> list[str]:
+    """Return the names that are no options of PrivateGradient, or that a bridge itself decides.
+
+    `integrations.huggingface_arguments` calls it.
+    """
+    return sorted((options or {}).keys() - set(PRIVATE_OPTIONS))
 
 
 class ExternalLoopStep:

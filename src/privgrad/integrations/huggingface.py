@@ -6,6 +6,7 @@ checkpoints, and the loss functions give one loss per example. It does not rest 
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments, default_data_collator
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -24,8 +26,10 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
-from privgrad.errors import PrivacyError, expected
-from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
+from privgrad.errors import PrivacyError, SamplingError, expected
+from privgrad.integrations import huggingface_arguments as arguments
+from privgrad.integrations.external_loop import ExternalLoopStep
+from privgrad.integrations.model_card import write_privacy
 from privgrad.ledger import Ledger
 from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
@@ -47,19 +51,26 @@ class PrivateTrainer(Trainer):
 
     Args:
         model: a transformers model, with or without PEFT adapters, or any module that takes a batch's columns by name.
-        args: TrainingArguments whose numbers agree with the plan; an error lists those that do not.
+        args: TrainingArguments. Steps, batch size and clipping norm are the plan's: leave them out, or give the same
+            numbers. An explicit num_train_epochs must be the plan's steps times its sample_rate. One error lists all
+            arguments that contradict the plan.
         plan: the public numbers.
         train_dataset: the private examples, map-style: dicts of columns.
+        noise_step: u > 0, the noise step of the default optimizer; see optimizers.
         optimizers: an optimizer of privgrad.optim over model.named_parameters(), and a scheduler; None takes the
-            scheduler of `args`. Required, because the optimizers that `args` can name do not take released gradients.
+            scheduler of `args`. Without an optimizer, it is AdamWBC with the betas and the weight decay of `args`, and
+            with noise_step or the learning_rate of `args`. If neither is set, the noise step is 0.0025, which suits
+            pretrained layers, and 0.06 for the head of a sequence classifier. A learning_rate of 5e-5, the default of
+            transformers, counts as not set.
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
             of sequence classification, or of causal language models (the mean over an example's own tokens).
-        data_collator: as in the Trainer, but it must pad to a public length.
+        data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size and
             memory_mb.
         trainer_options: the Trainer's other arguments.
     Raises:
-        PrivacyError: an argument would change the private step, or reveal private information.
+        PrivacyError: an argument contradicts the plan, would change the private step, or would reveal private
+            information.
     Privacy:
         The guarantee of PrivateGradient; the ledger is args.output_dir/ledger.jsonl. It does not cover the evaluation
         data: what `evaluate` and callbacks publish about these has no noise.
@@ -75,26 +86,32 @@ class PrivateTrainer(Trainer):
         *,
         plan: PrivacyPlan,
         train_dataset: Any,
+        noise_step: float | None = None,
         optimizers: tuple[PrivateOptimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
         loss_fn: Losses | None = None,
         data_collator: Any = None,
         private_options: Mapping[str, Any] | None = None,
         **trainer_options: Any,
     ) -> None:
-        own = require_private_options("PrivateTrainer", private_options)
-        _require_options(args, plan, data_collator, trainer_options)
-        _require_optimizers(optimizers)
-        if loss_fn is None and type(self).compute_loss is not Trainer.compute_loss:
-            remedy = "give loss_fn too: (model, batch) -> losses of shape (B,); compute_loss is for evaluation only"
-            got = f"{type(self).__name__}.compute_loss"
-            raise expected("PrivateTrainer", "compute_loss", "to be the Trainer's", got, remedy)
+        settled = arguments.settled(args, plan)
+        arguments.refuse(
+            [
+                *arguments.epoch_conflicts(args, plan),
+                *arguments.step_conflicts(settled, plan),
+                *arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
+                *arguments.option_conflicts(
+                    type(self), PrivateTrainer, loss_fn, data_collator, private_options, trainer_options
+                ),
+            ]
+        )
         loss_fn = _losses_of(model) if loss_fn is None else loss_fn
+        self._noise_step = noise_step
         super().__init__(
             model=cast(Any, model),
-            args=args,
+            args=settled,
             train_dataset=train_dataset,
             optimizers=cast(Any, optimizers),
-            data_collator=data_collator,
+            data_collator=default_data_collator if data_collator is None else data_collator,
             **trainer_options,
         )
         self.private_grad = PrivateGradient(
@@ -102,16 +119,34 @@ class PrivateTrainer(Trainer):
             loss_fn,
             plan,
             ledger=Ledger(Path(cast(str, args.output_dir)) / "ledger.jsonl"),
-            **own,
+            **(private_options or {}),
         )
-        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, optimizers[0])
+        self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
+        _write_events_in_one_folder(self)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
+        made = cast("torch.optim.Optimizer | None", self.optimizer)
+        if made is None:
+            trained = cast(nn.Module, self.model if model is None else model)
+            decayed = self.get_decay_parameter_names(trained) if self.args.weight_decay else ()
+            made = arguments.make_optimizer(trained, self.args, self._noise_step, decayed, _head_of(trained))
+            self.optimizer = made
+        return made
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
         collate = cast("Collate", self._get_collator_with_removed_columns(self.data_collator, "training"))
 
         def plain(items: list[Any]) -> dict[str, Tensor]:
-            return dict(collate(items))
+            try:
+                return dict(collate(items))
+            except ValueError as error:
+                if isinstance(error, PrivacyError):
+                    raise
+                remedy = "pad each one: tokenizer(texts, padding='max_length', truncation=True, max_length=...)"
+                condition = "to have columns of one public length"
+                raise expected("PrivateTrainer", "the examples", condition, error, remedy, SamplingError) from error
 
         return DataLoader(_Epoch(self, plain), batch_size=None)
 
@@ -134,7 +169,10 @@ class PrivateTrainer(Trainer):
         if trial is not None:
             remedy = "give each trial of a search its own plan and trainer, and add up their epsilons and deltas"
             raise expected("PrivateTrainer", "trial", "to be None", type(trial).__name__, remedy)
-        _require_options(self.args, self.private_grad.plan, self.data_collator, {})  # they may have changed since
+        arguments.refuse(  # they may have changed since
+            arguments.step_conflicts(self.args, self.private_grad.plan)
+            + arguments.collator_conflicts(self.data_collator)
+        )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if resume_from_checkpoint:
@@ -175,6 +213,22 @@ class PrivateTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return zero: the true number would reveal the size of a batch."""
         return 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as the Trainer does, with its privacy in README.md and statement.txt."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:  # in a checkpoint, the computation of epsilon would cost time at each save
+            self._write_privacy(self.args.output_dir if output_dir is None else output_dir)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the Trainer's draft of README.md to output_dir, with the privacy of the training."""
+        super().create_model_card(*args, **kwargs)
+        self._write_privacy(self.args.output_dir)  # before `push_to_hub` uploads the folder
+
+    def _write_privacy(self, folder: str | None) -> None:
+        """Add the privacy of the training to the README.md of a folder."""
+        step, private_grad = self.private_step, self.private_grad
+        write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, step.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint as the Trainer does, with the state of the private step."""
@@ -222,59 +276,17 @@ class _Epoch(IterableDataset[Any]):
         yield from step.batches(dataset, updates=updates, collate=self._collate, **loading)
 
 
-def _require_options(
-    args: TrainingArguments, plan: PrivacyPlan, collator: Any, trainer_options: Mapping[str, Any]
-) -> None:
-    """Raise PrivacyError if an option of the Trainer would bypass or change the private step.
+def _write_events_in_one_folder(trainer: Trainer) -> None:
+    """Let TensorBoard's callback write to a folder in output_dir from its first event on.
 
-    The error lists every such option. The guarantee rests on this check.
+    By itself, the callback chooses this folder when training begins. An evaluation before that would make it write all
+    events up to the end of training to `runs/` in the working directory.
     """
-    required: dict[str, Any] = {
-        "max_steps": plan.steps,
-        "per_device_train_batch_size": plan.expected_batch_size,  # to save memory, use microbatch_size
-        "max_grad_norm": 0.0,  # it would clip the noise too, and the optimizer would no longer know its size
-        "gradient_accumulation_steps": 1,
-        "train_sampling_strategy": "random",
-        "group_by_length": False,  # the name in releases before 5.3
-        "auto_find_batch_size": False,
-        "ignore_data_skip": False,
-        "label_smoothing_factor": 0.0,
-        "neftune_noise_alpha": None,
-        "include_num_input_tokens_seen": "no",
-        "include_tokens_per_second": False,  # releases before 5.0 count private tokens for it
-        "skip_memory_metrics": True,  # peak memory reveals the size of the largest batch
-        "debug": [],  # it prints private activations when one of them is not finite
-        "fp16": False,
-        "world_size": 1,
-        "n_gpu": min(args.n_gpu, 1),
-        "deepspeed": None,
-    }
-    wrong = {name: value for name, value in required.items() if getattr(args, name, value) != value}
-    if wrong:
-        got = ", ".join(f"{name}={getattr(args, name)!r}" for name in wrong)
-        remedy = f"set {', '.join(f'{name}={value!r}' for name, value in wrong.items())}"
-        remedy += "; for mixed precision set bf16=True" if "fp16" in wrong else ""
-        raise expected("PrivateTrainer", "args", "to leave the private step to the plan", got, remedy)
-    for name in ("model_init", "compute_loss_func", "optimizer_cls_and_kwargs"):
-        if trainer_options.get(name) is not None:
-            remedy = "give model, loss_fn (one loss per example) and optimizers instead"
-            raise expected("PrivateTrainer", name, "to be absent", type(trainer_options[name]).__name__, remedy)
-    if str(getattr(collator, "padding", None)) in ("True", "longest", "PaddingStrategy.LONGEST"):
-        remedy = "give padding='max_length' and a public max_length"
-        got = f"padding={collator.padding!r}"
-        raise expected("PrivateTrainer", "data_collator", "to pad each example independently", got, remedy)
-
-
-def _require_optimizers(optimizers: object) -> None:
-    """Raise PrivacyError unless `optimizers` is a pair whose first entry is a private optimizer."""
-    pair = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else (optimizers,)
-    if len(pair) != 2 or not isinstance(pair[0], PrivateOptimizer):
-        got = f"({', '.join('None' if one is None else type(one).__name__ for one in pair)})"
-        remedy = (
-            "give optimizers=(pg.optim.AdamBC(model.named_parameters(), lr=...), None); args.learning_rate creates none"
-        )
-        condition = "to be (an optimizer of privgrad.optim, a scheduler or None)"
-        raise expected("PrivateTrainer", "optimizers", condition, got, remedy)
+    for callback in cast("list[Any]", trainer.callback_handler.callbacks):
+        if isinstance(callback, TensorBoardCallback) and getattr(callback, "logging_dir", "") is None:
+            callback.logging_dir = str(
+                Path(cast(str, trainer.args.output_dir)) / "runs" / time.strftime("%b%d_%H-%M-%S")
+            )
 
 
 def _last_checkpoint(folder: Path) -> str:
@@ -306,6 +318,15 @@ def _losses_of(model: nn.Module) -> Losses:
         return classification_losses
     remedy = "give loss_fn: (model, batch) -> losses of shape (B,)"
     raise PrivacyError(f"PrivateTrainer: expected a model whose loss is known, got {name}; {remedy}.")
+
+
+def _head_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that a sequence classifier adds to its pretrained base model."""
+    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
+    if type(base).__name__ not in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
+        return set()
+    pretrained = {id(parameter) for parameter in base.base_model.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) not in pretrained}
 
 
 def _names(mapping: Mapping[str, Any]) -> set[str]:

@@ -1,0 +1,228 @@
+"""The arguments of a PrivateTrainer: those that follow from the plan, and one error for all that contradict it.
+
+`integrations.huggingface` calls it. The privacy guarantee rests on `step_conflicts` and `option_conflicts`: without
+them, an option of the Trainer could change the private step, or reveal private numbers.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+
+from privgrad.errors import expected, require_positive
+from privgrad.integrations.external_loop import PRIVATE_OPTIONS, unknown_options
+from privgrad.optim import AdamWBC, PrivateOptimizer
+from privgrad.plan import PrivacyPlan
+
+NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
+HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
+_LOG = logging.get_logger(__name__)
+_LONGEST = ("True", "longest", "PaddingStrategy.LONGEST")
+_IN_PLACE_OF = {
+    "model_init": "model",
+    "compute_loss_func": "loss_fn, which returns one loss per example,",
+    "optimizer_cls_and_kwargs": "optimizers",
+}
+
+
+class Conflict(NamedTuple):
+    """An argument that contradicts the plan: its value, and what to do about it."""
+
+    got: str
+    remedy: str
+
+
+def refuse(conflicts: Iterable[Conflict]) -> None:
+    """Raise one PrivacyError that names all conflicts and their remedies, if there are any."""
+    found = list(conflicts)
+    if found:
+        got, remedy = (", ".join(one.got for one in found), "; ".join(one.remedy for one in found))
+        raise expected("PrivateTrainer", "arguments", "to leave the private step to the plan", got, remedy)
+
+
+def settled(args: TrainingArguments, plan: PrivacyPlan) -> TrainingArguments:
+    """Return a copy of the arguments, in which the plan's numbers replace the defaults of transformers.
+
+    The number of steps, the batch size and the clipping norm are the plan's. The Trainer's own clipping is off: it
+    would shorten the noise too, and the optimizer would no longer know its size.
+    """
+    settled = copy.copy(args)
+    planned = {"max_steps": plan.steps, "per_device_train_batch_size": plan.expected_batch_size, "max_grad_norm": 0.0}
+    for name, value in planned.items():
+        if _is_default(args, name):
+            setattr(settled, name, value)
+    if args.max_grad_norm in (None, plan.max_grad_norm):
+        settled.max_grad_norm = 0.0
+    return settled
+
+
+def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
+    """Return a conflict if a number of epochs was given that is not the plan's number of steps."""
+    rate = (plan if plan.simulates is None else plan.simulates).sample_rate
+    if not _is_default(args, "max_steps") or _is_default(args, "num_train_epochs"):
+        return []
+    if abs(args.num_train_epochs / rate - plan.steps) < 1:
+        return []
+    remedy = f"leave out num_train_epochs, or plan for steps={max(1, round(args.num_train_epochs / rate))}"
+    return [Conflict(f"num_train_epochs={args.num_train_epochs!r} (the plan has {plan.steps * rate:.4g})", remedy)]
+
+
+def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
+    """Return the arguments of the Trainer that would change the private step, or reveal private numbers.
+
+    Args:
+        args: as `settled` returns them.
+        plan: the public numbers.
+    """
+    required: dict[str, Any] = {
+        "max_steps": plan.steps,
+        "per_device_train_batch_size": plan.expected_batch_size,
+        "max_grad_norm": 0.0,
+        "gradient_accumulation_steps": 1,
+        "train_sampling_strategy": "random",
+        "group_by_length": False,  # the name in releases before 5.3
+        "auto_find_batch_size": False,
+        "ignore_data_skip": False,
+        "label_smoothing_factor": 0.0,
+        "neftune_noise_alpha": None,
+        "include_num_input_tokens_seen": "no",
+        "include_tokens_per_second": False,  # releases before 5.0 count private tokens for it
+        "skip_memory_metrics": True,  # peak memory reveals the size of the largest batch
+        "debug": [],  # it prints private activations when one of them is not finite
+        "fp16": False,
+        "world_size": 1,
+        "n_gpu": min(args.n_gpu, 1),
+        "deepspeed": None,
+    }
+    smaller = min(args.per_device_train_batch_size, plan.expected_batch_size)
+    reasons = {
+        "max_steps": " (the plan decides the number of steps)",
+        "per_device_train_batch_size": f" (to save memory, give private_options={{'microbatch_size': {smaller}}})",
+        "max_grad_norm": f" (the plan clips each example to {plan.max_grad_norm:g})",
+        "fp16": " (for mixed precision, set bf16=True)",
+    }
+    wrong = {name: value for name, value in required.items() if getattr(args, name, value) != value}
+    return [
+        Conflict(f"{name}={getattr(args, name)!r}", f"set {name}={value!r}{reasons.get(name, '')}")
+        for name, value in wrong.items()
+    ]
+
+
+def option_conflicts(
+    trainer: type[Trainer],
+    own: type[Trainer],
+    loss_fn: object,
+    data_collator: object,
+    private_options: Mapping[str, Any] | None,
+    trainer_options: Mapping[str, Any],
+) -> list[Conflict]:
+    """Return the arguments of PrivateTrainer, and properties of its subclass, that would bypass the private step.
+
+    Args:
+        trainer: the class that is constructed.
+        own: PrivateTrainer.
+        loss_fn: as PrivateTrainer takes it, like the following arguments.
+        data_collator: as above.
+        private_options: as above.
+        trainer_options: as above.
+    """
+    found: list[Conflict] = []
+    others = [base for base in trainer.__mro__ if issubclass(base, Trainer) and not issubclass(base, own)]
+    if (other := others[0]) is not Trainer:
+        remedy = f"derive from PrivateTrainer alone: {other.__name__} may log or count private examples"
+        found.append(Conflict(f"the base class {other.__name__}", remedy))
+    elif loss_fn is None and trainer.compute_loss is not Trainer.compute_loss:
+        remedy = "give loss_fn too: (model, batch) -> losses of shape (B,) (compute_loss is for evaluation only)"
+        found.append(Conflict(f"{trainer.__name__}.compute_loss", remedy))
+    for name, instead in _IN_PLACE_OF.items():
+        if trainer_options.get(name) is not None:
+            kind = type(trainer_options[name]).__name__
+            found.append(Conflict(f"{name} (a {kind})", f"give {instead} in place of {name}"))
+    if unknown := unknown_options(private_options):
+        remedy = f"give private_options among {', '.join(PRIVATE_OPTIONS)}"
+        found.append(Conflict(f"private_options with {', '.join(unknown)}", remedy))
+    return found + collator_conflicts(data_collator)
+
+
+def collator_conflicts(data_collator: object) -> list[Conflict]:
+    """Return a conflict if a collator pads to the longest example of a batch, whose length is private."""
+    padding = getattr(data_collator, "padding", None)
+    if str(padding) not in _LONGEST:
+        return []
+    remedy = "give the data_collator padding='max_length' and a public max_length: examples must not affect each other"
+    return [Conflict(f"a data_collator with padding={padding!r}", remedy)]
+
+
+def optimizer_conflicts(
+    args: TrainingArguments, plan: PrivacyPlan, optimizers: object, noise_step: float | None
+) -> list[Conflict]:
+    """Return what prevents the Trainer from having one private optimizer with one rate."""
+    pair = cast("tuple[object, ...]", optimizers) if isinstance(optimizers, tuple) else (optimizers,)
+    if len(pair) != 2 or not (pair == (None, None) or isinstance(pair[0], PrivateOptimizer)):
+        got = f"optimizers=({', '.join('None' if one is None else type(one).__name__ for one in pair)})"
+        remedy = "give optimizers=(pg.optim.AdamBC(model.named_parameters(), noise_step=...), None) or noise_step=..."
+        return [Conflict(got, remedy)]
+    found: list[Conflict] = []
+    given = None if _is_default(args, "learning_rate") else args.learning_rate
+    if isinstance(optimizer := pair[0], PrivateOptimizer):
+        if noise_step is not None:
+            found.append(
+                Conflict(f"noise_step={noise_step!r} next to optimizers", "leave out noise_step or optimizers")
+            )
+        if given is not None and given not in [group["lr"] for group in optimizer.param_groups]:
+            remedy = "leave out learning_rate: the optimizer has its own rate"
+            found.append(Conflict(f"learning_rate={given!r} next to optimizers", remedy))
+        return found
+    if given is not None and noise_step is not None:
+        got = f"learning_rate={given!r} next to noise_step={noise_step!r}"
+        found.append(Conflict(got, "leave out learning_rate or noise_step"))
+    if plan.noise_multiplier == 0 and given is None:
+        remedy = "set learning_rate: without noise there is no noise step"
+        found.append(Conflict("a plan with noise_multiplier=0", remedy))
+    kind = str(getattr(args.optim, "value", args.optim))
+    if not kind.startswith("adamw_torch"):
+        remedy = "give optimizers=(an optimizer of pg.optim, None) in place of optim"
+        found.append(Conflict(f"optim={kind!r}", remedy))
+    return found
+
+
+def make_optimizer(
+    model: nn.Module, args: TrainingArguments, noise_step: float | None, decayed: Iterable[str], head: Iterable[str]
+) -> AdamWBC:
+    """Return the default optimizer: AdamWBC, with the betas and the weight decay of the arguments.
+
+    Args:
+        model: the model, with its adapters.
+        args: an explicit learning_rate is the rate of the optimizer.
+        noise_step: in place of a learning rate. None, without an explicit learning_rate: HEAD_NOISE_STEP for the head,
+            NOISE_STEP for other parameters.
+        decayed: names of the parameters to which weight decay applies.
+        head: names of the parameters of a classifier's head.
+    """
+    rate: dict[str, float] = {"noise_step": NOISE_STEP}
+    rate_of_head = {"noise_step": HEAD_NOISE_STEP}
+    if noise_step is not None:
+        remedy = "give 0.0025 for pretrained layers, 0.01 for random weights"
+        require_positive("PrivateTrainer", "noise_step", noise_step, remedy)
+        rate = rate_of_head = {"noise_step": noise_step}
+    elif not _is_default(args, "learning_rate"):
+        rate = rate_of_head = {"lr": args.learning_rate}
+    else:
+        text = "the noise step is %g, and %g for the head of a classifier. Random weights need more: give noise_step."
+        _LOG.warning(f"PrivateTrainer: {text}", NOISE_STEP, HEAD_NOISE_STEP)
+    named, decays, of_head = list(model.named_parameters()), set(decayed), set(head)
+    groups: list[dict[str, Any]] = []
+    for in_head, own in ((False, rate), (True, rate_of_head)):
+        for has_decay, decay in ((True, args.weight_decay), (False, 0.0)):
+            part = [(name, p) for name, p in named if (name in of_head) is in_head and (name in decays) is has_decay]
+            groups += [{"params": part, "weight_decay": decay, **own}] if part else []
+    return AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **cast("dict[str, Any]", rate))
+
+
+def _is_default(args: TrainingArguments, name: str) -> bool:
+    """Return whether an argument has the value that its class gives it if it is left out."""
+    return any(field.name == name and field.default == getattr(args, name) for field in fields(args))

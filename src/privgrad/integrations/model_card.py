@@ -1,0 +1,117 @@
+"""The privacy part of a saved model: a section and metadata in its README.md, and the statement as statement.txt.
+
+`integrations.huggingface` calls `write_privacy`. The privacy guarantee does not rest on this file: it writes public
+numbers of the plan and the ledger. Readers may act on them, so a number that protects nobody is not called epsilon.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from huggingface_hub import ModelCard
+
+from privgrad.ledger import Ledger
+from privgrad.optim import PrivateOptimizer
+from privgrad.plan import PrivacyPlan
+from privgrad.statement import Statement, statement
+
+_START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
+_STATEMENT = "statement.txt"
+_TAGS = ("differential-privacy", "privgrad")
+
+
+def write_privacy(folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: PrivateOptimizer) -> None:
+    """Write the privacy of a training to the folder of its model.
+
+    README.md is created if absent. If it exists, the section of an earlier call is replaced, and the rest is kept,
+    except for the lines of the Trainer's own draft that name an optimizer and a learning rate.
+
+    Args:
+        folder: where the model was saved.
+        plan: the plan of the training.
+        ledger: its ledger, bound to the plan.
+        optimizer: the private optimizer.
+    """
+    path, found = folder / "README.md", _statement_of(plan, ledger)
+    empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
+    card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else empty)
+    rate = _rate(optimizer)
+    content = re.sub(rf"\n*{_START}.*?{_END}", "", card.content, flags=re.DOTALL)
+    content = re.sub(r"(?m)^- learning_rate: .*\n", "", content)
+    content = re.sub(r"(?m)^- optimizer: .*$", f"- optimizer: {rate}", content)
+    card = ModelCard(f"{content.rstrip()}\n\n{_section(plan, ledger, found, rate)}\n")
+    tags = cast("list[str]", card.data.get("tags") or [])
+    card.data["tags"] = list(dict.fromkeys([*tags, *_TAGS]))
+    card.data["privacy"] = _facts(plan, ledger, found)
+    path.write_text(str(card), encoding="utf-8")
+    if found is not None:
+        (folder / _STATEMENT).write_text(f"{found}\n", encoding="utf-8")
+
+
+def _statement_of(plan: PrivacyPlan, ledger: Ledger) -> Statement | None:
+    """Return the statement on a ledger; None without a delta, or if the ledger is part of a budget."""
+    return None if plan.delta is None or ledger.commitment is not None else statement([ledger])
+
+
+def _protects(plan: PrivacyPlan, found: Statement) -> bool:
+    """Return whether the epsilon of a statement is a guarantee."""
+    numbers = found.numbers
+    is_repeatable = plan.seed is not None or numbers["seeded_releases"] > 0
+    return plan.is_covered and plan.simulates is None and not is_repeatable and math.isfinite(numbers["epsilon"])
+
+
+def _facts(plan: PrivacyPlan, ledger: Ledger, found: Statement | None) -> dict[str, Any]:
+    """Return the metadata: epsilon only if it is a guarantee, and the numbers of the plan."""
+    facts: dict[str, Any] = {}
+    if found is not None and _protects(plan, found):
+        facts |= {"epsilon": found.numbers["epsilon"], "delta": plan.delta}
+    return facts | {
+        "unit": plan.privacy_unit,
+        "neighboring_relation": plan.neighboring_relation,
+        "released_gradients": ledger.releases,
+        "planned_gradients": plan.steps,
+        "sampling": plan.sampling,
+        "sample_rate": plan.sample_rate,
+        "expected_batch_size": plan.expected_batch_size,
+        "num_examples": plan.num_examples,
+        "noise_multiplier": plan.noise_multiplier,
+        "max_grad_norm": plan.max_grad_norm,
+        "research_seed": plan.seed is not None,
+        "ledger_digest": ledger.head,
+    }
+
+
+def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: str) -> str:
+    """Return the section of the README: what is protected, and the numbers that it follows from."""
+    if found is not None:
+        lines = [*found.sections[0].sentences, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
+    elif ledger.commitment is not None:
+        lines = ["The training is part of a budget. Run `privgrad statement` on the budget's file for its epsilon."]
+    else:
+        lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
+    lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
+    rows = {
+        **({"epsilon": f"{found.numbers['epsilon']:.4g}"} if found is not None and _protects(plan, found) else {}),
+        **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
+        "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
+        "rows in the data": f"{plan.num_examples:,} or more, as declared",
+        "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",
+        "expected batch size": f"{plan.expected_batch_size:,}",
+        "sampling": f"{plan.sampling}, rate {plan.sample_rate:.4g}",
+        "noise multiplier": f"{plan.noise_multiplier:.4g}",
+        "clipping norm": f"{plan.max_grad_norm:.4g}",
+        "optimizer": rate,
+        "digest of the ledger": f"`{ledger.head}`",
+    }
+    table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    return "\n".join([_START, "## Privacy", "", *(f"- {line}" for line in lines), "", table, "", _END])
+
+
+def _rate(optimizer: PrivateOptimizer) -> str:
+    """Return the name of an optimizer, and its rates at the peak of the schedule."""
+    given = {
+        ("noise step" if group["lr_is_noise_step"] else "learning rate", float(group.get("initial_lr", group["lr"])))
+        for group in optimizer.param_groups
+    }
+    return ", ".join([type(optimizer).__name__, *(f"{name} {rate:g}" for name, rate in sorted(given))])
