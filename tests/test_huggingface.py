@@ -449,7 +449,7 @@ def test_what_a_saved_folder_holds(tmp_path: Path):
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     weights = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert {path.name for path in (tmp_path / "final").iterdir()} == weights | {"training_args.bin"}
+    assert {path.name for path in (tmp_path / "final").iterdir()} == weights | {"statement.txt", "training_args.bin"}
     state = {"optimizer.pt", "privgrad.pt", "scheduler.pt", "trainer_state.json"}
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()} == (
         weights | {"training_args.bin"} | state

@@ -372,7 +372,7 @@ def averaged_copies(patch: Patch) -> None:
     def wrong(parameter: Tensor, grads: Tensor) -> dict[Tensor, Any]:
         return {parameter: Dense(grads.mean(0, keepdim=True).expand_as(grads))}
 
-    patch.setattr(capture, "_written_out", wrong)
+    patch.setattr(capture, "written_out", wrong)
 
 
 def shared_draws(patch: Patch) -> None:
