@@ -18,7 +18,8 @@ from privgrad.optim.base import widened
 from privgrad.processes import Processes
 
 NAMES = {
-    "privgrad": "Batch Budget BudgetExceededError ClassRates EarlyStopping Explanation FitResult Head Ledger NoisyGradient PrivacyError "
+    "privgrad": "Batch Budget BudgetExceededError ClassRates EarlyStopping Explanation FitResult Head Ledger "
+    "NoisyGradient PrivacyError "
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
     "UnsupportedModuleError audit clip  compare explain federated fit fit_head freeze_unused optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "

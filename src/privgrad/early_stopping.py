@@ -35,8 +35,8 @@ class EarlyStopping:
     Raises:
         PrivacyError: an argument is out of its range.
     Privacy:
-        The stop is post-processing of released gradients, and of public or released numbers. Whoever knows the rule
-        could apply it to the whole training afterwards, so that the guarantee is that of all planned steps. It is not
+        The stop is post-processing of released gradients, and of public or released numbers. Anyone who knows the
+        rule could apply it to the whole training afterwards, so the guarantee is that of all planned steps. It is not
         that of the steps taken, because their number depends on the releases. `data` is your statement; nothing can
         check it.
     Reference:
