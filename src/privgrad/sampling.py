@@ -142,7 +142,10 @@ class BatchSampler(Sampler[Draw]):
     def _draw(self, step: int) -> Draw:
         """Return the draw of a step."""
         if self._scheme == "poisson":
-            chosen = _poisson(self._stream, step, self._rate, self._count, self._relative)
+            if self._relative is None:
+                chosen = _poisson(self._stream, step, self._rate, self._count)
+            else:
+                chosen = _poisson_each(self._stream, step, self._rate * self._relative)
             chosen = chosen[chosen % self._processes == self._rank]
         else:
             chosen = _fixed(self._stream, step, self._size, self._count)
@@ -267,20 +270,18 @@ def _digest(examples: Any) -> str:
     return state.hexdigest()
 
 
-def _poisson(
-    stream: Stream, step: int, sample_rate: float, count: int, relative: np.ndarray | None = None
-) -> np.ndarray:
-    """Return the indices of the examples drawn, each independently with probability sample_rate.
+def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.ndarray:
+    """Return the indices of the examples drawn, each independently with probability sample_rate."""
+    if sample_rate == 1:
+        return np.arange(count)
+    threshold = np.uint64(int(sample_rate * 2.0**64))
+    return np.flatnonzero(stream.uint64(step, count) < threshold)
 
-    With `relative`, shape (count,) and in [0, 1], example i is drawn with probability sample_rate * relative[i].
-    """
-    if relative is None:
-        if sample_rate == 1:
-            return np.arange(count)
-        return np.flatnonzero(stream.uint64(step, count) < np.uint64(int(sample_rate * 2.0**64)))
-    rates = sample_rate * relative  # rounded, but never above sample_rate
+
+def _poisson_each(stream: Stream, step: int, rates: np.ndarray) -> np.ndarray:
+    """Return the indices of the examples drawn, each independently with its rate in `rates`, shape (count,)."""
     thresholds = np.minimum(rates * 2.0**64, np.nextafter(2.0**64, 0)).astype(np.uint64)
-    return np.flatnonzero((stream.uint64(step, count) < thresholds) | (rates == 1))
+    return np.flatnonzero((stream.uint64(step, len(rates)) < thresholds) | (rates == 1))
 
 
 def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:
