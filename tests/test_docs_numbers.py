@@ -351,3 +351,32 @@ def test_the_page_on_performance_prints_the_recorded_times_of_loading():
     for name, train in (("loading", False), ("loading and training", True)):
         assert f"| {name} | {' | '.join(f'{seconds:.1f} s' for seconds in medians[train])} |" in text
     assert f"Four workers load {medians[False][0] / medians[False][3]:.1f} times as fast as none" in text
+
+
+def test_what_helps_rare_classes_stands_in_the_records():
+    records = [json.loads(line) for line in (ROOT / "results/imbalance/runs.jsonl").read_text().splitlines()]
+    ways = {
+        "nothing": ("nothing", "argmax"),
+        "decide by counts": ("nothing", "by counts"),
+        "shifted loss": ("shifted loss", "argmax"),
+        "weights": ("weights", "argmax"),
+        "rates": ("rates", "argmax"),
+        "rates by the root, by counts": ("rates to the 1/2", "by counts"),
+        "shift by paid recall": ("nothing", "by paid recall"),
+    }
+    lines = (ROOT / "docs/before-training.md").read_text().splitlines()
+    table = [line for line in lines if re.match(r"\| [\w ,]+ \| (0\.1|1\.5) \|", line)]
+    assert len(table) == 11
+    for line in table:
+        name, norm, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        way, decision = ways[name]
+        names = {way, f"{way}, C = {norm}"} if norm == "0.1" else {f"{way}, C = {norm}"}
+        shown: list[str] = []
+        for task in ("adult", "sections"):
+            runs = [run for run in records if (run["task"], run["factor"]) == (task, 1.0) and run["way"] in names]
+            assert len(runs) == 3, line
+            assert all(run["epsilon"] <= {"adult": 1.0, "sections": 3.0}[task] for run in runs)
+            for key in ("accuracy", "recall", "rare recall"):
+                values = [100 * run[decision][key] for run in runs]
+                shown.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
+        assert cells == shown, f"| {name} | {norm} | {' | '.join(shown)} |"

@@ -39,6 +39,7 @@ from transformers import (
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
+    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -424,6 +425,7 @@ def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):
         data,
         arguments=arguments | {"metric_for_best_model": "loss"},
         eval_dataset=data,
+        selection_data="public",
     )
     result = trainer.train()
     history = trainer.state.log_history
@@ -680,6 +682,7 @@ def test_the_best_model_may_be_the_one_that_was_resumed_from(tmp_path: Path):
         "greater_is_better": True,
     }
     options: dict[str, Any] = {"arguments": arguments, "planned": {"steps": 6}, "eval_dataset": texts()}
+    options["selection_data"] = "public"
     trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[Interrupt()], **options)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -687,6 +690,54 @@ def test_the_best_model_may_be_the_one_that_was_resumed_from(tmp_path: Path):
     resumed = make_trainer(tmp_path, bert(), texts(), **options)
     resumed.train(resume_from_checkpoint=True)  # for one update
     assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-5")
+
+
+SELECTING: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "score",
+    "greater_is_better": True,
+}
+
+
+def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: Path):
+    scores = iter([0.5, 0.7, 0.6, 0.4, 0.9, 0.9])
+    options: dict[str, Any] = {
+        "arguments": SELECTING,
+        "planned": {"seed": None, "delta": 1e-5},
+        "eval_dataset": texts(),
+        "compute_metrics": lambda _: {"score": next(scores)},
+        "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
+    }
+    trainer = make_trainer(tmp_path, bert(), texts(), selection_data="public", **options)
+    trainer.train()
+    assert trainer.state.global_step == 8  # the second evaluation in a row below the best one
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert trainer.private_grad.ledger.releases == STEPS
+    assert trainer.private_grad.ledger.epsilon(delta=1e-5) == trainer.private_grad.plan.epsilon()
+
+
+def test_data_that_choose_the_model_are_declared(tmp_path: Path):
+    stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
+    for number, given in enumerate((None, "private")):
+        with pytest.raises(pg.PrivacyError, match="'released' with EarlyStoppingCallback and load_best_model_at_end"):
+            make_trainer(
+                tmp_path / str(number),
+                bert(),
+                texts(),
+                arguments=SELECTING,
+                eval_dataset=texts(),
+                callbacks=stopping,
+                selection_data=given,
+            )
+    later = make_trainer(tmp_path / "later", bert(), texts(), eval_dataset=texts())
+    later.add_callback(stopping[0])
+    with pytest.raises(pg.PrivacyError, match="with EarlyStoppingCallback"):
+        later.train()
+    assert later.private_grad.ledger.releases == 0
 
 
 class Tokenizer:

@@ -18,7 +18,8 @@ from privgrad.optim.base import widened
 from privgrad.processes import Processes
 
 NAMES = {
-    "privgrad": "Batch Budget BudgetExceededError Explanation FitResult Head Ledger NoisyGradient PrivacyError "
+    "privgrad": "Batch Budget BudgetExceededError ClassRates EarlyStopping Explanation FitResult Head Ledger "
+    "NoisyGradient PrivacyError "
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
     "UnsupportedModuleError audit clip  compare explain federated fit fit_head freeze_unused optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
@@ -36,6 +37,8 @@ SIGNATURES = {
     pg.PrivacyPlan.batches: "self dataset start collate processes num_workers prefetch_factor pin_memory",
     pg.PrivacyPlan.sampler: "self dataset start collate processes",
     pg.Batch.to: "self device non_blocking",
+    pg.ClassRates: "dataset labels rates",
+    pg.EarlyStopping: "monitor patience mode data min_delta",
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
@@ -115,7 +118,7 @@ SIGNATURES = {
     pg.Schedule: "decay warmup",
     pg.Schedule.of: "self optimizer steps",
     pg.fit: "private_grad optimizer train_set scheduler collate ema_decay evaluate num_evaluations on_evaluate "
-    "output_dir save_seconds progress num_workers prefetch_factor pin_memory",
+    "stop output_dir save_seconds progress num_workers prefetch_factor pin_memory",
 }
 # What users subclass or implement, by the class's own members: the parameters of a method, the value of an attribute.
 EXTENSION_POINTS: dict[type[Any], dict[str, str]] = {

@@ -2,9 +2,11 @@
 
 from privgrad import audit, clip, federated, optim, perturb, precondition, side_information
 from privgrad.budget import Budget
+from privgrad.class_rates import ClassRates
 from privgrad.comparison import compare
 from privgrad.defaults import Suggestion, suggest
 from privgrad.deployment import load, save
+from privgrad.early_stopping import EarlyStopping
 from privgrad.errors import BudgetExceededError, PrivacyError, SamplingError, UnsupportedModuleError
 from privgrad.gradient.explanation import Explanation, explain
 from privgrad.gradient.public_gradient import PublicGradient
@@ -23,6 +25,8 @@ __all__ = [
     "Batch",
     "Budget",
     "BudgetExceededError",
+    "ClassRates",
+    "EarlyStopping",
     "Explanation",
     "FitResult",
     "Head",

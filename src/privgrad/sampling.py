@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from privgrad.class_rates import ClassRates
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer
 from privgrad.loading import Collate, Draw, Examples, load, require_loading
 from privgrad.processes import ALONE, Processes, require_all_processes
@@ -69,7 +70,7 @@ class BatchSampler(Sampler[Draw]):
 
     Args:
         dataset: a map-style data set, with len() and integer indexing. Each example is a tensor, or a tuple, list or
-            dict of values that default_collate takes.
+            dict of values that default_collate takes. A ClassRates has a rate for each class.
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
             batch may be empty. "fixed": the next expected_batch_size examples of a shuffled pass; the remainder of
             each pass is dropped.
@@ -93,7 +94,8 @@ class BatchSampler(Sampler[Draw]):
         dataset: the data set of batches that a DataLoader needs.
         worker_seed: a seed for a DataLoader's worker processes.
     Privacy:
-        Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it. Draws come from a
+        Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it, or that times the
+        example's rate of ClassRates. Draws come from a
         cryptographic stream. Without a seed each process has a stream of its own entropy. With a seed all processes
         share one stream, and each uses the words of its own examples. No accountant here covers "fixed". A second
         iteration makes the same draws, and the ledger refuses them.
@@ -119,7 +121,8 @@ class BatchSampler(Sampler[Draw]):
             require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
         with processes.all_succeed():
             _require_samplable(dataset, num_examples, scheme, processes)
-        self.dataset = Examples(dataset, collate)
+        self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
+        self.dataset = Examples(dataset.dataset if isinstance(dataset, ClassRates) else dataset, collate)
         self._count = len(cast("Sequence[Any]", dataset))
         if processes.count > 1:
             _require_same_data(self.dataset.take, self._count, processes)
@@ -139,7 +142,10 @@ class BatchSampler(Sampler[Draw]):
     def _draw(self, step: int) -> Draw:
         """Return the draw of a step."""
         if self._scheme == "poisson":
-            chosen = _poisson(self._stream, step, self._rate, self._count)
+            if self._relative is None:
+                chosen = _poisson(self._stream, step, self._rate, self._count)
+            else:
+                chosen = _poisson_each(self._stream, step, self._rate * self._relative)
             chosen = chosen[chosen % self._processes == self._rank]
         else:
             chosen = _fixed(self._stream, step, self._size, self._count)
@@ -176,6 +182,9 @@ def _require_samplable(
     if scheme == "fixed" and processes.count > 1:
         remedy = "draw Poisson batches, or train in one process"
         raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
+    if scheme == "fixed" and isinstance(dataset, ClassRates):
+        condition, remedy = "to be 'poisson' for ClassRates", "draw Poisson batches: fixed ones have no rates"
+        raise expected(function, "sampling", condition, "'fixed'", remedy, SamplingError)
 
 
 def _other_container(dataset: object) -> tuple[str, str] | None:
@@ -267,6 +276,12 @@ def _poisson(stream: Stream, step: int, sample_rate: float, count: int) -> np.nd
         return np.arange(count)
     threshold = np.uint64(int(sample_rate * 2.0**64))
     return np.flatnonzero(stream.uint64(step, count) < threshold)
+
+
+def _poisson_each(stream: Stream, step: int, rates: np.ndarray) -> np.ndarray:
+    """Return the indices of the examples drawn, each independently with its rate in `rates`, shape (count,)."""
+    thresholds = np.minimum(rates * 2.0**64, np.nextafter(2.0**64, 0)).astype(np.uint64)
+    return np.flatnonzero((stream.uint64(step, len(rates)) < thresholds) | (rates == 1))
 
 
 def _fixed(stream: Stream, step: int, size: int, count: int) -> np.ndarray:

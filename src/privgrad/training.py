@@ -22,6 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 
 from privgrad.checkpoint import settings_of
+from privgrad.class_rates import ClassRates
+from privgrad.early_stopping import EarlyStopping, until
 from privgrad.errors import (
     described,
     expected,
@@ -54,6 +56,7 @@ def fit(
     evaluate: Evaluate | None = None,
     num_evaluations: int = 10,
     on_evaluate: Callable[[Mapping[str, Any]], object] | None = None,
+    stop: EarlyStopping | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     save_seconds: float = 60.0,
     progress: bool | Progress = True,
@@ -80,6 +83,8 @@ def fit(
             public or held-out data: its numbers are published as they are.
         num_evaluations: how many times to evaluate, evenly spread, the last after the last step.
         on_evaluate: called with each new row of the curve, in the first process: integrations.tensorboard, say.
+        stop: an EarlyStopping, which ends the training once a number of `evaluate` has stopped improving. The unused
+            steps are charged too.
         output_dir: the folder of checkpoint.pt, and of ledger.jsonl unless `private_grad` records in a file already.
             None saves nothing.
         save_seconds: a killed process loses at most this much training. An exception inside an update (in a hook of the
@@ -120,17 +125,14 @@ def fit(
             opened = _record_beside(private_grad, checkpoint)
     try:
         result = FitResult(ledger=private_grad.ledger, averaged=None if averaged is None else averaged.module)
-        settings = private_grad.settings | {
-            **settings_of("optimizer", optimizer, optimizer.settings),
-            **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
-            "ema_decay": repr(ema_decay),
-        }
+        settings = _settings(private_grad, optimizer, scheduler, ema_decay, train_set)
         if not model.training:
             model.train()
         run = TrainingRun(private_grad, averaged, optimizer, scheduler, result, checkpoint, settings)
         evaluated = model if result.averaged is None else result.averaged
-        if evaluate is not None:
-            _evaluate(evaluated, evaluate, private_grad, 0)
+        tried = None if evaluate is None else _evaluate(evaluated, evaluate, private_grad, 0)
+        if stop is not None:
+            stop.require(tried)
         start = run.resume()
         batches = plan.batches(
             train_set,
@@ -153,8 +155,9 @@ def fit(
         try:
             shown = progress if processes.rank == 0 else False
             with closing(batches), _progress_bar(private_grad, start, shown) as advance:
-                evaluate_if_due(start)  # an evaluation that an interruption cut short
-                for batch in batches:
+                if stop is None or not stop.is_due(run.result.curve):
+                    evaluate_if_due(start)  # an evaluation that an interruption cut short
+                for batch in until(stop, batches, run.result.curve):
                     run.update(batch)
                     evaluate_if_due(batch.sampling.step + 1)
                     advance(run.result)
@@ -162,6 +165,8 @@ def fit(
         except BaseException as error:
             run.save_after(error)
             raise
+        if stop is not None and stop.is_due(run.result.curve):
+            run.end_early(run.result.curve[-1]["step"])
         return run.finish()
     finally:
         if opened:
@@ -193,6 +198,22 @@ def _require_arguments(
         remedy = "give it model.named_parameters(), or freeze these by requires_grad_(False): they would get noise only"
         got = f"an optimizer without {', '.join(left_out)}"
         raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
+
+
+def _settings(
+    private_grad: PrivateGradient,
+    optimizer: PrivateOptimizer,
+    scheduler: LRScheduler | None,
+    ema_decay: float | None,
+    train_set: object,
+) -> dict[str, str]:
+    """Return the settings that a checkpoint and the run that resumes from it must share."""
+    return private_grad.settings | {
+        **settings_of("optimizer", optimizer, optimizer.settings),
+        **settings_of("scheduler", scheduler, {} if scheduler is None else scheduler.state_dict()),
+        "ema_decay": repr(ema_decay),
+        **({"class rates": repr(train_set.rates)} if isinstance(train_set, ClassRates) else {}),
+    }
 
 
 def _require_schedule(num_evaluations: int, output_dir: str | os.PathLike[str] | None, save_seconds: float) -> None:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from privgrad.checkpoint import OtherRunError, damage_refused, read_checkpoint, require_resumable, write_checkpoint
+from privgrad.early_stopping import charge_unused
 from privgrad.errors import BudgetExceededError, expected
 from privgrad.ledger import Ledger
 from privgrad.optim import PrivateOptimizer
@@ -46,6 +47,7 @@ class FitResult:
             zero. NOT private.
         ledger: the record of all releases.
         averaged: a copy of the model with averaged weights, if `ema_decay` was given.
+        stopped: whether EarlyStopping ended the training; its unused steps are charged.
     """
 
     curve: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -55,6 +57,7 @@ class FitResult:
     raw_nonfinite_examples: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     averaged: nn.Module | None = None
+    stopped: bool = False
 
 
 @dataclass
@@ -187,6 +190,11 @@ class TrainingRun:
         self.save()
         steps = f"{self.start + self.made:,} of {self.private_grad.plan.steps:,} steps"
         error.add_note(f"fit: saved after {steps} in {self.checkpoint.parent}; run the same program again to resume.")
+
+    def end_early(self, step: int) -> None:
+        """End the training by results after this number of steps, and charge the unused ones."""
+        self.result.stopped = step < self.private_grad.plan.steps
+        charge_unused(self.private_grad)
 
     def finish(self) -> FitResult:
         """Write the last checkpoint, and return the result. Warn of examples without finite gradients: NOT private."""

@@ -326,6 +326,11 @@ NOISE = [
     Mutant("a random stream shared with a fork", forked_streams, "test_noise.test_a_stream_has_one_holder"),
 ]
 
+
+def twice_as_often(real: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    return lambda stream, step, rates: real(stream, step, np.minimum(2 * rates, 1))
+
+
 SAMPLING = [
     Mutant(
         "shuffled batches that are called Poisson",
@@ -341,6 +346,11 @@ SAMPLING = [
         "examples drawn at twice the rate",
         poisson(lambda real, stream, step, rate, count: real(stream, step, 2 * rate, count)),
         "test_sampling.test_batches_are_poisson_samples_at_the_plans_rate",
+    ),
+    Mutant(
+        "classes drawn at twice their rate",
+        lambda patch: patch.setattr(sampling, "_poisson_each", twice_as_often(sampling._poisson_each)),
+        "test_class_rates.test_the_draws_are_the_plans_thinned_by_one_coin_each",
     ),
     Mutant(
         "neighbors drawn together",

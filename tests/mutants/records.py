@@ -250,6 +250,11 @@ ACCOUNTING = [
         "test_accounting.test_fixed_size_batches_are_not_covered",
     ),
     Mutant(
+        "an early stop at the epsilon of the steps that were taken",
+        lambda patch: patch.setattr(training_run, "charge_unused", lambda _: None),
+        "test_early_stopping.test_an_early_stop_has_the_epsilon_of_all_planned_steps",
+    ),
+    Mutant(
         "another rate accounted than drawn at",
         rate_of_whole_steps,
         "test_plan_and_sampling.test_rates_that_do_not_divide_evenly_keep_their_steps_and_rate",

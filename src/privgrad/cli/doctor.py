@@ -1,7 +1,7 @@
-"""The command that lists the modules of a model that block private training.
+"""The command that lists what blocks private training: modules of a model, or rows of a data file.
 
-typer calls `doctor` for `privgrad doctor`; `doctor` calls `gradient.validation`. The privacy guarantee does not rest on
-this file.
+typer calls `doctor` for `privgrad doctor`; `doctor` calls `gradient.validation` and `data.findings`. The privacy
+guarantee does not rest on this file.
 """
 
 import importlib
@@ -10,22 +10,34 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from privgrad import data as loaders
 from privgrad.cli.console import STDOUT, AsJson, print_json
+from privgrad.data.findings import RawFinding, raw_findings, raw_image_findings
 from privgrad.errors import PrivacyError, expected
+from privgrad.experiments.load_spec import read_tables
+from privgrad.experiments.sources import find_loader
 from privgrad.gradient.explanation import REMEDY_OF_UNUSED, Explanation, explain
 from privgrad.gradient.validation import Problem, find_problems
 from privgrad.types import LossFunction
 
+_SCHEMA = ("columns", "label", "classes", "unit", "max_rows", "row_id", "table")
+
 
 def doctor(
     factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="A function (or class) that returns the model.")
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY | FILE.toml",
+            help="A function (or class) that returns the model; or a TOML file whose [data] declares a file or folder.",
+        ),
     ],
     batch: Annotated[
         str | None,
@@ -37,11 +49,19 @@ def doctor(
     engine: Annotated[str, typer.Option(help="The engine that --batch tries: factored or vmap.")] = "factored",
     as_json: AsJson = False,
 ) -> None:
-    """List the modules that block private training, with a remedy for each. Exit code 1 if there are any.
+    """List what blocks private training, with a remedy for each. Exit code 1 if there is anything.
 
-    With --batch, also list the parameters that the loss does not use, and say how each gradient is computed, what is
-    slow, and what a step costs in time and memory, without noise and optimizer.
+    For a model: its modules. With --batch, also list the parameters that the loss does not use, and say how each
+    gradient is computed, what is slow, and what a step costs in time and memory, without noise and optimizer.
+
+    For a TOML file: rows of its data that are missing, repeated, out of range or of the same person. This is NOT
+    private: do not publish it.
     """
+    if factory.endswith(".toml"):
+        if batch is not None:
+            remedy = "leave it out: it belongs to a model"
+            raise expected("privgrad doctor", "batch", "to be absent for a TOML file", repr(batch), remedy)
+        raise typer.Exit(_examine(Path(factory), as_json=as_json))
     model = _make(factory)
     problems = find_problems(model)
     found = _tried(model, batch, engine) if batch is not None and not problems else None
@@ -65,6 +85,50 @@ def doctor(
     elif not problems:
         STDOUT.print("Whether examples stay apart, and what a step costs, is tried with --batch MODULE:FUNCTION.")
     raise typer.Exit(1 if problems else 0)
+
+
+def _examine(path: Path, *, as_json: bool) -> int:
+    """Print the findings in the data of a TOML file; return the exit code."""
+    tables = read_tables(path)
+    given: object = tables.get("data")
+    if not isinstance(given, dict):
+        remedy = "add it, as docs/own-data.md describes"
+        raise expected("privgrad doctor", f"[data] of {path.name}", "to be a table", repr(given), remedy)
+    data = cast("dict[str, Any]", given)
+    if (loader := find_loader(data, "data")) not in (loaders.table, loaders.image_folder):
+        remedy = "name a file or a folder; a function is checked by its author"
+        got = data.get("name")
+        raise expected("privgrad doctor", "data", "to be a file or a folder", repr(got), remedy)
+    found: dict[str, list[RawFinding]] = {}
+    for name in (data.get("file") or data.get("folder"), data.get("test")):
+        if name is not None:
+            place = path.parent / Path(f"{name}").expanduser()
+            own = {key: data[key] for key in _SCHEMA if key in data}
+            absent = dict.fromkeys(("columns", "label", "classes", "unit"))
+            found[place.name] = (
+                raw_findings(place, **(absent | own)) if loader is loaders.table else raw_image_findings(place)
+            )
+    blocked = any(one.blocks for several in found.values() for one in several)
+    if as_json:
+        findings = {name: [asdict(one) for one in several] for name, several in found.items()}
+        print_json({"raw_findings": findings, "private": False})
+        return int(blocked)
+    for name, several in found.items():
+        if not several:
+            STDOUT.print(f"{name}: each row fits its declaration, and none is repeated.", highlight=False)
+            continue
+        shown = Table(title=f"{name}: NOT PRIVATE")
+        for column in ("column", "finding", "count", "first rows", "remedy"):
+            shown.add_column(column, overflow="fold")
+        for one in several:
+            what = f"error: {one.what}" if one.blocks else one.what
+            cells = (one.column, what, f"{one.count:,}", ", ".join(map(str, one.rows)), one.remedy)
+            shown.add_row(*map(escape, cells), style="red" if one.blocks else None)
+        STDOUT.print(shown)
+    STDOUT.print(
+        "NOT PRIVATE: all of this is counted without noise. Do not publish it, nor decide by it what is public."
+    )
+    return int(blocked)
 
 
 def _of_unused(model: nn.Module, unused: Sequence[str]) -> list[Problem]:

@@ -6,7 +6,7 @@
 import csv
 import importlib
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ def is_datasets_folder(path: Path) -> bool:
     return all((path / name).is_file() for name in _HF_FILES)
 
 
-def read_columns(function: str, path: Path, names: Sequence[str], table: str | None) -> Columns:
+def read_columns(function: str, path: Path, names: Sequence[str] | None, table: str | None) -> Columns:
     """Return the values of each named column, in the order of the file.
 
     Args:
         function: the name for errors.
         path: a file, whose suffix decides its format, or a folder of Hugging Face datasets.
-        names: the columns to read; the others are not kept.
+        names: the columns to read; the others are not kept. None: all, which `raw_findings` reads.
         table: the table of an SQLite file; None for other formats.
     Raises:
         PrivacyError: the file is absent or damaged, lacks a column or has no rows, or a package is not installed.
@@ -63,7 +63,7 @@ def read_columns(function: str, path: Path, names: Sequence[str], table: str | N
     except Exception as error:  # a damaged file can raise anything
         got = f"{type(error).__name__}: {f'{error}'.splitlines()[0] if f'{error}' else 'no message'}"
         raise expected(function, f"{path.name}", "to be a readable table", got, "write the file again") from error
-    if not columns[names[0]]:
+    if not any(columns.values()):
         raise expected(function, f"{path.name}", "to hold at least 1 row", 0, "correct the path")
     return columns
 
@@ -73,26 +73,27 @@ def _is_dict(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file()
 
 
-def _require_columns(function: str, source: str, names: Iterable[str], present: Sequence[str]) -> None:
-    """Raise PrivacyError for the first column that a table lacks."""
-    for name in names:
+def _required(function: str, source: str, names: Sequence[str] | None, present: Sequence[str]) -> Sequence[str]:
+    """Return the columns to read; raise PrivacyError for the first one that a table lacks."""
+    for name in names or ():
         if name not in present:
             remedy = did_you_mean(name, present, f"correct the name; the columns are {', '.join(present)[:200]}")
             raise expected(function, f"the columns of {source}", "to include every declared one", repr(name), remedy)
+    return list(dict.fromkeys(present)) if names is None else names
 
 
-def _csv(function: str, path: Path, names: Sequence[str]) -> Columns:
+def _csv(function: str, path: Path, names: Sequence[str] | None) -> Columns:
     """Read a CSV file with a header, in UTF-8; blanks after a comma do not count."""
-    columns: Columns = {name: [] for name in names}
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, skipinitialspace=True, strict=True)
         header = [name.strip() for name in next(rows, list[str]())]
         if len(header) == 1 and any(mark in header[0] for mark in ";\t|"):
             got = f"the header {header[0][:60]!r}"
             raise expected(function, path.name, "to be separated by commas", got, "write it with commas")
-        if double := [name for name in header if header.count(name) > 1 and name in columns]:
+        if double := [name for name in header if header.count(name) > 1 and name in (names or ())]:
             raise expected(function, f"the columns of {path.name}", "to differ", repr(double[0]), "rename one")
-        _require_columns(function, path.name, names, header)
+        names = _required(function, path.name, names, header)
+        columns: Columns = {name: [] for name in names}
         places = [(columns[name], header.index(name)) for name in names]
         count = 0
         for row in rows:
@@ -112,7 +113,7 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _sqlite(function: str, path: Path, names: Sequence[str], table: str) -> Columns:
+def _sqlite(function: str, path: Path, names: Sequence[str] | None, table: str) -> Columns:
     """Read a table or view of an SQLite file, which is not changed."""
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
@@ -123,7 +124,7 @@ def _sqlite(function: str, path: Path, names: Sequence[str], table: str) -> Colu
             remedy = did_you_mean(table, tables, f"choose one of {', '.join(tables)}" if tables else "check the file")
             raise expected(function, "table", f"to be a table of {path.name}", repr(table), remedy)
         present = [row[1] for row in connection.execute(f"PRAGMA table_info({_quoted(table)})")]
-        _require_columns(function, f"{path.name}, table {table}", names, present)
+        names = _required(function, f"{path.name}, table {table}", names, present)
         rows = connection.execute(f"SELECT {', '.join(map(_quoted, names))} FROM {_quoted(table)}").fetchall()
     finally:
         connection.close()
@@ -141,7 +142,7 @@ def _module(function: str, name: str, path: Path) -> Any:
         raise expected(function, package, f"to be installed for {path.name}", error, remedy) from error
 
 
-def _arrow(function: str, path: Path, names: Sequence[str]) -> Columns:
+def _arrow(function: str, path: Path, names: Sequence[str] | None) -> Columns:
     """Read a Parquet, Arrow or Feather file with pyarrow."""
     pa, feather, parquet = (_module(function, name, path) for name in ("pyarrow", "pyarrow.feather", "pyarrow.parquet"))
     if path.suffix.lower() == ".parquet":
@@ -152,15 +153,15 @@ def _arrow(function: str, path: Path, names: Sequence[str]) -> Columns:
         except pa.ArrowInvalid:  # the format of a stream, which Hugging Face writes
             with pa.memory_map(f"{path}") as source:
                 table = pa.ipc.open_stream(source).read_all()
-    _require_columns(function, path.name, names, table.column_names)
+    names = _required(function, path.name, names, table.column_names)
     return {name: table.column(name).to_pylist() for name in names}
 
 
-def _datasets(function: str, path: Path, names: Sequence[str]) -> Columns:
+def _datasets(function: str, path: Path, names: Sequence[str] | None) -> Columns:
     """Read a folder of Hugging Face datasets; the numbers of a ClassLabel become its names."""
     datasets = _module(function, "datasets", path)
     found = datasets.Dataset.load_from_disk(f"{path}")
-    _require_columns(function, path.name, names, found.column_names)
+    names = _required(function, path.name, names, found.column_names)
     columns: Columns = {}
     for name in names:
         values: list[Any] = list(found.with_format(None)[name])

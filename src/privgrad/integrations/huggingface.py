@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerState, TrainingArguments, default_data_collator
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -26,6 +32,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
+from privgrad.early_stopping import StopData, charge_unused
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations.external_loop import ExternalLoopStep
@@ -65,6 +72,8 @@ class PrivateTrainer(Trainer):
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
             of sequence classification, or of causal language models (the mean over an example's own tokens).
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
+        selection_data: where the evaluations come from that choose the model: "public" or "released", as in
+            EarlyStopping. Required with EarlyStoppingCallback and with load_best_model_at_end.
         private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size and
             memory_mb.
         trainer_options: the Trainer's other arguments.
@@ -73,7 +82,8 @@ class PrivateTrainer(Trainer):
             information.
     Privacy:
         The guarantee of PrivateGradient; the ledger is args.output_dir/ledger.jsonl. It does not cover the evaluation
-        data: what `evaluate` and callbacks publish about these has no noise.
+        data: what `evaluate` and callbacks publish about these has no noise. If EarlyStoppingCallback ends the
+        training, the unused steps are charged too, as `early_stopping.charge_unused` explains.
     Attributes:
         private_grad: the PrivateGradient; `private_grad.ledger` records all releases.
         private_step: the ExternalLoopStep that connects it to the Trainer's loop.
@@ -90,6 +100,7 @@ class PrivateTrainer(Trainer):
         optimizers: tuple[PrivateOptimizer | None, torch.optim.lr_scheduler.LRScheduler | None] = (None, None),
         loss_fn: Losses | None = None,
         data_collator: Any = None,
+        selection_data: StopData | None = None,
         private_options: Mapping[str, Any] | None = None,
         **trainer_options: Any,
     ) -> None:
@@ -123,6 +134,8 @@ class PrivateTrainer(Trainer):
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
         _write_events_in_one_folder(self)
+        self._selection_data = selection_data
+        self._require_selection()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
@@ -133,6 +146,24 @@ class PrivateTrainer(Trainer):
             made = arguments.make_optimizer(trained, self.args, self._noise_step, decayed, _head_of(trained))
             self.optimizer = made
         return made
+
+    def _stopping(self) -> list[EarlyStoppingCallback]:
+        """Return the callbacks that may end the training by evaluations."""
+        callbacks = cast("list[object]", self.callback_handler.callbacks)
+        return [one for one in callbacks if isinstance(one, EarlyStoppingCallback)]
+
+    def _require_selection(self) -> None:
+        """Raise PrivacyError if evaluations of undeclared data would choose the model."""
+        selects = ["EarlyStoppingCallback"] if self._stopping() else []
+        selects += ["load_best_model_at_end"] if self.args.load_best_model_at_end else []
+        given = self._selection_data
+        if (selects and given is None) or (given is not None and given not in get_args(StopData)):
+            remedy = (
+                "declare it, if it holds nobody who needs protection, or if its scores are released with noise; "
+                "docs/before-training.md says what else there is"
+            )
+            condition = f"to be 'public' or 'released' with {' and '.join(selects) or 'any option'}"
+            raise expected("PrivateTrainer", "selection_data", condition, repr(given), remedy)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
@@ -173,6 +204,7 @@ class PrivateTrainer(Trainer):
             arguments.step_conflicts(self.args, self.private_grad.plan)
             + arguments.collator_conflicts(self.data_collator)
         )
+        self._require_selection()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if resume_from_checkpoint:
@@ -193,6 +225,8 @@ class PrivateTrainer(Trainer):
         finally:
             giving.remove()  # the next trainer may have the same optimizer
         self.private_step.require_moved()
+        if any(one.early_stopping_patience_counter >= one.early_stopping_patience for one in self._stopping()):
+            charge_unused(self.private_grad)
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
 

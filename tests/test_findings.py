@@ -1,0 +1,140 @@
+"""`privgrad doctor FILE.toml`: what is found in a table or a folder of images before a training."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import privgrad as pg
+from privgrad.cli import app
+from privgrad.data.findings import RawFinding, raw_findings
+
+VISITS = """visit,patient,age,pressure,ward,site,returned
+1,p1,30,120,north,a,yes
+2,p2,40,,south,a,no
+2,p2,40,900,south,a,no
+4,p3,abc,130,moon,a,no
+5,p4,41,120,north,a,yes
+5,p5,30,120,north,a,yes
+7,p6,30,120,north,a,maybe
+"""
+SCHEMA: dict[str, Any] = {
+    "label": "returned",
+    "classes": ["no", "yes"],
+    "columns": {
+        "age": {"kind": "number", "range": [18, 100], "bins": 8},
+        "pressure": {"kind": "number", "edges": [60, 100, 250]},
+        "ward": {"kind": "category", "values": ["north", "south"]},
+        "site": {"kind": "category", "values": ["a"]},
+    },
+}
+
+
+@pytest.fixture
+def visits(tmp_path: Path) -> Path:
+    (tmp_path / "visits.csv").write_text(VISITS)
+    return tmp_path / "visits.csv"
+
+
+def by_what(found: list[RawFinding]) -> dict[tuple[str, str], tuple[Any, ...]]:
+    return {(one.column, one.what.partition(":")[0]): (one.count, *one.rows, one.blocks) for one in found}
+
+
+def test_each_row_that_needs_a_decision_is_found(visits: Path):
+    assert by_what(raw_findings(visits, unit="row", row_id="visit", **SCHEMA)) == {
+        ("returned", "no declared class"): (1, 7, True),
+        ("age", "no number"): (1, 4, True),
+        ("pressure", "missing"): (1, 2, True),
+        ("pressure", "outside of 60 to 250"): (1, 3, False),
+        ("ward", "no declared value"): (1, 4, True),
+        ("site", "constant"): (7, 1, 2, 3, 4, 5, False),
+        ("", "the same declared columns as an earlier row"): (1, 6, False),
+        ("visit", "an id that an earlier row has"): (2, 3, 6, True),
+        ("patient", "6 values in 7 rows, and unit is 'row'"): (1, 3, False),
+    }
+
+
+def test_persons_with_several_rows_are_counted(visits: Path):
+    found = by_what(raw_findings(visits, unit="patient", max_rows=1, **SCHEMA))
+    assert found["patient", "persons with several rows, of 6 persons; the most is 2"] == (1, 2, False)
+    assert found["patient", "persons with more than max_rows = 1 rows"] == (1, 2, False)
+    assert not any("and unit is 'row'" in what for _, what in found)
+    assert ("patient", "persons with more than max_rows = 2 rows") not in by_what(
+        raw_findings(visits, unit="patient", max_rows=2, **SCHEMA)
+    )
+
+
+def test_declared_codes_for_missing_and_other_values_do_not_block(visits: Path):
+    columns = SCHEMA["columns"] | {
+        "pressure": SCHEMA["columns"]["pressure"] | {"missing": "category"},
+        "ward": SCHEMA["columns"]["ward"] | {"other": True},
+    }
+    schema: dict[str, Any] = SCHEMA | {"columns": columns}
+    found = by_what(raw_findings(visits, unit="row", **schema))
+    assert found["pressure", "missing"] == (1, 2, False)
+    assert found["ward", "no declared value"] == (1, 4, False)
+
+
+def test_a_table_of_sqlite_is_read_with_all_of_its_columns(tmp_path: Path):
+    with sqlite3.connect(tmp_path / "visits.db") as connection:
+        connection.execute("CREATE TABLE v (user_id, age, returned)")
+        connection.executemany("INSERT INTO v VALUES (?, ?, ?)", [(1, 30, "yes"), (1, 31, "no"), (2, 31.5, "no")])
+    schema: dict[str, Any] = SCHEMA | {"columns": {"age": {"kind": "number", "range": [18, 100]}}}
+    found = by_what(raw_findings(tmp_path / "visits.db", unit="row", table="v", **schema))
+    assert found == {("user_id", "2 values in 3 rows, and unit is 'row'"): (1, 2, False)}
+
+
+def test_a_schema_or_file_that_a_training_refuses_is_refused(visits: Path):
+    schema: dict[str, Any] = SCHEMA | {"columns": {"aged": SCHEMA["columns"]["age"]}}
+    with pytest.raises(pg.PrivacyError, match="did you mean 'age'"):
+        raw_findings(visits, unit="row", **schema)
+    with pytest.raises(pg.PrivacyError, match='unit to be "row" or the name of the column'):
+        raw_findings(visits, unit=None, **SCHEMA)
+
+
+def written(folder: Path, lines: str) -> str:
+    (folder / "data.toml").write_text(f"[data]\n{lines}\n")
+    return f"{folder / 'data.toml'}"
+
+
+def test_the_command_prints_what_it_finds_and_says_that_it_is_raw(visits: Path):
+    lines = 'file = "visits.csv"\nunit = "row"\nlabel = "returned"\nclasses = ["no", "yes"]\n'
+    lines += 'columns = { age = { kind = "number", range = [18, 100] } }'
+    path = written(visits.parent, lines)
+    shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "200"})
+    assert shown.exit_code == 1
+    for part in ("visits.csv: NOT PRIVATE", "error: no number: 'abc'", "Do not publish it"):
+        assert part in shown.output
+    told = json.loads(CliRunner().invoke(app, ["doctor", path, "--json"]).stdout.splitlines()[-1])
+    assert told["private"] is False
+    assert told["raw_findings"]["visits.csv"][0]["column"] == "returned"
+    visits.write_text("age,returned\n30,yes\n40,no\n")
+    clean = CliRunner().invoke(app, ["doctor", path])
+    assert (clean.exit_code, "each row fits its declaration" in clean.output) == (0, True)
+
+
+def test_copies_of_images_are_found(tmp_path: Path):
+    for name, content in {"ill/1.png": b"a", "ill/2.png": b"b", "well/3.png": b"a"}.items():
+        (tmp_path / "xrays" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "xrays" / name).write_bytes(content)
+    path = written(tmp_path, 'folder = "xrays"\nclasses = ["ill", "well"]\nunit = "row"\nsize = 8\nchannels = 1')
+    shown = CliRunner().invoke(app, ["doctor", path])
+    assert (shown.exit_code, "well/3.png" in shown.output, "ill/2.png" in shown.output) == (0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ('name = "digits"', [], "to be a file or a folder, got 'digits'"),
+        ("", [], "exactly one|to be given"),
+        ('file = "absent.csv"\nlabel = "a"', [], "columns to be a table of columns"),
+        ('name = "digits"', ["--batch", "a:b"], "absent for a TOML file"),
+    ],
+)
+def test_files_without_data_to_look_at_are_refused(tmp_path: Path, lines: str, options: list[str], message: str):
+    result = CliRunner().invoke(app, ["doctor", written(tmp_path, lines), *options])
+    with pytest.raises(pg.PrivacyError, match=message):
+        raise result.exception or AssertionError(result.output)
