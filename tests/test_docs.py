@@ -21,6 +21,7 @@ from privgrad.experiments.load_spec import load_spec
 from privgrad.experiments.spec import Spec
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.layers import base
 
 WITH_CODE = [page for page in pages.pages() if blocks(page, "python")]
 WITH_COMMANDS = [page for page in pages.pages() if commands(page)]
@@ -54,6 +55,7 @@ def test_the_pages_code_runs(
         monkeypatch.setenv(name, value)  # as torchrun does
     if page != "README.md":  # one page by PLD, which takes seconds
         account_by_rdp(monkeypatch)
+    monkeypatch.setattr(base, "_RULES", dict(base._RULES))  # a page registers a rule
     torch.manual_seed(0)
     try:
         pages.run_python(page, lambda: capsys.readouterr().out)
