@@ -5,6 +5,7 @@ out a number. It does not rest on `keep_freed_memory` and `one_thread`.
 """
 
 import ctypes
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -60,10 +61,11 @@ def keep_freed_memory() -> None:
 
     By default glibc returns freed memory to the system as soon as the end of the heap holds twice the largest block
     that was freed so far. Each step of a model of a few million parameters then spends 2 to 6 % of its time on page
-    faults. Other C libraries keep their own rules. Every `PrivateGradient` calls this when it is made.
+    faults. Other C libraries keep their own rules, and so does glibc if the environment sets its thresholds. Every
+    `PrivateGradient` calls this when it is made.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
+    if mallopt is not None and not os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc accepts; larger blocks are always returned
         mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
