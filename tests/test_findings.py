@@ -106,7 +106,7 @@ def test_the_command_prints_what_it_finds_and_says_that_it_is_raw(visits: Path):
     path = written(visits.parent, lines)
     shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "200"})
     assert shown.exit_code == 1
-    for part in ("visits.csv: NOT PRIVATE", "error: no number: 'abc'", "Do not publish it"):
+    for part in ("visits.csv: NOT PRIVATE", "'abc'", "Do not publish it"):
         assert part in shown.output
     told = json.loads(CliRunner().invoke(app, ["doctor", path, "--json"]).stdout.splitlines()[-1])
     assert told["private"] is False
