@@ -171,7 +171,7 @@ def _statement(records: Sequence[Ledger | Budget], delta: float | None) -> State
 
 
 def _origin(model: nn.Module, records: Sequence[Ledger | Budget], changes: str | None) -> tuple[str, ...]:
-    """Return what is known of the origin of the weights.
+    """Return sentences on how the weights are tied to the records.
 
     Raises:
         PrivacyError: a training in this process is missing from the records, or the weights are not the checkpoint's.
