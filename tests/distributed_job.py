@@ -116,6 +116,7 @@ VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
     "automatic": lambda model, processes: {"clip": pg.clip.Automatic()},
     "preconditioned": lambda model, processes: {"precondition": pg.precondition.public_adam(public(model, processes))},
     "inputs": lambda model, processes: {"precondition": inputs()},
+    "adaptive clip": lambda model, processes: {"adaptive_clip": pg.clip.TargetFraction()},
 }
 
 

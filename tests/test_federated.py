@@ -26,6 +26,7 @@ from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.load_spec import check_spec
 from privgrad.federated import LocalUpdate, ReportedUpdate, local_update
 from privgrad.models import SparseLinear
+from tests.reference.norm_slots import poured
 
 ROOT = Path(__file__).parents[1]
 OWNERS = [3] * 9 + [0] * 5 + [7] * 8 + [1] * 2 + [5] * 1
@@ -145,6 +146,18 @@ def test_updates_are_those_of_a_loop_over_users(name: str, engine: Any, scaled: 
     alone = local_update(model, cross_entropy, one, local, max_update_norm=0.3, precondition=precondition)
     for parameter, wanted in mean_of(updates[1:2], 0.3, 1).items():
         torch.testing.assert_close(alone[parameter], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_distribution_of_norms_is_that_of_the_users_updates():
+    model, _, users = users_of(next(iter(MODELS)))
+    local = LocalUpdate(0.7, batch_size=3)
+    plan = plan_for(len(users))
+    private_grad = pg.PrivateGradient(model, cross_entropy, plan, perturb=local, norm_bins=4)
+    lengths = [min(0.3, norm(update)) for update in updates_by_loop(model, users, local, {})]
+    found = private_grad(next(plan.batches(users))).norm_distribution
+    assert found is not None
+    wanted = torch.tensor([poured(length, 0.3, 4) for length in lengths]).sum(0).double() / 0.15 / len(users)
+    torch.testing.assert_close(found.shares, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_scales_of_one_are_federated_averaging_to_the_bit():

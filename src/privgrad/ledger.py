@@ -247,6 +247,7 @@ class Ledger:
         limit: int,
         digest: str | None = None,
         values: Sequence[float] | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         """Record one release durably. PrivateGradient and `releases` call this before they return it.
 
@@ -258,6 +259,7 @@ class Ledger:
                 the same digest, this is the same release, computed again after a resume. It is not charged again.
             values: the released values, to be read back from `values`. They are written with the charge, in one line: a
                 process that is killed has written both or neither.
+            max_grad_norm: C of this release, if C changes. For readers; epsilon does not depend on it.
         Raises:
             BudgetExceededError: the limit has been reached.
             SamplingError: the draw was already charged, with a different digest or with none.
@@ -276,6 +278,8 @@ class Ledger:
             line["digest"] = digest
         if values is not None:
             line["values"] = list(values)
+        if max_grad_norm is not None:
+            line["max_grad_norm"] = max_grad_norm
         with self._one_at_a_time():
             if digest is not None and self._draws.get(draw) == digest:
                 return

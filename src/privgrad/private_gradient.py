@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,6 +33,7 @@ from privgrad.errors import (
     require_integer,
     require_positive,
 )
+from privgrad.gradient.adaptive_clip import AdaptiveClip
 from privgrad.gradient.clipping import Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.factored import Factored
@@ -43,6 +44,7 @@ from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
+from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.probes import gradients
 from privgrad.gradient.validation import check_loss, configuration, require_supported
@@ -73,12 +75,14 @@ class RawStep:
             processes, the first has the sum of all; each other process has its own sum.
         clipping: the norms and factors of this process' examples.
         released: the released gradient.
+        raw_shares: the shares of `released.norm_distribution` without their noise; None if there is none.
     """
 
     step: int
     raw_mean: Mapping[str, Tensor]
     clipping: RawClipping
     released: NoisyGradient
+    raw_shares: Tensor | None = None
 
 
 def require_model(function: str, model: object) -> None:
@@ -118,6 +122,11 @@ class PrivateGradient:
             None lets the engine choose. Speed and memory only.
         ledger: a Ledger, or the path of one; None records in memory. With several processes, the first process has the
             record, and the others count their steps in memory.
+        norm_bins: the number of bins, >= 1, of a distribution of the clipped gradients' lengths, which each released
+            gradient then has as `norm_distribution`. It is private, costs no epsilon and leaves the gradient as it is.
+            "auto" takes as many bins as the noise allows (see `norm_statistics.chosen_slots`). None: no distribution.
+        adaptive_clip: changes C at each step: clip.TargetFraction(), at no cost, or a rule of `clip` with a release of
+            its own. The plan's `max_grad_norm` is the first C. None keeps it.
         processes: the processes that train together; see integrations.distributed. None: only this one.
         side_information: other data that the model or its inputs depend on, such as the source of features, in a few
             words; recorded in the ledger. None: there is none.
@@ -146,6 +155,8 @@ class PrivateGradient:
         microbatch_size: int | None = None,
         memory_mb: float | None = None,
         ledger: Ledger | str | os.PathLike[str] | None = None,
+        norm_bins: NormBins = None,
+        adaptive_clip: AdaptiveClip | None = None,
         processes: Processes | None = None,
         side_information: str | None = None,
     ) -> None:
@@ -189,6 +200,20 @@ class PrivateGradient:
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
         self._microbatch_size = microbatch_size
+        self._adaptive = None
+        self._statistic = chosen_slots(norm_bins, plan.max_grad_norm, plan.noise_std)
+        if adaptive_clip is not None:
+            if not isinstance(adaptive_clip, AdaptiveClip):  # pyright: ignore[reportUnnecessaryIsInstance]
+                got, remedy = described(adaptive_clip), "give clip.TargetFraction()"
+                raise expected("PrivateGradient", "adaptive_clip", "to be an AdaptiveClip", got, remedy)
+            self._adaptive = adaptive_clip.begun(
+                max_grad_norm=plan.max_grad_norm,
+                noise_multiplier=plan.noise_multiplier,
+                divisor=plan.divisor,
+                norm_bins=norm_bins,
+                size=sum(parameter.numel() for parameter in trainable(model).values()),
+            )
+            self._statistic = self._adaptive.statistic
         self._ledger = ledger if isinstance(ledger, Ledger) else Ledger(ledger if processes.rank == 0 else None)
         # A transform that depends on the private batch reveals it, whatever noise is added later.
         self._release, facts = plan.release, plan.public_facts
@@ -200,6 +225,10 @@ class PrivateGradient:
             torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
             for parameter in trainable(model).values()
         ]
+        facts["norm_statistic"] = None if self._statistic is None else repr(self._statistic)
+        facts["adaptive_clip"] = None if self._adaptive is None else repr(self._adaptive)
+        if self._statistic is not None:
+            sums.append(torch.empty(0, dtype=torch.float64, device=sums[0].device))
         facts["noise_generator"] = noise_generator(sums, on_grid=plan.noise_on_grid)
         # Read once, so that a part cannot change from public to private between charges.
         self._not_private = {name for name, part in self._parts().items() if not part.is_public}
@@ -240,13 +269,19 @@ class PrivateGradient:
         return self._processes
 
     @property
+    def max_grad_norm(self) -> float:
+        """C of the next step: the plan's, or that of `adaptive_clip`."""
+        return self._plan.max_grad_norm if self._adaptive is None else self._adaptive.max_grad_norm
+
+    @property
     def settings(self) -> dict[str, str]:
         """All that decides the released gradient besides the plan, in words. A resumed run must have the same.
 
         `fit` and `integrations.external_loop` store it in their checkpoints.
         """
         perturb, precondition = self._parts().get("perturb"), self._precondition
-        return {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
+        found = {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
+        return found if self._adaptive is None else found | {"adaptive_clip": repr(self._adaptive)}
 
     def explain(self) -> Explanation:
         """Say how the last step computed the gradient of each parameter; `print` shows it.
@@ -374,6 +409,7 @@ class PrivateGradient:
                 gradient = processes.broadcast(gradient)
                 if processes.rank > 0:
                     self._charge(batch, gradient)
+                gradient, raw_shares = self._with_distribution(gradient, raw_mean.pop(NORMS, None))
             except BaseException:
                 # A traceback may still show the values. Without a seed, the same noise is not drawn again.
                 self._make_streams()
@@ -381,7 +417,7 @@ class PrivateGradient:
             self._contribution.released(gradient)
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
-                observe(RawStep(step, raw_mean, clipping, gradient))
+                observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
         return replace(gradient, tensors=processes.shard_like(gradient, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -409,10 +445,11 @@ class PrivateGradient:
         accumulator = ClippingAccumulator(
             like=parameters,
             clip=self._clip,
-            max_grad_norm=plan.max_grad_norm,
+            max_grad_norm=self.max_grad_norm,
             inverse_scales={} if contribution.applies_scales else scales,
             grouped=plan.group_size > 1,
             expected_size=plan.divisor,
+            statistic=self._statistic,
         )
         mixed = bool(transform.shift) or transform.keep < 1
         raw_mean = partial(self._raw_mean, batch, "perturb")
@@ -476,12 +513,30 @@ class PrivateGradient:
         self._charge(batch, gradient)
         return gradient
 
+    def _with_distribution(
+        self, gradient: NoisyGradient, raw_mean: Tensor | None
+    ) -> tuple[NoisyGradient, Tensor | None]:
+        """Return the gradient with its distribution of norms apart from the parameters, and move C. Post-processing.
+
+        It also returns the shares without noise, if their statistic is given.
+        """
+        if self._statistic is None:
+            return gradient, None
+        tensors, noise_std, bound = dict(gradient), cast(float, gradient.noise_std), self.max_grad_norm
+        found = self._statistic.distribution(tensors.pop(NORMS).cpu(), noise_std, bound)
+        raw = None if raw_mean is None else self._statistic.distribution(raw_mean.cpu(), 0.0, bound).shares
+        if self._adaptive is not None:
+            self._adaptive.update(found)
+        return NoisyGradient(tensors, noise_std, found), raw
+
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
         """Charge a step to the ledger, and move on to the next step."""
         seeded = self._plan.seed is not None
         # Only a research seed can draw the same noise again, so only then can a release be recognized.
         digest = _digest(gradient) if seeded else None
-        self._ledger.charge(self._release, draw=batch.sampling.draw, limit=self._plan.steps, digest=digest)
+        bound = None if self._adaptive is None else self.max_grad_norm
+        draw, limit = batch.sampling.draw, self._plan.steps
+        self._ledger.charge(self._release, draw=draw, limit=limit, digest=digest, max_grad_norm=bound)
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
@@ -526,7 +581,7 @@ class PrivateGradient:
                 step,
                 epoch_steps=self._plan.epoch_steps,
                 # Scales of a local training divide its gradients; the noise is in the units of its update.
-                noise_std=0.0 if self._contribution.applies_scales else self._plan.noise_std,
+                noise_std=0.0 if self._contribution.applies_scales else self._noise_std(),
                 parameters=parameters,
                 raw_mean=raw_mean,
             )
@@ -535,8 +590,13 @@ class PrivateGradient:
             self._known = transform
         return transform
 
+    def _noise_std(self) -> float:
+        """Return the standard deviation of the noise in one coordinate of this step's gradient, but for the grid."""
+        bound = self.max_grad_norm if self._statistic is None else self._statistic.sensitivity(self.max_grad_norm)
+        return self._plan.noise_std * bound / self._plan.max_grad_norm if self._plan.noise_std > 0 else 0.0
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the next step's index, and the state of perturb and precondition.
+        """Return the state for a checkpoint: the next step's index, and the state of its parts.
 
         It holds no key, and no value from before the noise (except for a preconditioner that is NOT private).
         `training_run`, the bridges and `audit.methods` call it.
@@ -568,7 +628,7 @@ class PrivateGradient:
         for name in parts.keys() | state.keys() - {"step", "plan"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
-                remedy = "resume with the same perturb and precondition"
+                remedy = "resume with the same perturb, precondition and adaptive_clip"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
         self._step = state["step"]
         for name, part in parts.items():
@@ -580,13 +640,14 @@ class PrivateGradient:
         """Return what decides whether the releases of this plan are private at all."""
         return {"research_seed": self._plan.seed is not None, "simulates": self._facts["simulates"]}
 
-    def _parts(self) -> dict[str, Contribution | Preconditioner]:
-        """Return perturb and precondition by name, as far as they were given."""
-        perturb = {} if type(self._contribution) is SampleGradient else {"perturb": self._contribution}
-        return perturb | ({} if self._precondition is None else {"precondition": self._precondition})
+    def _parts(self) -> dict[str, Contribution | Preconditioner | AdaptiveClip]:
+        """Return perturb, precondition and adaptive_clip by name, as far as they were given."""
+        perturb = None if type(self._contribution) is SampleGradient else self._contribution
+        parts = {"perturb": perturb, "precondition": self._precondition, "adaptive_clip": self._adaptive}
+        return {name: part for name, part in parts.items() if part is not None}
 
-    def _described(self, part: Contribution | Preconditioner | None) -> str:
-        """Return perturb or precondition in words; None gives "None"."""
+    def _described(self, part: Contribution | Preconditioner | AdaptiveClip | None) -> str:
+        """Return a part in words; None gives "None"."""
         return part.described(self._plan.steps) if isinstance(part, Contribution) else repr(part)
 
     def __reduce__(self) -> str:
@@ -622,10 +683,12 @@ class PrivateGradient:
 
 
 def _rounded(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values in float32, or in float64 for float64 parameters, as the optimizers need. Post-processing."""
-    return {
-        name: value.to(torch.promote_types(parameters[name].dtype, torch.float32)) for name, value in values.items()
-    }
+    """Return gradients in float32, or in float64 for float64 parameters, as the optimizers need. Post-processing."""
+
+    def dtype(name: str, value: Tensor) -> torch.dtype:
+        return value.dtype if name == NORMS else torch.promote_types(parameters[name].dtype, torch.float32)
+
+    return {name: value.to(dtype(name, value)) for name, value in values.items()}
 
 
 def _digest(values: Mapping[str, Tensor]) -> str:

@@ -233,6 +233,32 @@ def _not_scales(side: str, operand: object) -> Exception:
     return expected("Scales", f"the {side} operand of |", "to be Scales", type(operand).__name__, remedy)
 
 
+@dataclass(frozen=True, eq=False)
+class NormDistribution:
+    """A released distribution of the norms of the gradients of one step. It may be published.
+
+    PrivateGradient makes it, from `norm_bins` or for `adaptive_clip`.
+
+    Attributes:
+        shares: for each edge, the noisy share of gradients that are shorter, shape (K,), float64, on the CPU. It is
+            their number in the batch, divided by the public expected number of contributions. Noise may bring it below
+            0 or above 1. With `norm_bins`, it is the share of clipped gradients, and one that is between an edge and
+            the next lower edge counts in proportion.
+        noise_std: standard deviation of the noise in each share, shape (K,).
+        edges: the norms below which `shares` counts, shape (K,), falling. With `norm_bins`: C (1 - k / K) for k = 0 to
+            K - 1.
+    """
+
+    shares: Tensor
+    noise_std: Tensor
+    edges: Tensor
+
+    @property
+    def clip_fraction(self) -> float:
+        """With `norm_bins`, the noisy share of gradients of norm C or more, which clipping shortens; see `shares`."""
+        return 1.0 - float(self.shares[0])
+
+
 NoiseStd = float | Mapping[str, float | Tensor]
 
 
@@ -248,10 +274,12 @@ class NoisyGradient(Mapping[str, Tensor]):
         noise_std: standard deviation of the noise in the tensors, sigma C / B, in gradient units, >= 0. It is one
             number for all parameters, or a mapping from parameter name to a number or to a tensor shaped like the
             parameter.
+        norm_distribution: the private distribution of the gradients' norms, if PrivateGradient was given `norm_bins`.
     """
 
     tensors: Mapping[str, Tensor]
     noise_std: NoiseStd
+    norm_distribution: NormDistribution | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -16,6 +16,7 @@ from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.input_maps import INPUT_MAPS
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
+from mutants.norms import NORMS
 from mutants.processes import PROCESSES
 from mutants.records import ACCOUNTING, CHECKPOINTS, LEDGER
 from mutants.users import USERS
@@ -24,6 +25,7 @@ MUTANTS: dict[str, list[Mutant]] = {
     "Noise": NOISE,
     "Sampling": SAMPLING,
     "Clipping": CLIPPING,
+    "Statistics of norms, and rules for C": NORMS,
     "Per-example gradients, model and loss": GRADIENTS,
     "BAM and SAT": PERTURBING,
     "AdaDPS": PRECONDITIONING,

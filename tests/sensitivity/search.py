@@ -24,8 +24,11 @@ from privgrad.gradient.contribution import Contribution
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.module_state import evaluating, seeded, trainable
+from privgrad.gradient.norm_statistics import NORMS
 from privgrad.gradient.perturb import BAM, SAT
 from privgrad.gradient.public_gradient import PublicGradient
+from privgrad.private_gradient import RawStep
+from tests.reference.norm_slots import poured
 from tests.sensitivity.examples import LOSSES, Examples, doubled, draw_examples, loss_of, tame, without
 from tests.sensitivity.grammar import Draw, Drawn, draw_model
 
@@ -66,6 +69,7 @@ class Options:
     loss: str
     public: bool
     dtype: torch.dtype
+    bins: int | None
 
 
 @dataclass
@@ -193,6 +197,8 @@ def draw_case(seed: int, number: int, asked: str | None = None, *, double: bool 
         loss=loss,
         public=not crowd and draw.chance(0.12),
         dtype=torch.float64 if draw.chance(0.12) or double else torch.float32,
+        # By a generator of its own, so that older cases stay as they were drawn.
+        bins=random.Random(f"slots {seed} {number}").choice((None, None, 1, 2, 16, 64)),
     )
     places = sorted({special, 0, count - 1, rng.randrange(count)})
     case = Case(
@@ -315,9 +321,10 @@ class Oracle:
             engine="vmap" if options.engine == "vmap" else "factored",
             microbatch_size=options.microbatch,
             memory_mb=options.memory_mb,
+            norm_bins=options.bins,
         )
         self.seen: list[Mapping[str, Tensor]] = []
-        self.private_grad.register_raw_observer(lambda step: self.seen.append(step.raw_mean))
+        self.private_grad.register_raw_observer(lambda step: self.seen.append(self._with_slots(step)))
         self.start = self.private_grad.state_dict()
         if options.contribution == "SAT":
             self.start["perturb"]["direction"] = case.direction
@@ -334,6 +341,13 @@ class Oracle:
             with evaluating(self.model), perturb.at(0, trainable(self.model), dict):
                 perturb.gradients(engine, first, 0, {})
             engine._schedule.calls = _LATER
+
+    def _with_slots(self, step: RawStep) -> Mapping[str, Tensor]:
+        """Return the mean gradient of a step, and its slots if there are any."""
+        if step.raw_shares is None:
+            return step.raw_mean
+        height = self.plan.max_grad_norm / len(step.raw_shares) ** 0.5
+        return {**step.raw_mean, NORMS: step.raw_shares * height}
 
     def batch(self, examples: Examples) -> pg.Batch:
         """Draw the batch that holds all of the examples."""
@@ -357,7 +371,7 @@ class Oracle:
         private_grad.load_state_dict(self.start)
         batch, rows = self.batch(examples), list[Tensor]()
         transform = private_grad._transform(batch, 0, 0, parameters)
-        size = sum(p.numel() for p in parameters.values())
+        size = sum(p.numel() for p in parameters.values()) + (self.case.options.bins or 0)
         with seeded(0), private_grad._contribution.at(0, parameters, dict):
             for _, unmapped in private_grad._chunks(batch, 0, transform.inverse_scales):
                 chunk = with_mapped_inputs(unmapped, transform.input_maps)
@@ -370,16 +384,17 @@ class Oracle:
                     norms = {name: value.norm()[None] for name, value in own.items()}
                     weights = private_grad._clip.factors(norms, self.plan.max_grad_norm)
                     finite = all(bool(norm.isfinite()) for norm in norms.values())
-                    rows.append(
-                        torch.cat(
-                            [
-                                (own[name] * weights[name]).flatten()
-                                if finite and name in own
-                                else p.new_zeros(p.numel(), dtype=torch.float64)
-                                for name, p in parameters.items()
-                            ]
-                        )
+                    row = torch.cat(
+                        [
+                            (own[name] * weights[name]).flatten()
+                            if finite and name in own
+                            else p.new_zeros(p.numel(), dtype=torch.float64)
+                            for name, p in parameters.items()
+                        ]
                     )
+                    bins, length = self.case.options.bins, min(float(row.norm()), self.plan.max_grad_norm)
+                    slots = [] if bins is None else poured(length, self.plan.max_grad_norm, bins)
+                    rows.append(torch.cat([row, torch.tensor(slots, dtype=torch.float64)]))
         return torch.stack(rows) if rows else torch.zeros(0, size, dtype=torch.float64)
 
 

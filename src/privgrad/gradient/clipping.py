@@ -22,6 +22,7 @@ from torch import Tensor
 from privgrad.errors import described, expected, require_positive
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.norms import examples_per_block
+from privgrad.gradient.norm_statistics import NORMS, NormStatistic
 from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
@@ -192,11 +193,13 @@ class ClippingAccumulator:
         grouped: True if the rows are means over groups of examples, with each example in one group (see
             `example_groups`).
         expected_size: the public expected number of contributions. It decides the precision of the sum (`sum_dtype`).
+        statistic: of the norms, added to the sum under the name NORMS in float64; None for none.
     Privacy:
         The guarantee rests on this. If one example is added or removed, the sum changes by at most C in L2 norm, up to
         rounding (docs/rounding.md). The split into chunks does not matter, because each contribution is bounded before
         it is added to another. With groups the bound is 2C, because one contribution of norm C is replaced by another,
-        perhaps its opposite.
+        perhaps its opposite. With a statistic, its `sensitivity(C)` stands in place of C: the joint length of a
+        contribution and of its row.
     """
 
     def __init__(
@@ -208,10 +211,11 @@ class ClippingAccumulator:
         inverse_scales: Mapping[str, Tensor] | None = None,
         grouped: bool = False,
         expected_size: int = 1,
+        statistic: NormStatistic | None = None,
     ) -> None:
         self._like, self._clip, self._bound = like, clip, max_grad_norm
         self._scales = inverse_scales or {}
-        self._grouped, self._expected_size = grouped, expected_size
+        self._grouped, self._expected_size, self._statistic = grouped, expected_size, statistic
         self._sums = _Sums(max_grad_norm, self._scales, expected_size)
         self._seen: list[RawClipping] = []
         self._devices = {value.device.type for value in like.values()}
@@ -237,7 +241,13 @@ class ClippingAccumulator:
             for name, parameter in self._like.items()
         }
         raw = self._seen[0] if len(self._seen) == 1 else _joined(self._seen)
-        return ClippedSum(total, sensitivity=(1 + self._grouped) * self._bound), raw
+        sensitivity = self._bound
+        if self._statistic is not None:
+            device = next(iter(self._like.values())).device
+            rows_BK = self._statistic.rows(raw.raw_norms, raw.raw_lengths, self._bound)
+            total[NORMS] = rows_BK.sum(0).to(device)
+            sensitivity = self._statistic.sensitivity(self._bound)
+        return ClippedSum(total, sensitivity=(1 + self._grouped) * sensitivity), raw
 
 
 def sum_dtype(parameter: Tensor, expected_size: int) -> torch.dtype:

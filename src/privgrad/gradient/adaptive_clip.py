@@ -1,0 +1,232 @@
+"""Rules that choose the clipping norm C of each step from released values, for `PrivateGradient(..., adaptive_clip=)`.
+
+PrivateGradient calls `begun` once. At each step it clips to `max_grad_norm`, releases the rule's statistic with the
+gradient, and gives the released distribution to `update`. The privacy guarantee rests on two facts: C is computed from
+released values alone, and the noise of each step is in proportion to its sensitivity, which depends on C.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from privgrad.errors import expected, require_positive
+from privgrad.gradient.norm_statistics import Count, Histogram, NormBins, NormStatistic, chosen_slots
+from privgrad.types import NormDistribution
+
+_WIDEST = 1e6  # C stays within this factor of its start
+_FEWEST = 8  # bins: with fewer, the share below C says little of how many are clipped
+_CERTAIN = 3.0  # standard deviations: smaller shares of DC-SGD's histogram count as 0
+# Of DC-SGD's histogram, in units of C: its edges, the norms that its bins stand for, and the candidates for C.
+_EDGES = tuple(2.0**power for power in range(-4, 5))
+_MIDDLES = tuple(2.0 ** (power - 0.5) for power in range(-4, 6))
+_CANDIDATES = tuple(2.0 ** (power / 3) for power in range(-12, 13))
+
+
+class AdaptiveClip:
+    """The base class of rules for C. A rule starts at the plan's `max_grad_norm`.
+
+    Attributes:
+        max_grad_norm: C of the next step, within a factor of 1e6 of the plan's.
+        statistic: what is released with each gradient.
+    """
+
+    max_grad_norm: float
+    statistic: NormStatistic
+    _start: float
+    is_public = True
+
+    def begun(
+        self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
+    ) -> "AdaptiveClip":
+        """Return a copy with fresh state for one PrivateGradient.
+
+        Args:
+            max_grad_norm: C of the first step.
+            noise_multiplier: sigma.
+            divisor: the public expected number of contributions.
+            norm_bins: as given to PrivateGradient.
+            size: number of trainable parameters.
+        Raises:
+            PrivacyError: C is infinite, or the numbers do not fit the rule.
+        """
+        if math.isinf(max_grad_norm):
+            remedy = "give the plan the C of the first step"
+            raise expected(type(self).__name__, "the plan's max_grad_norm", "to be finite", max_grad_norm, remedy)
+        begun = copy.copy(self)
+        begun.max_grad_norm = begun._start = max_grad_norm
+        begun.statistic = self._statistic(max_grad_norm, noise_multiplier, divisor, norm_bins)
+        return begun
+
+    def update(self, distribution: NormDistribution) -> None:
+        """Choose C of the next step. Post-processing."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return C, for a checkpoint."""
+        return {"max_grad_norm": self.max_grad_norm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the C of a state."""
+        self.max_grad_norm = float(state["max_grad_norm"])
+
+    def _statistic(
+        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
+    ) -> NormStatistic:
+        raise NotImplementedError
+
+    def _multiply(self, factor: float) -> None:
+        """Multiply C by a factor, within the limits."""
+        self.max_grad_norm = min(max(self.max_grad_norm * factor, self._start / _WIDEST), self._start * _WIDEST)
+
+    def _refuse_bins(self, norm_bins: NormBins) -> None:
+        """Raise PrivacyError if norm_bins is given to a rule with a statistic of its own."""
+        if norm_bins is not None:
+            condition, remedy = "to be None for a rule with a release of its own", "leave it out, or use TargetFraction"
+            raise expected("PrivateGradient", "norm_bins", condition, norm_bins, remedy)
+
+
+class TargetFraction(AdaptiveClip):
+    """A rule that moves C until a given share of the gradients is clipped. It costs no privacy and no noise.
+
+    Computes: C exp(rate (f - target)), where f is the private share of clipped gradients.
+
+    Args:
+        target: the share, in (0, 1).
+        rate: > 0. With 0.5, C moves by at most 45 % in a step.
+    Raises:
+        PrivacyError: a number is out of its range.
+    Privacy:
+        The share comes from slots that are part of the Gaussian release (see `norm_statistics.Slots`). C is
+        post-processing.
+    Reference:
+        SlaClip (ICML 2026); the geometric update is that of Andrew et al. 2021 (arXiv 1905.03871).
+    """
+
+    def __init__(self, target: float = 0.75, *, rate: float = 0.5) -> None:
+        require_positive("TargetFraction", "target", target, "0.75 is the default")
+        if target >= 1:
+            remedy = "0.75 is the default; clip.Automatic() normalizes every gradient"
+            raise expected("TargetFraction", "target", "to be below 1", target, remedy)
+        require_positive("TargetFraction", "rate", rate, "0.5 is the default")
+        self._target, self._rate = float(target), float(rate)
+
+    def __repr__(self) -> str:
+        return f"TargetFraction({self._target:g}, rate={self._rate:g})"
+
+    def _statistic(
+        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
+    ) -> NormStatistic:
+        noise_std = noise_multiplier * max_grad_norm / divisor
+        slots = chosen_slots(norm_bins or "auto", max_grad_norm, noise_std, fewest=_FEWEST)
+        assert slots is not None
+        return slots
+
+    def update(self, distribution: NormDistribution) -> None:
+        fraction = min(max(distribution.clip_fraction, 0.0), 1.0)
+        self._multiply(math.exp(self._rate * (fraction - self._target)))
+
+
+class Quantile(AdaptiveClip):
+    """A rule that moves C to a quantile of the norms by a noisy count of its own. It makes the gradient noisier.
+
+    Computes: C exp(-rate (b - quantile)), where b is the noisy share of gradients within C. It is the baseline for
+    TargetFraction, which needs no count.
+
+    Args:
+        quantile: the target share of gradients that are not clipped, in (0, 1).
+        rate: > 0.
+        count_std: the standard deviation of the noise of the count, in gradients; above sigma / 2. None is the
+            expected number of gradients / 20, and at least sigma.
+    Raises:
+        PrivacyError: a number is out of its range; in PrivateGradient, count_std is at most sigma / 2.
+    Privacy:
+        Count and gradient are one Gaussian release with the plan's sigma (see `norm_statistics.Count`). The noise of
+        the gradient grows by 1 / sqrt(1 - (sigma / (2 count_std))^2).
+    Reference:
+        Andrew et al. 2021 (arXiv 1905.03871).
+    """
+
+    def __init__(self, quantile: float = 0.25, *, rate: float = 0.2, count_std: float | None = None) -> None:
+        require_positive("Quantile", "quantile", quantile, "0.5 is the paper's")
+        if quantile >= 1:
+            raise expected("Quantile", "quantile", "to be below 1", quantile, "0.5 is the paper's")
+        require_positive("Quantile", "rate", rate, "0.2 is the paper's")
+        if count_std is not None:
+            require_positive("Quantile", "count_std", count_std, "None is a twentieth of the batch")
+        self._quantile, self._rate, self._count_std = float(quantile), float(rate), count_std
+
+    def __repr__(self) -> str:
+        return f"Quantile({self._quantile:g}, rate={self._rate:g}, count_std={self._count_std})"
+
+    def _statistic(
+        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
+    ) -> NormStatistic:
+        self._refuse_bins(norm_bins)
+        count_std = max(divisor / 20, noise_multiplier) if self._count_std is None else self._count_std
+        left = 1 - (noise_multiplier / (2 * count_std)) ** 2
+        if left <= 0:
+            condition, remedy = f"to be above sigma / 2 = {noise_multiplier / 2:.3g}", "give a larger count_std"
+            raise expected("Quantile", "count_std", condition, count_std, remedy)
+        weight = noise_multiplier / count_std / math.sqrt(left)
+        return Count(weight or 1.0)
+
+    def update(self, distribution: NormDistribution) -> None:
+        within = min(max(float(distribution.shares[0]), 0.0), 1.0)
+        self._multiply(math.exp(-self._rate * (within - self._quantile)))
+
+
+class SquaredError(AdaptiveClip):
+    """A rule that chooses C by the squared error of the released gradient. It makes the gradient noisier.
+
+    Computes: the C that minimizes sigma^2 C^2 d / B^2 + mean of max(|g| - C, 0)^2, among multiples of the last C from
+    1/16 to 16. The mean is over a noisy histogram of the norms, with a release of its own.
+
+    Args:
+        weight: w > 0 of the histogram (see `norm_statistics.Histogram`). The noise of the gradient grows by
+            sqrt(1 + w^2): 2 % with the default.
+    Raises:
+        PrivacyError: weight is not positive.
+    Privacy:
+        Histogram and gradient are one Gaussian release with the plan's sigma.
+    Reference:
+        DC-SGD-E (arXiv 2503.22988).
+    """
+
+    def __init__(self, *, weight: float = 0.2) -> None:
+        require_positive("SquaredError", "weight", weight, "0.2 is the default")
+        self._weight = float(weight)
+        self._noise_per_norm = 0.0
+
+    def __repr__(self) -> str:
+        return f"SquaredError(weight={self._weight:g})"
+
+    def begun(
+        self, *, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins, size: int
+    ) -> "AdaptiveClip":
+        numbers: dict[str, Any] = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
+        begun = super().begun(**numbers, divisor=divisor, norm_bins=norm_bins, size=size)
+        assert isinstance(begun, SquaredError)
+        begun._noise_per_norm = begun.statistic.sensitivity(1.0) * noise_multiplier * math.sqrt(size) / divisor
+        return begun
+
+    def _statistic(
+        self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
+    ) -> NormStatistic:
+        self._refuse_bins(norm_bins)
+        return Histogram(_EDGES, self._weight)
+
+    def update(self, distribution: NormDistribution) -> None:
+        shares = distribution.shares.flip(0).diff(prepend=distribution.shares.new_zeros(1))
+        # A few examples of noise in the last bins would outweigh all others, because errors are squared.
+        shares = torch.where(shares > _CERTAIN * distribution.noise_std[-1], shares, 0.0)
+        if not bool(shares.any()):
+            return
+
+        def error(bound: float) -> float:
+            clipped = sum(float(p) * max(n - bound, 0.0) ** 2 for p, n in zip(shares, _MIDDLES, strict=True))
+            return (self._noise_per_norm * bound) ** 2 + clipped
+
+        self._multiply(min(_CANDIDATES, key=error))

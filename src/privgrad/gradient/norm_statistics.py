@@ -1,0 +1,175 @@
+"""Statistics of the gradients' norms, released as further coordinates of the clipped sum.
+
+`ClippingAccumulator` adds a statistic's rows to the sum, and PrivateGradient reads the released ones as a
+`NormDistribution`. Gradient and statistic are one vector and one Gaussian release. The privacy guarantee rests on
+`rows` and `sensitivity` of each class.
+
+Shape suffixes: B contributions, K coordinates of the statistic.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from privgrad.errors import expected, require_integer
+from privgrad.types import NormDistribution
+
+NORMS = ".norms"  # the name of a statistic in a ClippedSum: no parameter's name begins with a dot
+NormBins = int | Literal["auto"] | None
+_MOST, _STD = 64, 0.01  # of "auto": the most bins, and the largest standard deviation of a share
+
+
+class NormStatistic(Protocol):
+    """A vector for each contribution, made from its norm, that is released together with the contribution."""
+
+    def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
+        """Return the vector of each contribution, shape (B, K), float64; row i depends on entry i only.
+
+        Args:
+            norm_B: the norms before clipping.
+            length_B: the lengths of the contributions, that is, the norms after clipping: at most C up to rounding.
+            max_grad_norm: C > 0.
+        """
+        ...
+
+    def sensitivity(self, max_grad_norm: float) -> float:
+        """Return a bound on the joint length of any contribution and its row, where contributions have length <= C."""
+        ...
+
+    def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
+        """Return the distribution that a release gives. Post-processing.
+
+        Args:
+            released_K: the noisy sum of the rows, divided by the expected number of contributions.
+            noise_std: the standard deviation of the noise in each coordinate.
+            max_grad_norm: C.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The unused part of C of each contribution, poured into K slots. It costs no sensitivity.
+
+    Computes: s_k = min(h, max(0, (C - n) sqrt(K) - k h)) for k = 0 to K - 1, where n is the contribution's length and
+    h = C / sqrt(K) the height of a slot.
+
+    Args:
+        bins: K >= 1.
+    Privacy:
+        A contribution of length n and its slots have together at most length C, which is the bound on the contribution
+        alone. Proof: each slot is in [0, h] and the slots add up to (C - n) sqrt(K), so their squares add up to at
+        most h (C - n) sqrt(K) = C (C - n). With n <= C, this gives n^2 + C (C - n) <= C n + C (C - n) = C^2.
+    Reference:
+        SlaClip: Gradient Norm Slacks can be Indicator for Adaptive Clipping in DP-SGD (ICML 2026).
+    """
+
+    bins: int
+
+    def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
+        del norm_B
+        height = max_grad_norm / math.sqrt(self.bins)
+        left_B = (max_grad_norm - length_B.double()).clamp(min=0.0) * math.sqrt(self.bins)
+        below_K = height * torch.arange(self.bins, dtype=torch.float64, device=length_B.device)
+        return (left_B[:, None] - below_K).clamp(0.0, height)
+
+    def sensitivity(self, max_grad_norm: float) -> float:
+        return max_grad_norm
+
+    def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
+        height = max_grad_norm / math.sqrt(self.bins)
+        edges_K = max_grad_norm * (1 - torch.arange(self.bins, dtype=torch.float64) / self.bins)
+        return NormDistribution(released_K / height, torch.full_like(edges_K, noise_std / height), edges_K)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Whether each gradient is within C, as one number. It raises the sensitivity.
+
+    Computes: w C (1 - 1/2) for a norm of at most C, and w C (0 - 1/2) for a larger one.
+
+    Args:
+        weight: w > 0.
+    Privacy:
+        The number has the absolute value w C / 2, so it has a length of C sqrt(1 + w^2 / 4) with a contribution.
+    Reference:
+        Andrew et al. 2021 (arXiv 1905.03871), theorem 1: the noise multiplier of the sum, in units of C, is
+        z = (z_joint^-2 - (2 sigma_b)^-2)^(-1/2) where sigma_b is the standard deviation of the noisy count.
+    """
+
+    weight: float
+
+    def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
+        del length_B
+        return ((norm_B <= max_grad_norm).double() - 0.5)[:, None] * (self.weight * max_grad_norm)
+
+    def sensitivity(self, max_grad_norm: float) -> float:
+        return max_grad_norm * math.sqrt(1 + self.weight**2 / 4)
+
+    def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
+        unit = self.weight * max_grad_norm
+        edge = torch.tensor([max_grad_norm], dtype=torch.float64)
+        return NormDistribution(released_K / unit + 0.5, torch.full_like(edge, noise_std / unit), edge)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The bin of each gradient's norm, as a vector with a single entry that is not 0. It raises the sensitivity.
+
+    Computes: w C at the bin of the norm, and 0 elsewhere. The last bin holds all larger norms.
+
+    Args:
+        edges: the upper edges of the bins but the last, in units of C, rising, at least one.
+        weight: w > 0.
+    Privacy:
+        The vector has length w C, so it has a length of C sqrt(1 + w^2) with a contribution.
+    Reference:
+        DC-SGD (arXiv 2503.22988): a histogram of norms, with a share of the privacy budget of its own.
+    """
+
+    edges: tuple[float, ...]
+    weight: float
+
+    def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
+        del length_B
+        edges_K = max_grad_norm * torch.tensor(self.edges, dtype=torch.float64, device=norm_B.device)
+        bin_B = torch.bucketize(norm_B.double(), edges_K)
+        one_hot_BK = torch.nn.functional.one_hot(bin_B, len(self.edges) + 1).double()
+        return one_hot_BK * (self.weight * max_grad_norm)
+
+    def sensitivity(self, max_grad_norm: float) -> float:
+        return max_grad_norm * math.sqrt(1 + self.weight**2)
+
+    def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
+        unit, count = self.weight * max_grad_norm, len(self.edges) + 1
+        shares_K = (released_K / unit).cumsum(0)
+        std_K = noise_std / unit * torch.arange(1, count + 1, dtype=torch.float64).sqrt()
+        edges_K = torch.tensor([*(max_grad_norm * edge for edge in self.edges), math.inf], dtype=torch.float64)
+        return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0))
+
+
+def chosen_slots(norm_bins: NormBins, max_grad_norm: float, noise_std: float, fewest: int = 1) -> Slots | None:
+    """Return the slots for `norm_bins` of PrivateGradient; None without any.
+
+    Args:
+        norm_bins: the number of bins. "auto" is the largest number up to 64 at which a share has a standard deviation
+            of at most 0.01; at least `fewest`.
+        max_grad_norm: C.
+        noise_std: the standard deviation of the noise in one coordinate of the released gradient.
+        fewest: the fewest bins of "auto".
+    Raises:
+        PrivacyError: norm_bins is neither an integer >= 1 nor "auto", or C is infinite.
+    """
+    if norm_bins is None:
+        return None
+    if math.isinf(max_grad_norm):
+        remedy = "leave norm_bins out: without a clipping norm there is nothing to divide"
+        raise expected("PrivateGradient", "the plan's max_grad_norm", "to be finite for norm_bins", math.inf, remedy)
+    if norm_bins != "auto":
+        require_integer("PrivateGradient", "norm_bins", norm_bins, 1)
+        return Slots(norm_bins)
+    relative = noise_std / max_grad_norm
+    return Slots(_MOST if relative == 0 else min(_MOST, max(fewest, int((_STD / relative) ** 2))))

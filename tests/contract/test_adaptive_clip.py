@@ -1,0 +1,210 @@
+"""Rules that move C: what they release, what they cost, what they leave alone, and that C reaches all who need it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import privgrad as pg
+from conftest import loss_fn, make_data, make_model, make_plan
+from privgrad.private_gradient import RawStep
+from privgrad.types import NormDistribution
+
+RULES: dict[str, Any] = {
+    "target fraction": lambda: pg.clip.TargetFraction(),
+    "quantile": lambda: pg.clip.Quantile(),
+    "squared error": lambda: pg.clip.SquaredError(),
+}
+
+
+def linear_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Gradients that do not depend on the weights: the inputs, times a length of the example."""
+    x, length = batch
+    return model(x)[:, 0] * length
+
+
+def lengths_data(count: int = 4000) -> TensorDataset:
+    """Examples whose gradients have lengths with quantiles that are known: exp of a normal variable, times 3."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.normalize(torch.randn(count, 5, generator=generator))
+    return TensorDataset(x, 3 * torch.randn(count, generator=generator).exp())
+
+
+def trained(rule: Any, start: float, steps: int = 200, **changed: Any) -> tuple[list[float], list[RawStep]]:
+    numbers = {"sample_rate": 0.1, "expected_batch_size": 400, "num_examples": 4000, "steps": steps, "seed": 4}
+    plan = make_plan(max_grad_norm=start, **(numbers | changed))
+    private_grad = pg.PrivateGradient(nn.Linear(5, 1, bias=False), linear_loss, plan, adaptive_clip=rule)
+    bounds, seen = list[float](), list[RawStep]()
+    private_grad.register_raw_observer(seen.append)
+    for batch in plan.batches(lengths_data()):
+        bounds.append(private_grad.max_grad_norm)
+        gradient = private_grad(batch)
+        # The noise of each step is that of its own C.
+        assert private_grad._statistic is not None
+        wanted = private_grad._statistic.sensitivity(bounds[-1]) * plan.noise_multiplier / plan.divisor
+        assert gradient.noise_std == pytest.approx(wanted)
+    return bounds, seen
+
+
+@pytest.mark.parametrize("start", [1e-3, 1e3])
+@pytest.mark.parametrize("target", [0.25, 0.75])
+@pytest.mark.parametrize("kind", ["slots", "count"])
+def test_c_reaches_the_quantile_from_any_start(kind: str, target: float, start: float):
+    """Lengths are 3 exp(N(0, 1)); the share of longer ones is the target at 3 exp(-or+ 0.674)."""
+    rule = pg.clip.TargetFraction(target) if kind == "slots" else pg.clip.Quantile(1 - target)
+    bounds, seen = trained(rule, start, 300)
+    quantile = 3 * math.exp(0.6745 * (1 if target < 0.5 else -1))
+    late = torch.tensor(bounds[200:]).log().mean().exp()
+    assert float(late) == pytest.approx(quantile, rel=0.1)
+    clipped = torch.stack([(raw.clipping.raw_factors < 1).double().mean() for raw in seen[200:]]).mean()
+    assert float(clipped) == pytest.approx(target, abs=0.04)
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0])
+def test_the_squared_error_is_near_the_smallest_that_a_bound_can_have(sigma: float):
+    """Beside the true error of each bound, with the norms of all examples."""
+    bounds, _ = trained(pg.clip.SquaredError(), 1.0, noise_multiplier=sigma)
+    norms = lengths_data().tensors[1].double()
+
+    def error(bound: float) -> float:
+        noise = (sigma * math.sqrt(1.04) * bound / 400) ** 2 * 5
+        return noise + float((norms - bound).clamp(min=0).square().mean())
+
+    best = min(error(2.0 ** (power / 12)) for power in range(-60, 120))
+    found = sum(map(error, bounds[50:])) / len(bounds[50:])
+    at_start = error(1.0)
+    assert found - best < 0.3 * (at_start - best)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_without_noise_still_moves_c(name: str):
+    bounds, _ = trained(RULES[name](), 1e-2, steps=5, noise_multiplier=0.0)
+    assert bounds[-1] > bounds[0]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_resumed_run_has_the_c_of_an_uninterrupted_one(name: str):
+    plan, data = make_plan(seed=2, steps=6, noise_multiplier=0.1), make_data()
+
+    def private_grad() -> pg.PrivateGradient:
+        return pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=RULES[name](), ledger=pg.Ledger())
+
+    whole, first = private_grad(), private_grad()
+    batches = list(plan.batches(data))
+    released = [whole(batch) for batch in batches]
+    for batch in batches[:3]:
+        first(batch)
+    second = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=RULES[name](), ledger=first.ledger)
+    second.load_state_dict(first.state_dict())
+    assert second.max_grad_norm == first.max_grad_norm != plan.max_grad_norm
+    for batch, wanted in zip(batches[3:], released[3:], strict=True):
+        found = second(batch)
+        assert all(torch.equal(found[parameter], value) for parameter, value in wanted.items())
+    assert second.max_grad_norm == whole.max_grad_norm
+
+
+def test_a_resumed_run_needs_the_same_rule():
+    plan = make_plan()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
+    state = private_grad.state_dict()
+    for other in (None, pg.clip.TargetFraction(0.5), pg.clip.Quantile()):
+        resumed = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=other)
+        with pytest.raises(pg.PrivacyError, match="adaptive_clip"):
+            resumed.load_state_dict(state)
+    assert private_grad.settings["adaptive_clip"] == "TargetFraction(0.75, rate=0.5)"
+
+
+def test_c_of_each_step_is_in_the_ledger(tmp_path: Path):
+    plan, path = make_plan(steps=4), tmp_path / "ledger.jsonl"
+    rule = pg.clip.TargetFraction()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=rule, ledger=path)
+    bounds = list[float]()
+    for batch in plan.batches(make_data()):
+        bounds.append(private_grad.max_grad_norm)
+        private_grad(batch)
+    first, *steps = map(json.loads, path.read_text().splitlines())
+    assert [step["max_grad_norm"] for step in steps] == bounds
+    assert len(set(bounds)) == 4
+    assert first["plan"]["adaptive_clip"] == "TargetFraction(0.75, rate=0.5)"
+    assert first["plan"]["max_grad_norm"] == bounds[0]
+    assert private_grad.ledger.epsilon(delta=1e-5) == pytest.approx(plan.epsilon(delta=1e-5))
+
+
+def test_one_rule_serves_several_trainings():
+    rule, plan = pg.clip.TargetFraction(), make_plan()
+    one, two = (pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=rule) for _ in range(2))
+    one(next(iter(plan.batches(make_data()))))
+    assert one.max_grad_norm != two.max_grad_norm == plan.max_grad_norm
+
+
+def test_a_preconditioner_gets_the_noise_of_the_step():
+    """public_adam with noise_eps has an epsilon in units of the noise, which follows C."""
+    model, data, plan = make_model(), make_data(), make_plan(steps=5)
+    public = pg.PublicGradient(model, loss_fn, (data.tensors[0][:8], data.tensors[1][:8]), source="test")
+    made, seen = pg.precondition.public_adam(public, noise_eps=1.0), list[float]()
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, precondition=made, adaptive_clip=pg.clip.TargetFraction())
+    held = private_grad._precondition
+    assert held is not None
+    real = held.transform
+
+    def transform(step: int, *, noise_std: float, **options: Any) -> Any:
+        seen.append(noise_std)
+        return real(step, noise_std=noise_std, **options)
+
+    held.transform = transform
+    stds = [private_grad(batch).noise_std for batch in plan.batches(data)]
+    assert seen == pytest.approx(stds)
+
+
+@pytest.mark.parametrize("far", [0.0, 1.0])
+def test_c_stays_within_a_million_of_its_start(far: float):
+    rule = pg.clip.TargetFraction(rate=10.0).begun(
+        max_grad_norm=2.0, noise_multiplier=1.0, divisor=100, norm_bins=None, size=5
+    )
+    shares = torch.full((8,), far, dtype=torch.float64)
+    for _ in range(20):
+        rule.update(NormDistribution(shares, shares, shares))
+    assert rule.max_grad_norm == pytest.approx(2e-6 if far else 2e6)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: pg.clip.TargetFraction(0.0), "target"),
+        (lambda: pg.clip.TargetFraction(1.0), "to be below 1"),
+        (lambda: pg.clip.TargetFraction(rate=-1.0), "rate"),
+        (lambda: pg.clip.Quantile(1.5), "to be below 1"),
+        (lambda: pg.clip.Quantile(count_std=0.0), "count_std"),
+        (lambda: pg.clip.SquaredError(weight=0.0), "weight"),
+        (lambda: private_grad_with(pg.clip.Quantile(count_std=0.4)), "above sigma / 2"),
+        (lambda: private_grad_with(pg.clip.Quantile(), norm_bins=5), "norm_bins"),
+        (lambda: private_grad_with(pg.clip.SquaredError(), norm_bins="auto"), "norm_bins"),
+        (lambda: private_grad_with(pg.clip.TargetFraction), "AdaptiveClip"),
+        (lambda: private_grad_with(pg.clip.Flat()), "AdaptiveClip"),
+        (lambda: private_grad_with(pg.clip.TargetFraction(), max_grad_norm=math.inf, noise_multiplier=0.0), "finite"),
+    ],
+)
+def test_bad_numbers_are_refused(make: Any, words: str):
+    with pytest.raises(pg.PrivacyError, match=words):
+        make()
+
+
+def private_grad_with(rule: Any, norm_bins: Any = None, **changed: Any) -> pg.PrivateGradient:
+    return pg.PrivateGradient(make_model(), loss_fn, make_plan(**changed), adaptive_clip=rule, norm_bins=norm_bins)
+
+
+def test_c_is_a_function_of_what_was_released():
+    plan, data = make_plan(steps=8), make_data()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
+    private_grad.register_raw_observer(lambda raw: None)
+    again = pg.clip.TargetFraction().begun(max_grad_norm=1.0, noise_multiplier=1.0, divisor=8, norm_bins=None, size=1)
+    for batch in plan.batches(data):
+        assert private_grad.max_grad_norm == again.max_grad_norm
+        distribution = private_grad(batch).norm_distribution
+        assert distribution is not None
+        again.update(distribution)
