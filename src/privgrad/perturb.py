@@ -1,6 +1,6 @@
 """Points for `PrivateGradient(..., perturb=...)`. Privacy rests on privgrad.gradient.perturb."""
 
 from privgrad.gradient.contribution import Contribution, SampleGradient
-from privgrad.gradient.perturb import BAM, SAT, RawSAM
+from privgrad.gradient.perturb import BAM, SAT, DiSK, RawSAM
 
-__all__ = ["BAM", "SAT", "Contribution", "RawSAM", "SampleGradient"]
+__all__ = ["BAM", "SAT", "Contribution", "DiSK", "RawSAM", "SampleGradient"]

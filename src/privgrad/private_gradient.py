@@ -33,6 +33,7 @@ from privgrad.errors import (
     require_integer,
     require_positive,
 )
+from privgrad.filters import LinearFilter
 from privgrad.gradient.adaptive_clip import AdaptiveClip
 from privgrad.gradient.clipping import Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
 from privgrad.gradient.contribution import Contribution, SampleGradient
@@ -56,6 +57,7 @@ from privgrad.rng import RandomSource
 from privgrad.threads import keep_freed_memory
 from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
 
+_Part = Contribution | Preconditioner | AdaptiveClip | LinearFilter
 _ENGINES = {"factored": Factored, "vmap": Vmap}
 # An engine changes the model while it computes. Two threads at once would compute each other's gradients.
 _TURNS: MutableMapping[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -127,6 +129,8 @@ class PrivateGradient:
             "auto" takes as many bins as the noise allows (see `norm_statistics.chosen_slots`). None: no distribution.
         adaptive_clip: changes C at each step: clip.TargetFraction(), at no cost, or a rule of `clip` with a release of
             its own. The plan's `max_grad_norm` is the first C. None keeps it.
+        filter: a linear filter of the released gradients (see `filters`); the gradient that a call returns is then the
+            filtered one. None: no filter.
         processes: the processes that train together; see integrations.distributed. None: only this one.
         side_information: other data that the model or its inputs depend on, such as the source of features, in a few
             words; recorded in the ledger. None: there is none.
@@ -157,6 +161,7 @@ class PrivateGradient:
         ledger: Ledger | str | os.PathLike[str] | None = None,
         norm_bins: NormBins = None,
         adaptive_clip: AdaptiveClip | None = None,
+        filter: LinearFilter | None = None,  # noqa: A002, the field's name
         processes: Processes | None = None,
         side_information: str | None = None,
     ) -> None:
@@ -179,6 +184,9 @@ class PrivateGradient:
         if precondition is not None and not isinstance(precondition, Preconditioner):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(precondition).__name__, "wrap the scales: privgrad.precondition.fixed(scales)"
             raise expected("PrivateGradient", "precondition", "to be a Preconditioner", got, remedy)
+        if filter is not None and not isinstance(filter, LinearFilter):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got, remedy = described(filter), "give filters.EMA(0.1), say"
+            raise expected("PrivateGradient", "filter", "to be a LinearFilter", got, remedy)
         if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
             raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
@@ -200,6 +208,7 @@ class PrivateGradient:
         self._plan = plan
         self._clip: Clipping = Flat() if clip is None else clip
         self._microbatch_size = microbatch_size
+        self._filter = None if filter is None else filter.begun()
         self._adaptive = None
         self._statistic = chosen_slots(norm_bins, plan.max_grad_norm, plan.noise_std)
         if adaptive_clip is not None:
@@ -219,7 +228,7 @@ class PrivateGradient:
         self._release, facts = plan.release, plan.public_facts
         facts["research_seed"] = plan.seed is not None
         sources = (None if precondition is None else precondition.source, side_information)
-        facts["side_information"] = "; ".join(filter(None, sources)) or None
+        facts["side_information"] = "; ".join(source for source in sources if source) or None
         facts["perturbation"] = None if perturb is None else self._contribution.described(plan.steps)
         sums = [
             torch.empty(0, dtype=sum_dtype(parameter, plan.divisor), device=parameter.device)
@@ -281,7 +290,8 @@ class PrivateGradient:
         """
         perturb, precondition = self._parts().get("perturb"), self._precondition
         found = {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
-        return found if self._adaptive is None else found | {"adaptive_clip": repr(self._adaptive)}
+        later = {"adaptive_clip": self._adaptive, "filter": self._filter}
+        return found | {name: repr(part) for name, part in later.items() if part is not None}
 
     def explain(self) -> Explanation:
         """Say how the last step computed the gradient of each parameter; `print` shows it.
@@ -418,6 +428,7 @@ class PrivateGradient:
             self.raw_nonfinite_examples += clipping.raw_nonfinite_examples
             for observe in self._observers.values():
                 observe(RawStep(step, raw_mean, clipping, gradient, raw_shares))
+            gradient = gradient if self._filter is None else self._filter(gradient)
         return replace(gradient, tensors=processes.shard_like(gradient, trainable(self._model)))
 
     def _admit(self, batch: Batch, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -628,7 +639,7 @@ class PrivateGradient:
         for name in parts.keys() | state.keys() - {"step", "plan"}:
             ours, theirs = self._described(parts.get(name)), state.get(name, {}).get("made_by", "None")
             if theirs != ours:
-                remedy = "resume with the same perturb, precondition and adaptive_clip"
+                remedy = "resume with the same perturb, precondition, adaptive_clip and filter"
                 raise expected(function, f"the state of {name}", f"to be of {ours}", theirs, remedy)
         self._step = state["step"]
         for name, part in parts.items():
@@ -640,13 +651,14 @@ class PrivateGradient:
         """Return what decides whether the releases of this plan are private at all."""
         return {"research_seed": self._plan.seed is not None, "simulates": self._facts["simulates"]}
 
-    def _parts(self) -> dict[str, Contribution | Preconditioner | AdaptiveClip]:
-        """Return perturb, precondition and adaptive_clip by name, as far as they were given."""
+    def _parts(self) -> dict[str, _Part]:
+        """Return the parts that may have a state by name, as far as they were given."""
         perturb = None if type(self._contribution) is SampleGradient else self._contribution
         parts = {"perturb": perturb, "precondition": self._precondition, "adaptive_clip": self._adaptive}
+        parts |= {"filter": self._filter}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _described(self, part: Contribution | Preconditioner | AdaptiveClip | None) -> str:
+    def _described(self, part: _Part | None) -> str:
         """Return a part in words; None gives "None"."""
         return part.described(self._plan.steps) if isinstance(part, Contribution) else repr(part)
 

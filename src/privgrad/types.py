@@ -275,11 +275,14 @@ class NoisyGradient(Mapping[str, Tensor]):
             number for all parameters, or a mapping from parameter name to a number or to a tensor shaped like the
             parameter.
         norm_distribution: the private distribution of the gradients' norms, if PrivateGradient was given `norm_bins`.
+        noise_gain: in the long run, the standard deviation of a sum of such gradients' noise over that of a sum of
+            independent noise with `noise_std`. It is 1, except after a filter.
     """
 
     tensors: Mapping[str, Tensor]
     noise_std: NoiseStd
     norm_distribution: NormDistribution | None = None
+    noise_gain: float = 1.0
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

@@ -69,6 +69,7 @@ def test_slots_cost_no_sensitivity_and_counts_cost_what_their_papers_say():
     )
     of_the_sum = rule.statistic.sensitivity(1.5) / 1.5
     assert of_the_sum == pytest.approx((1 - (1 / 10) ** 2) ** -0.5)
+    assert isinstance(rule.statistic, Count)
     assert of_the_sum / rule.statistic.weight == pytest.approx(5.0)  # the noise of the count
     assert Histogram((1.0,), 0.2).sensitivity(1.5) == pytest.approx(1.5 * math.sqrt(1.04))
 
@@ -165,6 +166,7 @@ def test_the_gradient_is_as_without_a_distribution(name: str, group_size: int, o
     assert list(slots) == list(plain)
     for parameter, value in plain.items():
         torch.testing.assert_close(slots[parameter], value, rtol=1e-2 * on_grid, atol=1e-3 * on_grid)
+    assert isinstance(slots.noise_std, float)
     assert slots.noise_std == pytest.approx(plain.noise_std, rel=1e-3)
     assert float(slots.norm_distribution.noise_std[0]) == pytest.approx(slots.noise_std * math.sqrt(6), rel=1e-6)
 

@@ -1,6 +1,7 @@
 """The formula that is the product, measured: the noise's variance really leaves the second moment."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from torch import nn
 
 import privgrad as pg
 from conftest import seed_of
+from privgrad import filters
 from privgrad.noise import add_noise
 from privgrad.rng import RandomSource
-from privgrad.types import ClippedSum
+from privgrad.types import ClippedSum, NoisyGradient
 
 
 def gradients(signal: torch.Tensor, noise_std: float, steps: int, seed: int = 0):
@@ -30,6 +32,23 @@ def second_moment(kind: type[pg.optim.PrivateOptimizer], noise_std: float, signa
     state = optimizer.state[parameter]
     correction = 1 - 0.999**300
     return (state["exp_avg_sq"] - state.get("exp_avg_noise_var", 0.0)) / correction
+
+
+@pytest.mark.parametrize("made", [lambda: filters.EMA(0.1), filters.DOPPLER, lambda: filters.Innovation(0.3)])
+@pytest.mark.parametrize("signal", [0.0, 0.1])
+def test_the_second_moment_behind_a_filter_is_the_signals(signal: float, made: Callable[[], filters.LinearFilter]):
+    """With the noise of the filtered gradient; with that of the gradient before the filter it is not."""
+    found = list[torch.Tensor]()
+    for states_filtered in (True, False):
+        parameter, own = nn.Parameter(torch.zeros(20_000, dtype=torch.float64)), made()
+        optimizer = pg.optim.AdamBC([("p", parameter)], lr=1e-3)
+        for gradient in gradients(torch.full((20_000,), signal, dtype=torch.float64), 0.3, 300, seed=7):
+            filtered = own(gradient)
+            optimizer.step(grad=filtered if states_filtered else NoisyGradient(dict(filtered), gradient.noise_std))
+        state = optimizer.state[parameter]
+        found.append((state["exp_avg_sq"] - state["exp_avg_noise_var"]) / (1 - 0.999**300))
+    assert is_centered_on(found[0], signal**2)
+    assert not is_centered_on(found[1], signal**2)
 
 
 def is_centered_on(values: torch.Tensor, expected: float) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected
+from privgrad.errors import described, expected, require_positive
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient, Schedule
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.module_state import replaced
@@ -126,13 +126,7 @@ class SAT(Perturbation):
 
     @contextmanager
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
-        for name, value in self._direction.items():
-            if name not in parameters or value.shape != parameters[name].shape:
-                got, remedy = (
-                    f"{name!r} of shape {tuple(value.shape)}",
-                    "load the state into the same model, or freeze parameters before the first step",
-                )
-                raise expected("SAT", "its state", "to be of this model", got, remedy)
+        _require_of(parameters, "SAT", self._direction)
         with _moved(parameters, self._direction, self.radius(step), self._points):
             yield
 
@@ -149,14 +143,62 @@ class SAT(Perturbation):
         return {"direction": {name: value.clone() for name, value in self._direction.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        held = state.get("direction")
-        if not isinstance(held, Mapping) or not all(
-            isinstance(value, Tensor) and bool(torch.isfinite(value).all())
-            for value in cast("Mapping[str, object]", held).values()
-        ):
-            got = described(held) if not isinstance(held, Mapping) else "a direction with an entry that is not finite"
-            raise expected("SAT", "its state", "to hold finite tensors", got, "load a whole, unchanged state")
-        self._direction = {name: value.clone() for name, value in cast("Mapping[str, Tensor]", held).items()}
+        self._direction = _finite("SAT", "direction", state)
+
+
+class DiSK(Contribution):
+    """DiSK: all gradients are computed at one point, ahead of the weights by a multiple of their last update.
+
+    Computes: the gradients at theta_t + (1 - weight) / weight (theta_t - theta_{t-1}); at theta_t in the first step. It
+    is one half of the method. The other half averages the released gradients: PrivateGradient(...,
+    perturb=DiSK(weight), filter=filters.EMA(weight)).
+
+    Args:
+        weight: kappa in (0, 1], the same as that of the filter; 1 is DP-SGD.
+    Raises:
+        PrivacyError: weight is out of its range; in use, the loaded state does not fit the model.
+    Privacy:
+        The weights were computed from released gradients, so the use of their last update is post-processing.
+    Reference:
+        Zhang et al. 2024 (arXiv 2410.03883), with gamma = (1 - kappa) / kappa, where one gradient per example suffices.
+    """
+
+    def __init__(self, weight: float) -> None:
+        require_positive("DiSK", "weight", weight, "0.7 say")
+        if weight > 1:
+            raise expected("DiSK", "weight", "to be at most 1", weight, "1 is DP-SGD")
+        self.weight = float(weight)
+        self._now: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+
+    def __repr__(self) -> str:
+        return f"DiSK({self.weight:g})"
+
+    def begun(self) -> "DiSK":
+        return DiSK(self.weight)
+
+    @contextmanager
+    def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
+        del step, raw_mean
+        _require_of(parameters, "DiSK", self._before)
+        self._now = {name: value.detach().clone() for name, value in parameters.items()}
+        factor = (1 - self.weight) / self.weight
+        points = {
+            parameters[name]: torch.lerp(before, self._now[name], 1 + factor) for name, before in self._before.items()
+        }
+        with replaced(points):
+            yield
+
+    def released(self, gradient: NoisyGradient) -> None:
+        """Keep the weights of this step for the next one."""
+        del gradient
+        self._before = self._now
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": {name: value.clone() for name, value in self._before.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = _finite("DiSK", "before", state)
 
 
 class RawSAM(Perturbation):
@@ -177,6 +219,27 @@ class RawSAM(Perturbation):
     def at(self, step: int, parameters: Mapping[str, nn.Parameter], raw_mean: MeanGradient) -> Generator[None]:
         with _moved(parameters, raw_mean(), self.radius(step), {}):
             yield
+
+
+def _require_of(parameters: Mapping[str, nn.Parameter], kind: str, held: Mapping[str, Tensor]) -> None:
+    """Raise PrivacyError unless each tensor of a state fits the parameter of its name."""
+    for name, value in held.items():
+        if name not in parameters or value.shape != parameters[name].shape:
+            got = f"{name!r} of shape {tuple(value.shape)}"
+            remedy = "load the state into the same model, or freeze parameters before the first step"
+            raise expected(kind, "its state", "to be of this model", got, remedy)
+
+
+def _finite(kind: str, entry: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return copies of the tensors in one entry of a state; raise PrivacyError unless they are finite."""
+    held = state.get(entry)
+    if not isinstance(held, Mapping) or not all(
+        isinstance(value, Tensor) and bool(torch.isfinite(value).all())
+        for value in cast("Mapping[str, object]", held).values()
+    ):
+        got = described(held) if not isinstance(held, Mapping) else f"a {entry} with an entry that is not finite"
+        raise expected(kind, "its state", "to hold finite tensors", got, "load a whole, unchanged state")
+    return {name: value.clone() for name, value in cast("Mapping[str, Tensor]", held).items()}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from privgrad.errors import PrivacyError, expected, require_nonnegative
 from privgrad.types import NoisyGradient
 
 # Keys that torch's schedulers add to param groups.
-_OF_GROUPS = {"params", "param_names", "noise_std", "name", "lr_is_noise_step"}
+_OF_GROUPS = {"params", "param_names", "noise_std", "noise_gain", "name", "lr_is_noise_step"}
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]] | Iterable[Mapping[str, Any]]
@@ -38,6 +38,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     of the noise. The rate is the one at which u is the noise step: the root mean square displacement of a weight after
     T updates of pure noise, divided by sqrt(T), for large T. Noise that changes over time, or differs between
     parameters or coordinates, is divided out before it enters any state, so that each release moves each weight by u.
+    Behind a filter, u counts the displacement that the filtered noise has in the long run.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters. A group may have its own `lr` or
@@ -135,7 +136,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 std = held.get(name) if isinstance(held, Mapping) else held
                 if self._why_no_noise_step(group) or (std is None and not group["lr_is_noise_step"]):
                     return math.nan
-                per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, cast(float, std))
+                per_lr = 1.0
+                if not group["lr_is_noise_step"]:
+                    per_lr = self._noise_step_per_lr(group, cast(float, std)) * group["noise_gain"]
                 steps = torch.as_tensor(float(_number(group["lr"])) * per_lr, dtype=torch.float64)
                 squares += float(steps.square().mean()) * parameter.numel()
                 count += parameter.numel()
@@ -185,7 +188,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._clear()
         try:
             for group, names in zip(self.param_groups, active, strict=True):
-                std = gradient.noise_std
+                std, group["noise_gain"] = gradient.noise_std, gradient.noise_gain
                 group["noise_std"] = std if isinstance(std, float | int) else {name: std[name] for name in names}
             if by_noise:
                 self._update_in_noise_units(gradient, by_noise)
@@ -245,7 +248,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         steps = [group["lr"] for group in groups]
         try:
             for group in groups:
-                group["lr"] = group["lr"] / self._noise_step_per_lr(group, 1.0)
+                group["lr"] = group["lr"] / self._noise_step_per_lr(group, 1.0) / gradient.noise_gain
             self._update(NoisyGradient(tensors, stds))
         finally:
             for group, step in zip(groups, steps, strict=True):
@@ -319,7 +322,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             remedy = f"choose among {', '.join(sorted(self.defaults))}"
             raise expected(function, "options of a param group", "to be known", ", ".join(sorted(unknown)), remedy)
         group |= {key: value.item() for key, value in group.items() if isinstance(value, np.generic)}
-        group["noise_std"] = None
+        group["noise_std"], group["noise_gain"] = None, 1.0
         require_nonnegative(function, "lr", _number(group["lr"]), "give the learning rate")
         self._require_options(group)
         if group["lr_is_noise_step"] and (why := self._why_no_noise_step(group)):

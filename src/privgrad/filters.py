@@ -1,0 +1,257 @@
+"""Linear filters of released gradients, each with the exact noise of its output. Post-processing.
+
+Users give a filter to `PrivateGradient(..., filter=)`, or call one by themselves on each released gradient. The privacy
+guarantee does not rest on this file, which uses released gradients and public numbers only.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from privgrad.errors import described, expected, require_positive
+from privgrad.types import NoiseStd, NoisyGradient
+
+_STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how small it may be beside its largest part
+
+
+class LinearFilter:
+    """A linear recursion over the released gradients g_t, given by its coefficients.
+
+    Computes: m_t = sum of b_j g_{t-j} (j >= 0) - sum of a_j m_{t-j} (j >= 1), and y_t = m_t / c_t where c_t is the same
+    recursion on ones, all from zeros. So y_t is a weighted mean of the gradients so far, with weights that may be
+    negative.
+
+    `noise_std` of the output is that of y_t, exactly, at start-up and for noise that changes over time too:
+    var(y_t) = sum of h_k^2 s_{t-k}^2 / c_t^2, where h is the response of m to a single gradient. `noise_gain` of the
+    output says how much farther the sum of the outputs spreads than that of independent noise of this size.
+
+    Args:
+        b: coefficients of the gradients, from the present one backwards; at least one.
+        a: coefficients of the outputs m, from the last one backwards.
+    Raises:
+        PrivacyError: a coefficient is not finite, the recursion is not stable, or c_t is 0 at some step or in the long
+            run, as that of a difference is. In use: the gradient is filtered already, or has other parameters than the
+            last one.
+    Privacy:
+        Post-processing.
+    """
+
+    def __init__(self, b: Sequence[float], a: Sequence[float] = ()) -> None:
+        name = type(self).__name__
+        self._b, self._a = tuple(map(float, b)), tuple(map(float, a))
+        if not self._b or not all(map(math.isfinite, self._b + self._a)):
+            remedy = "give finite numbers, at least one b"
+            raise expected(name, "coefficients", "to be finite", f"b {self._b} and a {self._a}", remedy)
+        radius = max((abs(root) for root in np.roots((1.0, *self._a))), default=0.0)
+        if radius >= 1 - 1e-9:
+            remedy = "choose a whose polynomial 1 + a_1 z^-1 + ... has its zeros inside of the unit circle"
+            raise expected(name, "the recursion", "to be stable", f"a zero of size {radius:.4g}", remedy)
+        self._matrix, self._entry = _companion(self._b, self._a)
+        self._require_correction()
+        self._ones = torch.zeros_like(self._entry)  # the past values for gradients of ones
+        self._outputs: dict[str, list[Tensor]] = {}  # by parameter: the last m, the latest first
+        self._inputs: dict[str, list[Tensor]] = {}  # by parameter: the last g, the latest first
+        self._noises: dict[str, Tensor] = {}  # by parameter, or "" for all: the covariance of their noise
+
+    def __repr__(self) -> str:
+        return f"LinearFilter(b={self._b}, a={self._a})"
+
+    is_public = True
+
+    def begun(self) -> "LinearFilter":
+        """Return a copy with fresh state; PrivateGradient calls it."""
+        own = copy.copy(self)
+        own._outputs, own._inputs, own._noises, own._ones = {}, {}, {}, torch.zeros_like(self._ones)
+        return own
+
+    def __call__(self, gradient: NoisyGradient) -> NoisyGradient:
+        """Return the filtered gradient, and move on by one step. PrivateGradient and users call it."""
+        self._require(gradient)
+        self._ones = self._matrix @ self._ones + self._entry
+        correction = float(self._ones[0])
+        values = {name: self._moved(name, value).div(correction).to(value.dtype) for name, value in gradient.items()}
+        given = gradient.noise_std
+        if isinstance(given, float | int):
+            noise_std: NoiseStd = float(self._noise("", given, correction))
+        else:
+            stds = {name: self._noise(name, given[name], correction) for name in gradient}
+            noise_std = {name: float(std) if std.dim() == 0 else std for name, std in stds.items()}
+        # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
+        filtered, before = _size_of(noise_std, gradient), _size_of(given, gradient)
+        gain = before / filtered if filtered > 0 else 1.0
+        return NoisyGradient(values, noise_std, gradient.norm_distribution, gain)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the past values, for a checkpoint."""
+        state: dict[str, Any] = {"noises": dict(self._noises), "ones": self._ones}
+        for key, held in (("outputs", self._outputs), ("inputs", self._inputs)):
+            state[key] = {name: [value.clone() for value in values] for name, values in held.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the past values of a state."""
+        ones = state.get("ones")
+        if not isinstance(ones, Tensor) or ones.shape != self._ones.shape:
+            remedy = "load a state that a filter of the same coefficients saved"
+            condition = f"to hold {len(self._ones)} past values"
+            raise expected(type(self).__name__, "state", condition, described(ones), remedy)
+        self._ones = ones.clone()
+        self._outputs, self._inputs = (
+            {name: [value.clone() for value in values] for name, values in state[key].items()}
+            for key in ("outputs", "inputs")
+        )
+        self._noises = {name: value.clone() for name, value in state["noises"].items()}
+
+    def _require_correction(self) -> None:
+        """Raise PrivacyError unless c_t is far from 0 at each step."""
+        ones, settled = torch.zeros_like(self._entry), sum(self._b) / (1 + sum(self._a))
+        for step in range(1, _STEPS):
+            ones = self._matrix @ ones + self._entry
+            if not abs(float(ones[0])) > _SMALLEST * max(abs(settled), max(map(abs, self._b))):
+                remedy = "choose coefficients whose recursion on ones is not 0"
+                raise expected(type(self).__name__, f"c_{step}", "to differ from 0", float(ones[0]), remedy)
+
+    def _require(self, gradient: object) -> None:
+        """Raise PrivacyError unless this is a gradient as it was released, of the parameters of the last one."""
+        name = type(self).__name__
+        if not isinstance(gradient, NoisyGradient):
+            remedy = "pass the return value of PrivateGradient"
+            raise expected(name, "gradient", "to be a NoisyGradient", described(gradient), remedy)
+        if gradient.noise_gain != 1:
+            remedy = "multiply the polynomials of both filters, and give the products to one LinearFilter"
+            condition, got = "to have independent noise at each step", "a gradient that was filtered before"
+            raise expected(name, "gradient", condition, got, remedy)
+        held = {name: values[0].shape for name, values in self._outputs.items()}
+        if held and held != {name: value.shape for name, value in gradient.items()}:
+            remedy = "use one filter per model, and freeze parameters before the first step"
+            condition = f"to have the {len(held)} parameters of the last step, with their shapes"
+            raise expected(name, "gradient", condition, f"{len(gradient)} parameters", remedy)
+
+    def _moved(self, name: str, given: Tensor) -> Tensor:
+        """Return m of one parameter after one more gradient, and keep the past values of the recursion."""
+        new = given.to(torch.promote_types(given.dtype, torch.float32)) * self._b[0]
+        outputs, inputs = self._outputs.setdefault(name, []), self._inputs.setdefault(name, [])
+        for coefficient, value in zip(self._b[1:], inputs, strict=False):
+            new.add_(value, alpha=coefficient)
+        for coefficient, value in zip(self._a, outputs, strict=False):
+            new.add_(value, alpha=-coefficient)
+        outputs.insert(0, new)
+        del outputs[max(1, len(self._a)) :]
+        if len(self._b) > 1:  # a copy, because the gradient may become a .grad and be overwritten
+            inputs.insert(0, given.clone())
+            del inputs[len(self._b) - 1 :]
+        return new
+
+    def _noise(self, name: str, noise_std: float | Tensor, correction: float) -> Tensor:
+        """Return the standard deviation of the noise in y_t, and keep the covariance of the past values."""
+        variance = torch.as_tensor(noise_std, dtype=torch.float64) ** 2
+        matrix, entry = self._matrix.to(variance.device), self._entry.to(variance.device)
+        held = self._noises.get(name)
+        if held is None:
+            held = variance.new_zeros((len(entry), len(entry), *variance.shape))
+        moved = torch.einsum("ij,jk...,lk->il...", matrix, held, matrix)
+        self._noises[name] = moved + torch.einsum("i,j,...->ij...", entry, entry, variance)
+        return self._noises[name][0, 0].clamp(min=0.0).sqrt() / abs(correction)
+
+
+def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return the matrix and the vector that move the past values (m, then g, the latest first) by one step.
+
+    The past values x become matrix @ x + vector * g.
+    """
+    outputs, inputs = max(1, len(a)), len(b) - 1
+    matrix = torch.zeros(outputs + inputs, outputs + inputs, dtype=torch.float64)
+    entry = torch.zeros(outputs + inputs, dtype=torch.float64)
+    matrix[0, : len(a)] = -torch.tensor(a, dtype=torch.float64)
+    matrix[0, outputs:] = torch.tensor(b[1:], dtype=torch.float64)
+    entry[0] = b[0]
+    for index in range(1, outputs + inputs):
+        if index != outputs:
+            matrix[index, index - 1] = 1.0
+    if inputs:
+        entry[outputs] = 1.0
+    return matrix, entry
+
+
+class EMA(LinearFilter):
+    """An exponential moving average of the gradients, with Adam's start-up correction.
+
+    Computes: m_t = (1 - weight) m_{t-1} + weight g_t;  y_t = m_t / (1 - (1 - weight)^t). In the long run its noise has
+    the variance weight / (2 - weight) of that of a gradient.
+
+    Args:
+        weight: of the new gradient, in (0, 1].
+    Raises:
+        PrivacyError: weight is out of its range.
+    """
+
+    def __init__(self, weight: float) -> None:
+        require_positive("EMA", "weight", weight, "0.1 averages about the last 20 gradients")
+        if weight > 1:
+            raise expected("EMA", "weight", "to be at most 1", weight, "1 keeps each gradient as it is")
+        super().__init__([weight], [weight - 1])
+
+    def __repr__(self) -> str:
+        return f"EMA({self._b[0]:g})"
+
+
+class Innovation(LinearFilter):
+    """A filter of second order that averages the differences from the last output: FiBeR's.
+
+    Computes: r_t = (1 - weight) r_{t-1} + weight (g_t - m_{t-1});  m_t = m_{t-1} + r_t, divided by the same recursion
+    on ones. In the long run its noise has the variance (2 - weight) / (4 - 3 weight) of that of a gradient. This is
+    the number that FiBeR subtracts from Adam's second moment, and so does AdamWBC behind this filter.
+
+    Args:
+        weight: of the new difference, in (0, 1].
+    Raises:
+        PrivacyError: weight is out of its range.
+    Reference:
+        FiBeR (arXiv 2605.03425). Deviation: the start-up is corrected.
+    """
+
+    def __init__(self, weight: float) -> None:
+        require_positive("Innovation", "weight", weight, "0.5 say")
+        if weight > 1:
+            raise expected("Innovation", "weight", "to be at most 1", weight, "1 keeps each gradient as it is")
+        super().__init__([weight], [2 * (weight - 1), 1 - weight])
+
+    def __repr__(self) -> str:
+        return f"Innovation({self._b[0]:g})"
+
+
+class DOPPLER(LinearFilter):
+    """A low-pass filter of first order: the paper's default.
+
+    Computes: m_t = -a_1 m_{t-1} + b_0 g_t + b_1 g_{t-1}, divided by the same recursion on ones.
+
+    Args:
+        b: as in LinearFilter.
+        a: as in LinearFilter.
+    Raises:
+        PrivacyError: as LinearFilter.
+    Reference:
+        Zhang et al. 2024 (arXiv 2408.13460).
+    """
+
+    def __init__(self, b: Sequence[float] = (0.1, 0.1), a: Sequence[float] = (-0.8,)) -> None:
+        super().__init__(b, a)
+
+    def __repr__(self) -> str:
+        return f"DOPPLER(b={self._b}, a={self._a})"
+
+
+def _size_of(noise_std: NoiseStd, gradient: NoisyGradient) -> float:
+    """Return the root mean square of the noise over all coordinates."""
+    if isinstance(noise_std, float | int):
+        return float(noise_std)
+    squares = count = 0.0
+    for name, value in gradient.items():
+        std = torch.as_tensor(noise_std[name], dtype=torch.float64)
+        squares, count = squares + float(std.square().mean()) * value.numel(), count + value.numel()
+    return math.sqrt(squares / count) if count else 0.0
