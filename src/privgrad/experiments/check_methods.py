@@ -18,7 +18,7 @@ from privgrad import precondition, side_information
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.sources import is_own
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tables import PreconditionTable
+from privgrad.experiments.tables import AdaptiveClipTable, FilterTable, PreconditionTable
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments
@@ -44,6 +44,31 @@ def require_method(method: MethodTable, spec: Spec) -> None:
     _require_noise_for_scales(method, spec)
 
 
+def _parts_of(method: MethodTable) -> dict[str, AdaptiveClipTable | FilterTable]:
+    """Return the tables of a method for the rule for C and the filter, as far as they were given."""
+    tables = {"adaptive_clip": method.adaptive_clip, "filter": method.filter}
+    return {part: table for part, table in tables.items() if table is not None}
+
+
+def _require_parts(method: MethodTable) -> None:
+    """Raise PrivacyError unless the rule for C and the filter have their options, and stand beside nothing else."""
+    for part, table in _parts_of(method).items():
+        known = inspect.signature(table.kind).parameters
+        for name in table.options:
+            require_option(name, list(known), f"methods.{method.name}.{part}.options.{name}")
+        for name, parameter in known.items():
+            if parameter.default is parameter.empty and name not in table.options:
+                place = f"methods.{method.name}.{part}.options.{name}"
+                raise expected("load_spec", place, "to be given", None, f"add {name}")
+    method.parts()
+    if method.filter is not None and method.filter.rule == "DiSK" and (method.perturb or method.local):
+        place, got = f"methods.{method.name}.filter", "DiSK beside perturb or local"
+        raise expected("load_spec", place, "to have the only point of the gradients", got, "leave one of the two out")
+    if method.non_private and method.adaptive_clip is not None:
+        place, remedy = f"methods.{method.name}.adaptive_clip", "leave it out: a method without privacy does not clip"
+        raise expected("load_spec", place, "to be absent for non_private", method.adaptive_clip.rule, remedy)
+
+
 def _require_options(method: MethodTable, spec: Spec) -> None:
     """Raise PrivacyError unless the options suit the optimizer, the perturbation and the preconditioner."""
     arguments = constructor_arguments(OPTIMIZERS[method.optimizer])
@@ -55,10 +80,13 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         require_option(name, valid, f"methods.{method.name}.options.{name}")
     for name, values in method.tune.items():
         place = f"methods.{method.name}.tune.{name}"
-        if method.precondition is None or not name.startswith("precondition."):
-            require_option(name, valid, place)
+        part, _, option = name.partition(".")
+        if method.precondition is not None and option and part == "precondition":
+            require_option(option, _options_of(method.precondition), place)
+        elif option and (table := _parts_of(method).get(part)) is not None:
+            require_option(option, list(inspect.signature(table.kind).parameters), place)
         else:
-            require_option(name.removeprefix("precondition."), _options_of(method.precondition), place)
+            require_option(name, valid, place)
         if tables := [value for value in values if isinstance(value, dict)]:
             raise expected("load_spec", place, "to be numbers, names or lists", tables[0], "correct it")
     by_noise = method.noise_step is not None
@@ -84,6 +112,7 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         except (TypeError, ValueError, OverflowError) as error:
             place = f"methods.{method.name}.{'tune' if method.tune else 'options'}"
             raise expected("load_spec", place, f"to suit {method.optimizer}", error, "correct them") from error
+        _require_parts(tuned)
         if tuned.precondition is not None:
             _require_precondition(tuned.precondition, f"methods.{method.name}.precondition.options")
 

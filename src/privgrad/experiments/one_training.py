@@ -110,6 +110,7 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
         microbatch_size=spec.run.microbatch_size,
         memory_mb=spec.run.memory_mb,
         side_information=features,
+        **method.parts(),
     )
     source = made.source if made is not None else public.source if public is not None else None
     source = "; ".join(filter(None, (source, features))) or None
@@ -125,6 +126,8 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "optimizer": made.method.optimizer,
         "options": made.method.options,
         "precondition": None if made.method.precondition is None else made.method.precondition.model_dump(),
+        "adaptive_clip": None if made.method.adaptive_clip is None else made.method.adaptive_clip.model_dump(),
+        "filter": None if made.method.filter is None else made.method.filter.model_dump(),
         **run.candidate._asdict(),
         "noise_step": _noise_step(run, made.optimizer),
         "seed": run.seed,

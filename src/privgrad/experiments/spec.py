@@ -15,8 +15,10 @@ from pydantic import Field
 from privgrad import optim
 from privgrad.errors import expected
 from privgrad.experiments.tables import (
+    AdaptiveClipTable,
     DataTable,
     FeaturesTable,
+    FilterTable,
     Grid,
     LocalTable,
     ModelTable,
@@ -58,12 +60,14 @@ class MethodTable(Table):
     """A table of [[methods]]: one optimizer with its options.
 
     `lr` or `noise_step` is a number or the method's own grid; the default is the grid of [tuning]. `tune` has a list of
-    values for options of the method: of the optimizer, or, after "precondition.", of the preconditioner.
+    values for options of the method: of the optimizer, or, after "precondition.", "adaptive_clip." or "filter.", of
+    that table.
     `max_grad_norm` is a number or a grid; the default is the value of [privacy]. `group_size` examples are averaged
     before they are clipped; above 1 the sensitivity is 2C. `assumed_noise_std` replaces the noise scale that the
     optimizer is given, for ablations; it may be wrong. `non_private` neither clips nor adds noise. `local` is given if
     the privacy unit is a user; the optimizer is then the server's. `schedule` replaces that of [run]. `model` and
-    `features` replace those tables; features = false trains on the inputs as loaded.
+    `features` replace those tables; features = false trains on the inputs as loaded. `norm_bins`, `adaptive_clip` and
+    `filter` are those of PrivateGradient.
     """
 
     name: str = Field(min_length=1)
@@ -76,6 +80,9 @@ class MethodTable(Table):
     assumed_noise_std: float | None = Field(default=None, ge=0)
     group_size: int = Field(default=1, ge=1)
     perturb: PerturbTable | None = None
+    norm_bins: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    adaptive_clip: AdaptiveClipTable | None = None
+    filter: FilterTable | None = None
     local: LocalTable | None = None
     precondition: PreconditionTable | None = None
     public: PublicTable = PublicTable()
@@ -107,16 +114,14 @@ class MethodTable(Table):
 
         `runner`, `audit_spec`, `papers.stops` and `load_spec` call it.
         """
-        options, of_rule = dict(self.options), {}
+        changes: dict[str, Any] = {"options": dict(self.options)}
         for name, value in candidate.own:
-            if name.startswith("precondition."):
-                of_rule[name.removeprefix("precondition.")] = value
+            part, _, option = name.rpartition(".")
+            if part:
+                table = changes.get(part) or getattr(self, part)
+                changes[part] = table.model_copy(update={"options": table.options | {option: value}})
             else:
-                options[name] = value
-        changes: dict[str, Any] = {"options": options}
-        if self.precondition is not None:
-            rule = self.precondition
-            changes["precondition"] = rule.model_copy(update={"options": rule.options | of_rule})
+                changes["options"][option] = value
         return self.model_copy(update=changes)
 
     @property
@@ -140,7 +145,20 @@ class MethodTable(Table):
             return LocalUpdate(candidate.local_lr, batch_size=self.local.batch_size, epochs=self.local.epochs)
         if unit == "user":
             return SampleGradient("user")
+        if self.filter is not None and self.filter.point is not None:
+            return self.filter.point
         return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the arguments of PrivateGradient that follow its releases: statistic, rule for C, filter.
+
+        `one_training` passes them, and `check_methods` makes them once.
+        """
+        made = {
+            name: None if table is None else table.kind(**table.options)
+            for name, table in (("adaptive_clip", self.adaptive_clip), ("filter", self.filter))
+        }
+        return {"norm_bins": self.norm_bins, **made}
 
     def make(
         self,

@@ -4,14 +4,16 @@
 `PrivacyPlan` checks the numbers of [privacy].
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from privgrad import clip, filters, perturb
 from privgrad.augmentation import Flip
-from privgrad.gradient import perturb
 from privgrad.gradient.contribution import Contribution
+from privgrad.gradient.perturb import Perturbation
 from privgrad.models import Activation
 from privgrad.schedule import Decay
 from privgrad.types import PrivacyUnit, SamplingScheme
@@ -189,8 +191,40 @@ class PerturbTable(Table):
 
     def make(self, radius: float) -> Contribution:
         """Return the perturbation with one radius."""
-        kind: type[perturb.Perturbation] = getattr(perturb, self.rule)
+        kind: type[Perturbation] = getattr(perturb, self.rule)
         return kind(radius, **({} if self.mode is None else {"mode": self.mode}))
+
+
+class AdaptiveClipTable(Table):
+    """A rule that moves C at each step, starting at the method's C; `options` are those of its class in `clip`."""
+
+    rule: Literal["TargetFraction", "Quantile", "SquaredError"]
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def kind(self) -> Callable[..., clip.AdaptiveClip]:
+        """Return the class of the rule."""
+        return getattr(clip, self.rule)
+
+
+class FilterTable(Table):
+    """A filter of the released gradients; `options` are those of its class in `filters`.
+
+    The rule "DiSK" is an EMA with gradients at the point of `perturb.DiSK`, both with the option `weight`.
+    """
+
+    rule: Literal["EMA", "DOPPLER", "Innovation", "LinearFilter", "DiSK"]
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def kind(self) -> Callable[..., filters.LinearFilter]:
+        """Return the class of the filter."""
+        return getattr(filters, "EMA" if self.rule == "DiSK" else self.rule)
+
+    @property
+    def point(self) -> Contribution | None:
+        """Return the point of the gradients that belongs to the filter; None for the weights."""
+        return perturb.DiSK(self.options["weight"]) if self.rule == "DiSK" else None
 
 
 class LocalTable(Table):
