@@ -225,3 +225,43 @@ def test_cosines_at_zero_weights_are_what_uniform_inputs_give():
     assert found["across"] == pytest.approx(-0.75 / 8, abs=0.01)
     with pytest.raises(pg.PrivacyError, match="parameters"):
         diagnostics.raw_pairwise_cosines(model, lambda m, b: m(b[0])[:, 0], (x, y), y, parameters=["nothing"])
+
+
+def test_released_statistics_agree_with_those_from_before_the_noise():
+    """On a training with norm_bins, where the raw statistics are known; and nothing raw is needed."""
+    plan = make_plan(steps=60, expected_batch_size=64, num_examples=256, noise_multiplier=0.5, max_grad_norm=0.3)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, norm_bins=64)
+    raw, released = diagnostics.RawGradientStats(private_grad), diagnostics.ReleasedStats(private_grad)
+    by_hand = diagnostics.ReleasedStats()
+    for batch in plan.batches(make_data(256)):
+        by_hand.observe(private_grad(batch))
+    found, true = released.summary(), raw.summary()
+    assert by_hand.summary() == found
+    assert found["noise_share"] == pytest.approx(true["noise_share"], rel=1e-5)
+    assert found["signal_to_noise"] == pytest.approx(true["raw_signal_to_noise"], rel=0.25)
+    # Of the expected number of gradients, and one between the last edge and C counts in proportion.
+    assert found["clip_fraction"] == pytest.approx(true["raw_clip_fraction"], abs=0.1)
+    assert "may" not in released.verdict()
+    assert released.verdict().startswith("Clipping shortened about")
+
+
+@pytest.mark.parametrize(
+    ("clip_fraction", "signal_to_noise", "words"),
+    [
+        (0.99, 3.0, "larger max_grad_norm"),
+        (0.02, 0.2, "smaller max_grad_norm"),
+        (0.6, 0.2, "larger batch"),
+        (0.6, 3.0, "Neither dominates"),
+        (math.nan, 3.0, "Neither dominates"),
+        (0.6, math.inf, "no noise"),
+    ],
+)
+def test_the_verdict_of_released_statistics(clip_fraction: float, signal_to_noise: float, words: str):
+    found = {"clip_fraction": clip_fraction, "signal_to_noise": signal_to_noise, "noise_share": 0.5}
+    assert words in released_verdict(found)
+
+
+def test_without_gradients_there_is_no_verdict_and_other_things_are_refused():
+    assert "No gradient" in diagnostics.ReleasedStats().verdict()
+    with pytest.raises(pg.PrivacyError, match="NoisyGradient"):
+        diagnostics.ReleasedStats().observe({})  # pyright: ignore[reportArgumentType]

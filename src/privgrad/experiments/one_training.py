@@ -14,6 +14,7 @@ from torch import nn
 
 from privgrad import optim
 from privgrad.data import DataSet
+from privgrad.diagnostics import ReleasedStats
 from privgrad.experiments.build import (
     make_model,
     preconditioner,
@@ -72,6 +73,7 @@ class Prepared(NamedTuple):
         model, plan, private_grad, optimizer: of the training.
         method: with the candidate's values of `tune`.
         source: of the side information; None without any.
+        released: statistics of the released gradients, if the method has a private distribution of norms.
     """
 
     model: nn.Module
@@ -80,6 +82,7 @@ class Prepared(NamedTuple):
     optimizer: optim.PrivateOptimizer
     method: MethodTable
     source: str | None
+    released: ReleasedStats | None
 
 
 def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
@@ -114,7 +117,9 @@ def prepare(spec: Spec, run: Run, data: DataSet) -> Prepared:
     )
     source = made.source if made is not None else public.source if public is not None else None
     source = "; ".join(filter(None, (source, features))) or None
-    return Prepared(model, plan, private_grad, optimizer, method, source)
+    has_distribution = method.norm_bins is not None or method.adaptive_clip is not None
+    released = ReleasedStats(private_grad) if has_distribution else None
+    return Prepared(model, plan, private_grad, optimizer, method, source, released)
 
 
 def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Record:
@@ -138,6 +143,7 @@ def facts_of(run: Run, made: Prepared, data: DataSet, result: FitResult) -> Reco
         "sampling": plan.sampling,
         "score": data.score,
         "side_information": made.source,
+        "released": None if made.released is None else made.released.summary(),
         "fraction_floored": made.optimizer.fraction_floored() if isinstance(made.optimizer, Debiased) else None,
         "updates": result.updates,
         "seconds": result.seconds,

@@ -16,6 +16,7 @@ import jinja2
 
 from privgrad import optim
 from privgrad.diagnostics.gradient_stats import SecondMoment, verdict
+from privgrad.diagnostics.released_stats import released_verdict
 from privgrad.errors import expected
 from privgrad.experiments.metrics import title
 from privgrad.experiments.records import (
@@ -111,6 +112,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
         tuned_by=_tuned_by(records, score),
         tuned=[TUNED_TITLES[name] for name in names],
+        released=_released(records),
         diagnoses=_diagnoses(records, of_users=plan.get("privacy_unit") == "user"),
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): _optimizer(record) for record in records},
@@ -145,6 +147,13 @@ def _optimizer(record: Record) -> str | None:
     """Return the optimizer of a run with its options: "SGD (momentum 0.9)", say; None if it was not recorded."""
     options = own_text((record.get("options") or {}).items())
     return f"{record['optimizer']} ({options})" if options and record.get("optimizer") else record.get("optimizer")
+
+
+def _released(records: Sequence[Record]) -> dict[str, str]:
+    """Return the verdict of the first final training by method, from released values, where these were recorded."""
+    first = {method: runs[0] for method, runs in by_method(in_phase(records, "final")).items()}
+    held = {method: run["released"] for method, run in first.items() if run.get("released")}
+    return {method: released_verdict(found).replace("%", " %") for method, found in held.items()}
 
 
 def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
