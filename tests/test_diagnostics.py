@@ -11,6 +11,7 @@ from torch import nn
 import privgrad as pg
 from conftest import first_batch, loss_fn, make_data, make_model, make_plan
 from privgrad import diagnostics
+from privgrad.diagnostics.released_stats import released_verdict
 from privgrad.gradient.engines.vmap import per_sample_gradients
 
 

@@ -21,7 +21,7 @@ NAMES = {
     "privgrad": "Batch Budget BudgetExceededError ClassRates EarlyStopping Explanation FitResult Head Ledger "
     "NoisyGradient PrivacyError "
     "PrivacyPlan  PrivateGradient PublicGradient SamplingError Scales Schedule Suggestion "
-    "UnsupportedModuleError audit clip  compare explain federated fit fit_head freeze_unused optim "
+    "UnsupportedModuleError audit clip  compare explain federated filters fit fit_head freeze_unused optim "
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
     "side_information suggest save load",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
@@ -42,8 +42,12 @@ SIGNATURES = {
     pg.PrivacyPlan.epsilon: "self delta steps accountant",
     pg.PrivacyPlan.scaled: "self factor num_examples",
     pg.PrivateGradient: "model loss_fn plan perturb precondition clip engine microbatch_size memory_mb ledger "
-    "processes side_information",
-    pg.NoisyGradient: "tensors noise_std",
+    "norm_bins adaptive_clip filter processes side_information",
+    pg.NoisyGradient: "tensors noise_std norm_distribution noise_gain",
+    pg.filters.LinearFilter: "b a",
+    pg.filters.EMA: "weight",
+    pg.filters.Innovation: "weight",
+    pg.filters.DOPPLER: "b a",
     pg.NoisyGradient.assign: "self model",
     pg.precondition.Transform: "inverse_scales keep shift input_maps",
     gradient.register_rule: "layers replace",
@@ -91,6 +95,7 @@ SIGNATURES = {
     pg.perturb.BAM: "radius mode",
     pg.perturb.SAT: "radius",
     pg.perturb.RawSAM: "radius",
+    pg.perturb.DiSK: "weight",
     pg.federated.LocalUpdate: "lr batch_size epochs",
     pg.federated.ReportedUpdate: "",
     pg.federated.local_update: "model loss_fn user local max_update_norm precondition step",
@@ -108,6 +113,9 @@ SIGNATURES = {
     pg.clip.Flat: "",
     pg.clip.PerLayer: "shares",
     pg.clip.Automatic: "gamma",
+    pg.clip.TargetFraction: "target rate",
+    pg.clip.Quantile: "quantile rate count_std",
+    pg.clip.SquaredError: "weight",
     pg.audit.Game: "name release data directions claim delta steps",
     pg.audit.distinguish: "game trials confidence tick",
     pg.audit.one_run: "game guessed confidence",

@@ -16,7 +16,8 @@ from torch import Tensor
 from privgrad.errors import described, expected, require_positive
 from privgrad.types import NoiseStd, NoisyGradient
 
-_STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how small it may be beside its largest part
+__all__ = ["DOPPLER", "EMA", "Innovation", "LinearFilter"]
+_STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how small it may be
 
 
 class LinearFilter:

@@ -602,7 +602,7 @@ class PrivateGradient:
         return transform
 
     def _noise_std(self) -> float:
-        """Return the standard deviation of the noise in one coordinate of this step's gradient, but for the grid."""
+        """Return the standard deviation of the noise in one coordinate of this step's gradient, without the grid."""
         bound = self.max_grad_norm if self._statistic is None else self._statistic.sensitivity(self.max_grad_norm)
         return self._plan.noise_std * bound / self._plan.max_grad_norm if self._plan.noise_std > 0 else 0.0
 

@@ -51,7 +51,7 @@ def _parts_of(method: MethodTable) -> dict[str, AdaptiveClipTable | FilterTable]
 
 
 def _require_parts(method: MethodTable) -> None:
-    """Raise PrivacyError unless the rule for C and the filter have their options, and stand beside nothing else."""
+    """Raise PrivacyError unless the rule for C and the filter have their options, and nothing that contradicts them."""
     for part, table in _parts_of(method).items():
         known = inspect.signature(table.kind).parameters
         for name in table.options:
@@ -62,7 +62,7 @@ def _require_parts(method: MethodTable) -> None:
                 raise expected("load_spec", place, "to be given", None, f"add {name}")
     method.parts()
     if method.filter is not None and method.filter.rule == "DiSK" and (method.perturb or method.local):
-        place, got = f"methods.{method.name}.filter", "DiSK beside perturb or local"
+        place, got = f"methods.{method.name}.filter", "DiSK with perturb or local"
         raise expected("load_spec", place, "to have the only point of the gradients", got, "leave one of the two out")
     if method.non_private and method.adaptive_clip is not None:
         place, remedy = f"methods.{method.name}.adaptive_clip", "leave it out: a method without privacy does not clip"

@@ -19,7 +19,7 @@ from privgrad.types import NormDistribution
 _WIDEST = 1e6  # C stays within this factor of its start
 _FEWEST = 8  # bins: with fewer, the share below C says little of how many are clipped
 _CERTAIN = 3.0  # standard deviations: smaller shares of DC-SGD's histogram count as 0
-# Of DC-SGD's histogram, in units of C: its edges, the norms that its bins stand for, and the candidates for C.
+# Of DC-SGD, in units of C: the edges of its histogram, one norm in each bin, and the candidates for C.
 _EDGES = tuple(2.0**power for power in range(-4, 5))
 _MIDDLES = tuple(2.0 ** (power - 0.5) for power in range(-4, 6))
 _CANDIDATES = tuple(2.0 ** (power / 3) for power in range(-12, 13))

@@ -37,8 +37,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
     by its noise_std first. All options in gradient units (`eps`, and L2 `weight_decay`) then count standard deviations
     of the noise. The rate is the one at which u is the noise step: the root mean square displacement of a weight after
     T updates of pure noise, divided by sqrt(T), for large T. Noise that changes over time, or differs between
-    parameters or coordinates, is divided out before it enters any state, so that each release moves each weight by u.
-    Behind a filter, u counts the displacement that the filtered noise has in the long run.
+    parameters or coordinates, is divided out before it enters any state, so that each release moves each weight by u,
+    in the long run behind a filter too.
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters. A group may have its own `lr` or
@@ -136,9 +136,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 std = held.get(name) if isinstance(held, Mapping) else held
                 if self._why_no_noise_step(group) or (std is None and not group["lr_is_noise_step"]):
                     return math.nan
-                per_lr = 1.0
-                if not group["lr_is_noise_step"]:
-                    per_lr = self._noise_step_per_lr(group, cast(float, std)) * group["noise_gain"]
+                gain = cast(float, group["noise_gain"])
+                per_lr = 1.0 if group["lr_is_noise_step"] else self._noise_step_per_lr(group, cast(float, std)) * gain
                 steps = torch.as_tensor(float(_number(group["lr"])) * per_lr, dtype=torch.float64)
                 squares += float(steps.square().mean()) * parameter.numel()
                 count += parameter.numel()
@@ -384,11 +383,7 @@ def _no_noise_step(function: str, why: str) -> PrivacyError:
 
 
 def widened(parameter: Tensor) -> Tensor:
-    """Return zeros shaped like a parameter, in float32 or wider.
-
-    The optimizers of this package call it for their state. In half precision, rounding would swamp the moments of
-    gradients.
-    """
+    """Return zeros shaped like a parameter, in float32 or wider, for the state of this package's optimizers."""
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
