@@ -197,5 +197,9 @@ OURS: dict[str, Callable[[Setup], Step]] = {
     "vmap-preconditioned": partial(private, variant=lambda model: _preconditioned(model) | {"engine": "vmap"}),
     "bam": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02)),
     "bam-exact": partial(private, variant=lambda model: _perturbed("BAM", radius=0.02, mode="exact")),
+    "slots": partial(private, variant=lambda model: {"norm_bins": 64}),
+    "adaptive": partial(private, variant=lambda model: {"adaptive_clip": _room("clip").TargetFraction()}),
+    "ema": partial(private, variant=lambda model: {"filter": _room("filters").EMA(0.2)}),
+    "doppler": partial(private, variant=lambda model: {"filter": _room("filters").DOPPLER()}),
     "sat": partial(private, variant=lambda model: _perturbed("SAT", radius=0.02)),
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from privgrad.errors import described, expected, require_positive
+from privgrad.threads import blocks
 from privgrad.types import NoiseStd, NoisyGradient
 
 __all__ = ["DOPPLER", "EMA", "Innovation", "LinearFilter"]
@@ -54,10 +55,9 @@ class LinearFilter:
             raise expected(name, "the recursion", "to be stable", f"a zero of size {radius:.4g}", remedy)
         self._matrix, self._entry = _companion(self._b, self._a)
         self._require_correction()
-        self._ones = torch.zeros_like(self._entry)  # the past values for gradients of ones
-        self._outputs: dict[str, list[Tensor]] = {}  # by parameter: the last m, the latest first
-        self._inputs: dict[str, list[Tensor]] = {}  # by parameter: the last g, the latest first
-        self._noises: dict[str, Tensor] = {}  # by parameter, or "" for all: the covariance of their noise
+        self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
+        self._states: dict[str, list[Tensor]] = {}  # by parameter
+        self._noises: dict[str, Tensor] = {}  # by parameter, or "" for all: the covariance of the noise in a state
 
     def __repr__(self) -> str:
         return f"LinearFilter(b={self._b}, a={self._a})"
@@ -67,15 +67,15 @@ class LinearFilter:
     def begun(self) -> "LinearFilter":
         """Return a copy with fresh state; PrivateGradient calls it."""
         own = copy.copy(self)
-        own._outputs, own._inputs, own._noises, own._ones = {}, {}, {}, torch.zeros_like(self._ones)
+        own._states, own._noises, own._ones = {}, {}, torch.zeros_like(self._ones)
         return own
 
     def __call__(self, gradient: NoisyGradient) -> NoisyGradient:
         """Return the filtered gradient, and move on by one step. PrivateGradient and users call it."""
         self._require(gradient)
+        correction = self._b[0] + float(self._ones[0])
         self._ones = self._matrix @ self._ones + self._entry
-        correction = float(self._ones[0])
-        values = {name: self._moved(name, value).div(correction).to(value.dtype) for name, value in gradient.items()}
+        values = {name: self._moved(name, value, correction) for name, value in gradient.items()}
         given = gradient.noise_std
         if isinstance(given, float | int):
             noise_std: NoiseStd = float(self._noise("", given, correction))
@@ -88,34 +88,29 @@ class LinearFilter:
         return NoisyGradient(values, noise_std, gradient.norm_distribution, gain)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the past values, for a checkpoint."""
-        state: dict[str, Any] = {"noises": dict(self._noises), "ones": self._ones}
-        for key, held in (("outputs", self._outputs), ("inputs", self._inputs)):
-            state[key] = {name: [value.clone() for value in values] for name, values in held.items()}
-        return state
+        """Return the state of the recursion, for a checkpoint."""
+        states = {name: [value.clone() for value in values] for name, values in self._states.items()}
+        return {"states": states, "noises": dict(self._noises), "ones": self._ones}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the past values of a state."""
+        """Continue from a state."""
         ones = state.get("ones")
         if not isinstance(ones, Tensor) or ones.shape != self._ones.shape:
             remedy = "load a state that a filter of the same coefficients saved"
-            condition = f"to hold {len(self._ones)} past values"
-            raise expected(type(self).__name__, "state", condition, described(ones), remedy)
+            raise expected(type(self).__name__, "state", f"of order {len(self._ones)}", described(ones), remedy)
         self._ones = ones.clone()
-        self._outputs, self._inputs = (
-            {name: [value.clone() for value in values] for name, values in state[key].items()}
-            for key in ("outputs", "inputs")
-        )
+        self._states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
         self._noises = {name: value.clone() for name, value in state["noises"].items()}
 
     def _require_correction(self) -> None:
         """Raise PrivacyError unless c_t is far from 0 at each step."""
         ones, settled = torch.zeros_like(self._entry), sum(self._b) / (1 + sum(self._a))
         for step in range(1, _STEPS):
+            correction = self._b[0] + float(ones[0])
             ones = self._matrix @ ones + self._entry
-            if not abs(float(ones[0])) > _SMALLEST * max(abs(settled), max(map(abs, self._b))):
+            if not abs(correction) > _SMALLEST * max(abs(settled), max(map(abs, self._b))):
                 remedy = "choose coefficients whose recursion on ones is not 0"
-                raise expected(type(self).__name__, f"c_{step}", "to differ from 0", float(ones[0]), remedy)
+                raise expected(type(self).__name__, f"c_{step}", "to differ from 0", correction, remedy)
 
     def _require(self, gradient: object) -> None:
         """Raise PrivacyError unless this is a gradient as it was released, of the parameters of the last one."""
@@ -127,55 +122,58 @@ class LinearFilter:
             remedy = "multiply the polynomials of both filters, and give the products to one LinearFilter"
             condition, got = "to have independent noise at each step", "a gradient that was filtered before"
             raise expected(name, "gradient", condition, got, remedy)
-        held = {name: values[0].shape for name, values in self._outputs.items()}
+        held = {name: values[0].shape for name, values in self._states.items()}
         if held and held != {name: value.shape for name, value in gradient.items()}:
             remedy = "use one filter per model, and freeze parameters before the first step"
             condition = f"to have the {len(held)} parameters of the last step, with their shapes"
             raise expected(name, "gradient", condition, f"{len(gradient)} parameters", remedy)
 
-    def _moved(self, name: str, given: Tensor) -> Tensor:
-        """Return m of one parameter after one more gradient, and keep the past values of the recursion."""
-        new = given.to(torch.promote_types(given.dtype, torch.float32)) * self._b[0]
-        outputs, inputs = self._outputs.setdefault(name, []), self._inputs.setdefault(name, [])
-        for coefficient, value in zip(self._b[1:], inputs, strict=False):
-            new.add_(value, alpha=coefficient)
-        for coefficient, value in zip(self._a, outputs, strict=False):
-            new.add_(value, alpha=-coefficient)
-        outputs.insert(0, new)
-        del outputs[max(1, len(self._a)) :]
-        if len(self._b) > 1:  # a copy, because the gradient may become a .grad and be overwritten
-            inputs.insert(0, given.clone())
-            del inputs[len(self._b) - 1 :]
-        return new
+    def _moved(self, name: str, given: Tensor, correction: float) -> Tensor:
+        """Return y of one parameter after one more gradient, and move the state of the recursion.
+
+        The state z holds sums of past values: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}.
+        """
+        order = len(self._entry)
+        wide = given.to(torch.promote_types(given.dtype, torch.float32))
+        out, state = torch.empty_like(wide), self._states.get(name)
+        if state is None:
+            state = self._states[name] = [torch.zeros_like(wide) for _ in range(order)]
+        b, a = (list(values) + [0.0] * (order + 1 - len(values)) for values in (self._b, (1.0, *self._a)))
+        for g, m, *z in blocks(wide, out, *state):
+            torch.add(z[0], g, alpha=b[0], out=m)
+            for index in range(1, order + 1):
+                if index < order:
+                    torch.add(z[index], m, alpha=-a[index], out=z[index - 1])
+                else:
+                    torch.mul(m, -a[index], out=z[index - 1])
+                if b[index]:
+                    z[index - 1].add_(g, alpha=b[index])
+            m.div_(correction)
+        return out.to(given.dtype)
 
     def _noise(self, name: str, noise_std: float | Tensor, correction: float) -> Tensor:
-        """Return the standard deviation of the noise in y_t, and keep the covariance of the past values."""
+        """Return the standard deviation of the noise in y_t, and move the covariance of the noise in the state."""
         variance = torch.as_tensor(noise_std, dtype=torch.float64) ** 2
         matrix, entry = self._matrix.to(variance.device), self._entry.to(variance.device)
         held = self._noises.get(name)
         if held is None:
             held = variance.new_zeros((len(entry), len(entry), *variance.shape))
+        total = held[0, 0] + self._b[0] ** 2 * variance
         moved = torch.einsum("ij,jk...,lk->il...", matrix, held, matrix)
         self._noises[name] = moved + torch.einsum("i,j,...->ij...", entry, entry, variance)
-        return self._noises[name][0, 0].clamp(min=0.0).sqrt() / abs(correction)
+        return total.sqrt() / abs(correction)
 
 
 def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the matrix and the vector that move the past values (m, then g, the latest first) by one step.
-
-    The past values x become matrix @ x + vector * g.
-    """
-    outputs, inputs = max(1, len(a)), len(b) - 1
-    matrix = torch.zeros(outputs + inputs, outputs + inputs, dtype=torch.float64)
-    entry = torch.zeros(outputs + inputs, dtype=torch.float64)
-    matrix[0, : len(a)] = -torch.tensor(a, dtype=torch.float64)
-    matrix[0, outputs:] = torch.tensor(b[1:], dtype=torch.float64)
-    entry[0] = b[0]
-    for index in range(1, outputs + inputs):
-        if index != outputs:
-            matrix[index, index - 1] = 1.0
-    if inputs:
-        entry[outputs] = 1.0
+    """Return the matrix and the vector that move the state by one gradient: z becomes matrix @ z + vector * g."""
+    order = max(1, len(a), len(b) - 1)
+    padded_b, padded_a = (list(values) + [0.0] * (order + 1 - len(values)) for values in (b, (1.0, *a)))
+    matrix, entry = torch.zeros(order, order, dtype=torch.float64), torch.zeros(order, dtype=torch.float64)
+    for index in range(order):
+        matrix[index, 0] = -padded_a[index + 1]
+        if index + 1 < order:
+            matrix[index, index + 1] += 1.0
+        entry[index] = padded_b[index + 1] - padded_a[index + 1] * padded_b[0]
     return matrix, entry
 
 

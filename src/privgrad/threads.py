@@ -89,7 +89,7 @@ def blocks(*values: float | Tensor | None) -> Iterable[tuple[Any, ...]]:
 
     Numbers and None are repeated in each tuple. With blocks, several operators in a row find their data in cache. The
     tensors are not split if they are small, sharded, not contiguous, of different shapes or not on the CPU.
-    `gradient.factors.outer`, `gradient.moments` and `optim.adaptive` call it.
+    `filters`, `gradient.factors.outer`, `gradient.moments` and `optim.adaptive` call it.
     """
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]

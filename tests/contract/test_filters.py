@@ -213,7 +213,7 @@ def test_the_filter_of_a_private_gradient_is_the_one_that_a_user_would_call():
         one, other = filtered(batch), mine(plain(batch))
         assert one.noise_std == other.noise_std
         assert all(torch.equal(one[name], value) for name, value in other.items())
-    assert not own._outputs  # one filter serves several trainings
+    assert not own._states  # one filter serves several trainings
 
 
 def test_disk_computes_gradients_ahead_of_the_weights_by_their_last_update():
