@@ -25,7 +25,7 @@ NAMES = {
     "perturb precondition release_histogram  release_mean release_second_moment release_sum "
     "side_information suggest save load",
     "optim": "OPTIMIZERS SGD Adagrad AdagradBC Adam AdamBC AdamPub AdamW AdamWBC MirrorDescent MomentumSGD NAdam "
-    "NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
+    "MicroAdam Muon MuonBC NAdamBC PrivateOptimizer RMSprop RMSpropBC RMSpropPub Yogi debias noise_floor",
 }
 SIGNATURES = {
     pg.PrivacyPlan: "sample_rate steps expected_batch_size noise_multiplier max_grad_norm num_examples delta "
@@ -87,6 +87,9 @@ SIGNATURES = {
     pg.optim.AdagradBC: "params lr debias_floor gamma_prime",
     pg.optim.MomentumSGD: "params lr noise_step momentum",
     pg.optim.Yogi: "params lr betas eps",
+    pg.optim.Muon: "params lr momentum iterations",
+    pg.optim.MuonBC: "params lr momentum iterations probes",
+    pg.optim.MicroAdam: "params lr betas eps density window",
     pg.optim.RMSpropPub: "params lr public alpha eps",
     pg.optim.AdamPub: "params lr public betas eps numerator keep bias_correction",
     pg.optim.MirrorDescent: "params lr public horizon",

@@ -31,6 +31,9 @@ OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     # torch's momentum without the startup correction: not the same, and not compared.
     "MomentumSGD": (pg.optim.MomentumSGD, None, {"lr": 0.1}, {}),
     "Yogi": (pg.optim.Yogi, None, {"lr": 0.01}, {}),
+    "Muon": (pg.optim.Muon, None, {"lr": 0.01}, {}),  # torch's computes in bfloat16: see the reference tests
+    "MuonBC": (pg.optim.MuonBC, None, {"lr": 0.01}, {}),
+    "MicroAdam": (pg.optim.MicroAdam, None, {"lr": 0.01, "density": 0.3}, {}),
 }
 DEBIASED = ["AdamBC", "AdamWBC", "NAdamBC", "RMSpropBC", "AdagradBC"]
 
@@ -377,6 +380,14 @@ def test_adambc_fraction_floored_counts_coordinates_on_the_floor():
         ("MomentumSGD", {"momentum": 1.0}),
         ("Yogi", {"betas": (0.9, 1.0)}),
         ("Yogi", {"eps": 0.0}),
+        ("Muon", {"momentum": 1.0}),
+        ("Muon", {"iterations": 0}),
+        ("MuonBC", {"probes": 0}),
+        ("MicroAdam", {"betas": (1.0, 0.9)}),
+        ("MicroAdam", {"eps": 0.0}),
+        ("MicroAdam", {"density": 0.0}),
+        ("MicroAdam", {"density": 1.5}),
+        ("MicroAdam", {"window": 0}),
     ],
 )
 def test_refuses_numbers_out_of_range(name: str, options: dict[str, Any]):

@@ -48,6 +48,44 @@ class Yogi(Plain):
         return theta - self.lr * self.m / (np.sqrt(self.v) + self.eps)
 
 
+def orthogonal(m: Array, iterations: int) -> Array:
+    """Newton-Schulz iterations of Muon: on the singular values, which leaves the singular vectors as they are."""
+    if not np.any(m):
+        return 0 * m
+    u, values, vt = np.linalg.svd(np.atleast_2d(m), full_matrices=False)
+    values = values / np.sqrt((values**2).sum())
+    for _ in range(iterations if min(np.atleast_2d(m).shape) > 1 else 0):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return (u @ np.diag(values) @ vt).reshape(m.shape)
+
+
+class Muon(Plain):
+    momentum, iterations = 0.95, 5
+    m: Array | float = 0.0
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        self.m = self.momentum * self.m + g
+        return theta - self.lr * orthogonal(self.m, self.iterations)
+
+
+class MicroAdam(Plain):
+    beta1, beta2, eps, density, window = 0.9, 0.999, 1e-8, 0.01, 10
+
+    def step(self, theta: Array, g: Array, s: Array | float) -> Array:
+        if self.t == 0:
+            self.error, self.kept = 0 * g, []
+        self.t += 1
+        a = self.error + g
+        largest = np.argsort(-np.abs(a))[: max(1, int(self.density * len(a)))]
+        kept = 0 * a
+        kept[largest] = a[largest]
+        self.error = a - kept
+        self.kept = [kept, *self.kept][: self.window]
+        m = (1 - self.beta1) / (1 - self.beta1**self.t) * sum(self.beta1**r * v for r, v in enumerate(self.kept))
+        v = (1 - self.beta2) / (1 - self.beta2**self.t) * sum(self.beta2**r * v**2 for r, v in enumerate(self.kept))
+        return theta - self.lr * m / (np.sqrt(v) + self.eps)
+
+
 class Moments(Plain):
     beta1, beta2, gamma = 0.9, 0.999, 1e-8
     weight_decay = 0.0

@@ -25,6 +25,14 @@ ROWS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], dict[str, str]]]
         {"momentum": 0.8},
         {"b": "momentum_buffer"},
     ),
+    "Muon, vectors": (pg.optim.Muon, {"momentum": 0.8}, plain.Muon, {"momentum": 0.8}, {"m": "momentum_buffer"}),
+    "MicroAdam": (
+        pg.optim.MicroAdam,
+        {"betas": (0.8, 0.9), "density": 0.3, "window": 4},
+        plain.MicroAdam,
+        {"beta1": 0.8, "beta2": 0.9, "density": 0.3, "window": 4},
+        {"error": "error"},
+    ),
     "Yogi": (pg.optim.Yogi, {"betas": (0.8, 0.9)}, plain.Yogi, {"beta1": 0.8, "beta2": 0.9}, MOMENTS),
     "DP-Adam": (pg.optim.Adam, {"betas": (0.8, 0.99)}, plain.Adam, {"beta1": 0.8, "beta2": 0.99}, MOMENTS),
     "DP-Adam, foreach": (
@@ -108,6 +116,52 @@ def test_fifty_steps_agree_with_the_plain_version(name: str, by_coordinate: bool
             for theirs, mine in state.items():
                 found = optimizer.state[parameters[key]][mine]
                 np.testing.assert_allclose(np.asarray(found), getattr(twin, theirs), rtol=tolerance, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4), (3, 2, 2, 2), (5, 1)])
+def test_muon_orthogonalizes_matrices_as_the_plain_version_does(shape: tuple[int, ...]):
+    rng = np.random.default_rng(2)
+    theta = rng.normal(size=shape)
+    parameter = nn.Parameter(torch.from_numpy(theta.copy()))
+    optimizer, twin = pg.optim.Muon([("p", parameter)], 0.1), plain.Muon(0.1)
+    for _ in range(10):
+        gradient = rng.normal(size=shape)
+        optimizer.step(grad=NoisyGradient({"p": torch.from_numpy(gradient)}, 0.1))
+        matrix = twin.step(theta.reshape(shape[0], -1), gradient.reshape(shape[0], -1), 0.1)
+        theta = matrix.reshape(shape)
+        np.testing.assert_allclose(parameter.detach().numpy(), theta, rtol=1e-8, atol=1e-10)
+
+
+def test_muons_step_is_that_of_torch():
+    """torch.optim.Muon computes in bfloat16, so only about."""
+    start = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    mine = pg.optim.Muon([("p", ours)], 0.1, momentum=0.9)
+    reference = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0, momentum=0.9, nesterov=False)
+    for seed in range(3):
+        gradient = torch.randn(6, 9, generator=torch.Generator().manual_seed(seed))
+        mine.step(grad=NoisyGradient({"p": gradient}, 0.1))
+        # torch's momentum has the factor 1 - momentum, which the normalization removes.
+        theirs.grad = gradient.clone()
+        reference.step()
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=0.02)
+
+
+def test_muonbc_removes_the_leading_bias_of_the_orthogonalization():
+    """Over many draws of noise that is small beside the singular values; beside Muon, which keeps the bias."""
+    generator = torch.Generator().manual_seed(0)
+    signal, std, draws = torch.randn(4, 6, generator=generator, dtype=torch.float64), 0.15, 4000
+    sums = {"Muon": torch.zeros_like(signal), "MuonBC": torch.zeros_like(signal)}
+    for draw in range(draws):
+        noise = std * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+        for kind, total in sums.items():
+            parameter = nn.Parameter(torch.zeros_like(signal))
+            optimizer = getattr(pg.optim, kind)([(f"p{draw}", parameter)], 1.0, momentum=0.0, iterations=2)
+            optimizer.step(grad=NoisyGradient({f"p{draw}": signal + noise}, std))
+            total -= parameter.detach()
+    clean = torch.from_numpy(plain.orthogonal(signal.numpy(), 2))
+    bias = {kind: float((total / draws - clean).norm()) for kind, total in sums.items()}
+    assert bias["MuonBC"] < 0.4 * bias["Muon"]
 
 
 def test_a_floor_that_decays_is_set_as_learning_rates_are():

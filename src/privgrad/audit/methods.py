@@ -345,6 +345,7 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
 def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:
     """Return a new optimizer of this name, with the further arguments that its constructor takes."""
     kind: Callable[..., optim.PrivateOptimizer] = optim.OPTIMIZERS[name]
-    given = {"horizon": steps, "public": _public(model)}
+    # A density of 1, so that the weight of each canary moves.
+    given = {"horizon": steps, "public": _public(model), "density": 1.0}
     extra: dict[str, Any] = {name: value for name, value in given.items() if name in constructor_arguments(kind)}
     return kind(model.named_parameters(), lr=_LR, **extra)

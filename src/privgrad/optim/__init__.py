@@ -7,7 +7,9 @@ released gradients only.
 from privgrad.optim.adaptive import AdagradBC, AdamBC, AdamWBC, NAdamBC, RMSpropBC
 from privgrad.optim.base import PrivateOptimizer
 from privgrad.optim.debias import debias, noise_floor
+from privgrad.optim.matrix import Muon, MuonBC
 from privgrad.optim.public_data import AdamPub, MirrorDescent, RMSpropPub
+from privgrad.optim.sparse import MicroAdam
 from privgrad.optim.standard import SGD, Adagrad, Adam, AdamW, MomentumSGD, NAdam, RMSprop, Yogi
 
 __all__ = [
@@ -20,8 +22,11 @@ __all__ = [
     "AdamPub",
     "AdamW",
     "AdamWBC",
+    "MicroAdam",
     "MirrorDescent",
     "MomentumSGD",
+    "Muon",
+    "MuonBC",
     "NAdam",
     "NAdamBC",
     "PrivateOptimizer",
@@ -51,4 +56,7 @@ OPTIMIZERS: dict[str, type[PrivateOptimizer]] = {
     "AdamPub": AdamPub,
     "MirrorDescent": MirrorDescent,
     "Yogi": Yogi,
+    "Muon": Muon,
+    "MuonBC": MuonBC,
+    "MicroAdam": MicroAdam,
 }

@@ -229,9 +229,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             for name, value in saved.items():
-                if isinstance(value, Tensor) and value.is_floating_point() and parameter.itemsize < 4:
-                    # torch has rounded this state to the parameter's precision; see `widened`.
-                    self.state[parameter][name] = value.detach().to(parameter.device, copy=True).float()
+                if isinstance(value, Tensor) and (parameter.itemsize < 4 or not value.is_floating_point()):
+                    # torch has rounded this state to the parameter's precision, indices too; see `widened`.
+                    held = value.detach().to(parameter.device, copy=True)
+                    self.state[parameter][name] = held.float() if value.is_floating_point() else held
 
     def _update_in_noise_units(self, gradient: NoisyGradient, names: list[str]) -> None:
         """Update by the gradient divided by its noise_std, at the rates whose noise steps the groups hold.

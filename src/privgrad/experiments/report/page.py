@@ -173,7 +173,9 @@ def _second_moment(optimizer: str | None) -> SecondMoment:
     kind = optim.OPTIMIZERS.get(optimizer or "", optim.PrivateOptimizer)
     if issubclass(kind, Debiased):
         return "debiased"
-    if issubclass(kind, (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi)):
+    if issubclass(
+        kind, (optim.Adam, optim.AdamW, optim.NAdam, optim.RMSprop, optim.Adagrad, optim.Yogi, optim.MicroAdam)
+    ):
         return "biased"
     without_noise = (optim.SGD, optim.MomentumSGD, optim.RMSpropPub, optim.AdamPub, optim.MirrorDescent)
     return "none" if issubclass(kind, without_noise) else "unknown"

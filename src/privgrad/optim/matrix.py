@@ -1,0 +1,147 @@
+"""Muon for released gradients, as published and with its bias correction.
+
+Users make the optimizers; `experiments.spec` and `audit.methods` make them by name, through `optim.OPTIMIZERS`. Their
+base class PrivateOptimizer calls `_update` in each step, and `_require_options` for each param group. The privacy
+guarantee does not rest on this file, which uses released gradients and public numbers only.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from privgrad.errors import require_decays, require_integer
+from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
+from privgrad.types import NoisyGradient
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in torch.optim.Muon
+
+
+class Muon(PrivateOptimizer):
+    """A momentum SGD whose steps are orthogonal matrices: DP-Muon. It has no noise step.
+
+    Computes: m = momentum * m + g;  p = p - lr * orthogonalized(m), by Newton-Schulz iterations on m divided by its
+    Frobenius norm. A parameter of more than two dimensions is a matrix of its first one and the rest; a vector is a
+    matrix of one row, so its step is m / |m|.
+
+    Args:
+        params: `model.named_parameters()`, or param groups of named parameters.
+        lr: learning rate, >= 0: about the size of the singular values of a step.
+        momentum: in [0, 1).
+        iterations: >= 1.
+    Raises:
+        PrivacyError: parameters lack names, or a number is out of its range.
+    Privacy:
+        Post-processing.
+    Reference:
+        Kim, Fan 2026 (DP-Muon, arXiv 2605.12994). Deviations: m is always divided by its norm, and the polynomial is
+        that of torch.optim.Muon.
+    """
+
+    _without_noise_step = "Muon, whose steps have the same size at any noise"
+
+    def __init__(self, params: NamedParameters, lr: float, *, momentum: float = 0.95, iterations: int = 5) -> None:
+        super().__init__(params, defaults={"lr": lr, "momentum": momentum, "iterations": iterations})
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        require_decays(type(self).__name__, "momentum", group["momentum"], 0.95)
+        require_integer(type(self).__name__, "iterations", group["iterations"], 1)
+
+    @torch.no_grad()
+    def _update(self, gradient: NoisyGradient) -> None:
+        for group in self.param_groups:
+            for name, parameter in self._active(group):
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["noise_var"], state["momentum_buffer"] = 0, 0.0, widened(parameter)
+                state["step"] += 1
+                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
+                state["noise_var"] = group["momentum"] ** 2 * state["noise_var"] + gradient.noise_std_of(name) ** 2
+                whole = gathered(state["momentum_buffer"])
+                step = self._step_of(whole, group, name, state["step"], gathered(state["noise_var"]))
+                parameter.add_(sharded_like(step.to(parameter.dtype), parameter), alpha=-group["lr"])
+
+    def _step_of(
+        self, moment: Tensor, group: Mapping[str, Any], name: str, step: int, noise_var: float | Tensor
+    ) -> Tensor:
+        """Return the step of one parameter, whose momentum has noise of this variance."""
+        del name, step, noise_var
+        return orthogonalized(moment, group["iterations"])
+
+
+class MuonBC(Muon):
+    """A Muon that subtracts the leading bias that the noise has after the orthogonalization: DP-MuonBC.
+
+    Computes: p = p - lr * (2 f(m) - (f(m + z) + f(m - z)) / 2), where f orthogonalizes, and z is fresh public noise
+    with the standard deviation of the noise in m. The mean of f(m + z) and f(m - z) differs from f(m) by half the noise
+    variance times the Laplacian of f in expectation, and so does f(m) from its value without noise. It costs three
+    orthogonalizations, and averages over `probes` draws of z.
+
+    Args:
+        params, lr, momentum, iterations, Raises, Privacy: as Muon.
+        probes: >= 1.
+    Reference:
+        Kim, Fan 2026 (DP-MuonBC, arXiv 2605.12994), the output-level bias; the estimate by probes is ours.
+    """
+
+    def __init__(
+        self, params: NamedParameters, lr: float, *, momentum: float = 0.95, iterations: int = 5, probes: int = 1
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "iterations": iterations, "probes": probes}
+        PrivateOptimizer.__init__(self, params, defaults=options)
+
+    def _require_options(self, group: Mapping[str, Any]) -> None:
+        super()._require_options(group)
+        require_integer("MuonBC", "probes", group["probes"], 1)
+
+    def _step_of(
+        self, moment: Tensor, group: Mapping[str, Any], name: str, step: int, noise_var: float | Tensor
+    ) -> Tensor:
+        around = torch.zeros_like(moment)
+        # The same draws in each process and after a resume.
+        seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:7], "big")
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(group["probes"]):
+            drawn = torch.randn(moment.shape, generator=generator, dtype=torch.float64).to(moment)
+            z = drawn * noise_var**0.5
+            for moved in (moment + z, moment - z):
+                around += orthogonalized(moved, group["iterations"])
+        return 2 * orthogonalized(moment, group["iterations"]) - around / (2 * group["probes"])
+
+
+def orthogonalized(moment: Tensor, iterations: int) -> Tensor:
+    """Return a tensor whose matrix has about the singular vectors of the given one, and singular values of about 1.
+
+    Computes: X = M / |M|, then X = a X + (b X X^T + c (X X^T)^2) X in each iteration, on the side with fewer rows.
+    `Muon` calls it; tests compare it with torch's.
+    """
+    a, b, c = _COEFFICIENTS
+    matrix = moment.reshape(moment.shape[0], -1) if moment.dim() > 1 else moment.reshape(1, -1)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    norm = float(cast(Tensor, torch.linalg.vector_norm(x)))
+    if not 0 < norm < math.inf:
+        return torch.zeros_like(moment)
+    if min(x.shape) == 1:
+        return moment / norm
+    x = x / norm
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return (x.T if is_tall else x).reshape(moment.shape)
+
+
+def gathered(value: Any) -> Any:
+    """Return the whole of a sharded tensor; return any other value unchanged. `sparse` calls it too."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a whole tensor, sharded as the parameter is. `sparse` calls it too."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
