@@ -50,8 +50,9 @@ from transformers import (
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
-from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
-from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP
+from privgrad.integrations.huggingface import PrivateTrainer
+from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP, POOLER_NOISE_STEP
+from privgrad.integrations.huggingface_models import causal_lm_losses, classification_losses
 
 LENGTH = 6
 STEPS = 12
@@ -457,7 +458,7 @@ def test_what_a_saved_folder_holds(tmp_path: Path):
         weights | {"training_args.bin"} | state
     )
     assert read_checkpoint(tmp_path / "run" / "checkpoint-2" / "privgrad.pt").keys() == {
-        "version", "seed", "settings", "private_grad", "ledger",
+        "version", "seed", "settings", "private_grad", "ledger", "trained",
     }  # fmt: skip
     assert "train_runtime" in json.dumps(trainer.state.log_history)  # why the Trainer's state is private
 
@@ -723,7 +724,7 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
 def test_data_that_choose_the_model_are_declared(tmp_path: Path):
     stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
     for number, given in enumerate((None, "private")):
-        with pytest.raises(pg.PrivacyError, match="'released' with EarlyStoppingCallback and load_best_model_at_end"):
+        with pytest.raises(pg.PrivacyError, match=r"otherwise remove EarlyStoppingCallback and load_best_model_at_end"):
             make_trainer(
                 tmp_path / str(number),
                 bert(),
