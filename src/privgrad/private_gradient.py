@@ -200,7 +200,7 @@ class PrivateGradient:
         self._contribution = SampleGradient() if perturb is None else perturb.begun()
         if self._contribution.privacy_unit != plan.privacy_unit:
             condition = f"to be of unit {self._contribution.privacy_unit!r}, like the contribution"
-            remedy = "plan with privacy_unit='user' for a contribution of users"
+            remedy = "plan by PrivacyPlan.for_users, or with privacy_unit='user'"
             if plan.privacy_unit == "user":
                 remedy = (
                     "give perturb=privgrad.perturb.SampleGradient('user') if each row holds all data of one person, or "

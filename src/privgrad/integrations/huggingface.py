@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.utils import logging
 
 from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.early_stopping import StopData, charge_unused
@@ -34,6 +35,7 @@ from privgrad.integrations.external_loop import ExternalLoopStep
 from privgrad.integrations.huggingface_models import (
     Losses,
     classification_losses,
+    local_base_of,
     losses_of,
     require_labels,
 )
@@ -46,6 +48,7 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"
+_LOG = logging.get_logger(__name__)
 
 
 class PrivateTrainer(Trainer):
@@ -210,6 +213,9 @@ class PrivateTrainer(Trainer):
         def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
             return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
 
+        _LOG.warning(
+            "PrivateTrainer: steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
+        )
         giving = self.private_step.optimizer.register_step_pre_hook(give)
         try:
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -266,6 +272,11 @@ class PrivateTrainer(Trainer):
     def _write_privacy(self, folder: str | None) -> None:
         """Add the privacy of the training to the README.md of a folder."""
         step, private_grad = self.private_step, self.private_grad
+        if place := local_base_of(step.model):
+            _LOG.warning(
+                f"PrivateTrainer: README.md and adapter_config.json in {folder} name a folder of this machine, {place}: "
+                "replace it by a public name before you publish them"
+            )
         name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
         updates = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
         write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, name, rates, updates)

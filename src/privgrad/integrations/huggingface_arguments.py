@@ -273,7 +273,7 @@ def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan, noise_
     if noise_step is not None:
         return
     if _is_default(args, "learning_rate"):
-        rates = ", ".join(f"{rate:g} ({name})" for name, rate in rates_by_name(made).items())
+        rates = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in rates_by_name(made).items())
         _LOG.warning(
             f"PrivateTrainer: {rates}. These are guesses for pretrained models: give noise_step, and try several on "
             f"public data. Random weights need more. learning_rate={args.learning_rate:g} is the default of "

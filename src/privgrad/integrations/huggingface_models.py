@@ -5,6 +5,7 @@ It does not rest on the rest, which finds mistakes and chooses default rates.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch.nn.functional as F
@@ -55,6 +56,13 @@ def pooler_of(model: nn.Module) -> set[str]:
     head = head_of(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in head}
     return trained if all("pooler" in name.split(".") for name in trained) else set()
+
+
+def local_base_of(model: nn.Module) -> str | None:
+    """Return the folder of the base model that the saved adapters of this model name; None if there is no folder."""
+    configs = cast("Mapping[str, Any]", getattr(model, "peft_config", {}))
+    names = (str(config.base_model_name_or_path or "") for config in configs.values())
+    return next((name for name in names if name and Path(name).is_absolute()), None)
 
 
 def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> None:
