@@ -1049,7 +1049,8 @@ def test_a_card_tells_of_updates_that_an_interruption_lost(tmp_path: Path):
 
 def test_a_folder_of_this_machine_in_saved_adapters_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     bert().save_pretrained(tmp_path / "base")
-    base = BertForSequenceClassification.from_pretrained(tmp_path / "base")
+    load: Any = BertForSequenceClassification.from_pretrained
+    base = load(tmp_path / "base")
     model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
     trainer = make_trainer(tmp_path / "run", model, texts(), planned={"seed": None, "delta": 1e-3, "steps": 2})
     trainer.train()

@@ -274,8 +274,8 @@ class PrivateTrainer(Trainer):
         step, private_grad = self.private_step, self.private_grad
         if place := local_base_of(step.model):
             _LOG.warning(
-                f"PrivateTrainer: README.md and adapter_config.json in {folder} name a folder of this machine, {place}: "
-                "replace it by a public name before you publish them"
+                f"PrivateTrainer: README.md and adapter_config.json in {folder} name a folder of this machine, {place}"
+                ": replace it by a public name before you publish them"
             )
         name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
         updates = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained

@@ -1,4 +1,4 @@
-"""What PrivateTrainer takes from a model of transformers: its losses, its new layers, and the labels that it can learn.
+"""The parts of a transformers model that PrivateTrainer asks for: losses, new layers, and the labels that it can learn.
 
 `integrations.huggingface` calls it. The privacy guarantee rests on the loss functions: they give one loss per example.
 It does not rest on the rest, which finds mistakes and chooses default rates.
