@@ -12,6 +12,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -809,14 +810,15 @@ def labeled(value: Any) -> list[dict[str, Any]]:
     return [row if row["row"] else row | {"label": value} for row in texts()]
 
 
-@pytest.mark.parametrize("value", [None, -1, 2, torch.tensor(7)])
+@pytest.mark.parametrize("value", [None, -1, np.int64(2), torch.tensor(7)])
 @pytest.mark.parametrize("as_dataset", [False, True])
 def test_labels_that_the_model_cannot_learn_are_refused_before_a_release(tmp_path: Path, value: Any, as_dataset: bool):
     rows: Any = labeled(value)
     if as_dataset:
         datasets = pytest.importorskip("datasets")
         numbers = [
-            {name: one.tolist() if isinstance(one, Tensor) else one for name, one in row.items()} for row in rows
+            {name: one.tolist() if isinstance(one, Tensor | np.generic) else one for name, one in row.items()}
+            for row in rows
         ]
         rows = datasets.Dataset.from_list(numbers)
     trainer = make_trainer(tmp_path, bert(), rows, planned={"seed": None})
@@ -1048,7 +1050,8 @@ def test_a_card_tells_of_updates_that_an_interruption_lost(tmp_path: Path):
 
 
 def test_a_folder_of_this_machine_in_saved_adapters_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    bert().save_pretrained(tmp_path / "base")
+    made: Any = bert()
+    made.save_pretrained(tmp_path / "base")
     load: Any = BertForSequenceClassification.from_pretrained
     base = load(tmp_path / "base")
     model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import (
@@ -92,7 +93,7 @@ def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> Non
     rows = cast("Any", data)
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
     for row, value in enumerate(values):
-        number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+        number: Any = value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
         if number is None or (
             isinstance(number, int) and number != _IGNORED and not 0 <= number < base.config.num_labels
         ):
