@@ -93,7 +93,7 @@ def require_labels(model: nn.Module, dataset: Any, *, are_collated: bool) -> Non
     rows = cast("Any", data)
     values: Sequence[Any] = [row.get(label) for row in rows] if isinstance(data, list) else rows[label]
     for row, value in enumerate(values):
-        number: Any = value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value
+        number = cast("object", value.item() if isinstance(value, Tensor | np.generic) and value.ndim == 0 else value)
         if number is None or (
             isinstance(number, int) and number != _IGNORED and not 0 <= number < base.config.num_labels
         ):
