@@ -17,7 +17,8 @@ import typer
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 import privgrad as pg
-from privgrad.integrations.huggingface import PrivateTrainer, classification_losses
+from privgrad.integrations.huggingface import PrivateTrainer
+from privgrad.integrations.huggingface_models import classification_losses
 
 EXAMPLES, BATCH, LENGTH, SKIPPED = 2000, 64, 32, 20
 

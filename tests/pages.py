@@ -133,6 +133,17 @@ def _huggingface() -> dict[str, Any]:
     return {"pg": pg, "plan": make_plan(steps=2), "model": bert(), "train_set": texts(), "folder": "hf"}
 
 
+def _tickets() -> dict[str, Any]:
+    """The page's tickets of 50 customers, two for most of them."""
+    from test_huggingface import bert, texts
+
+    rows = texts(96)
+    tokens = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
+    labels = torch.tensor([row["label"] for row in rows])
+    customers = [f"customer {row['row'] % 50}" for row in rows]
+    return {"model": bert(), "tokens": tokens, "labels": labels, "customers": customers}
+
+
 def _lightning() -> dict[str, Any]:
     from test_lightning import Classifier
 
@@ -329,7 +340,7 @@ GIVEN = {
     "docs/own-data.md": Given(files=_own_data, check=_visits_are_learned),
     "docs/methods.md": Given(names={"": _methods}),
     "docs/integrations.md": Given(
-        names={"Hugging Face": _huggingface, "Lightning": _lightning},
+        names={"Hugging Face": _huggingface, "Several texts per person": _tickets, "Lightning": _lightning},
         packages=("accelerate", "lightning", "peft", "transformers"),
     ),
     "docs/migration.md": Given(

@@ -12,6 +12,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -50,8 +51,9 @@ from transformers import (
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.probes import gradients
-from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
-from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP
+from privgrad.integrations.huggingface import PrivateTrainer
+from privgrad.integrations.huggingface_arguments import HEAD_NOISE_STEP, NOISE_STEP, POOLER_NOISE_STEP
+from privgrad.integrations.huggingface_models import causal_lm_losses, classification_losses
 
 LENGTH = 6
 STEPS = 12
@@ -416,6 +418,35 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
         clipped.train(resume_from_checkpoint=True)
 
 
+def test_a_run_resumes_with_the_parameters_that_it_trained(tmp_path: Path):
+    def trainer_of(*frozen: str) -> PrivateTrainer:
+        model = bert()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return make_trainer(tmp_path, model, texts(), planned={"steps": 6, "seed": None})
+
+    first = trainer_of("bert.embeddings")
+    first.train()
+    first.private_grad.ledger.close()
+    other = trainer_of()
+    with pytest.raises(
+        pg.PrivacyError, match=r"frozen or unfrozen: bert\.embeddings\.LayerNorm\.bias, .*resume with the same"
+    ):
+        other.train(resume_from_checkpoint=True)
+    assert other.private_grad.ledger.releases == 6
+    other.private_grad.ledger.close()
+    trainer_of("bert.embeddings").train(resume_from_checkpoint=True)
+
+
+def test_a_folder_without_a_checkpoint_says_what_is_possible(tmp_path: Path):
+    trainer = make_trainer(tmp_path, bert(), texts(), arguments={"save_strategy": "no"}, planned={"seed": None})
+    with pytest.raises(pg.PrivacyError, match=r"got 0 in .*; train without resume_from_checkpoint\.$"):
+        trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    with pytest.raises(pg.PrivacyError, match=r"in a new folder, and add up both epsilons"):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def test_epochs_schedules_and_evaluations_are_the_trainers(tmp_path: Path):
     data = texts()
     arguments = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
@@ -457,7 +488,7 @@ def test_what_a_saved_folder_holds(tmp_path: Path):
         weights | {"training_args.bin"} | state
     )
     assert read_checkpoint(tmp_path / "run" / "checkpoint-2" / "privgrad.pt").keys() == {
-        "version", "seed", "settings", "private_grad", "ledger",
+        "version", "seed", "settings", "private_grad", "ledger", "trained",
     }  # fmt: skip
     assert "train_runtime" in json.dumps(trainer.state.log_history)  # why the Trainer's state is private
 
@@ -538,6 +569,41 @@ def test_what_the_plan_decides_can_be_left_out(tmp_path: Path):
     assert all(group["lr_is_noise_step"] for group in optimizer.param_groups)
     assert {name for name, rate in rates.items() if rate == HEAD_NOISE_STEP} == {"classifier.weight", "classifier.bias"}
     assert {rate for name, rate in rates.items() if "classifier" not in name} == {NOISE_STEP}
+
+
+def test_a_pooler_has_a_rate_of_its_own_if_the_encoder_is_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    def rates(folder: str, *frozen: str, **options: Any) -> dict[str, float]:
+        model = bert()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        trainer = make_trainer(
+            tmp_path / folder, model, texts(), optimizers=(None, None), planned={"seed": None, "steps": 2}, **options
+        )
+        trainer.train()
+        trainer.save_model()
+        return {name: rate for one in trainer.state.log_history for name, rate in one.items() if "_step" in name}
+
+    logged = {"arguments": {"logging_steps": 1, "lr_scheduler_type": "constant"}}
+    found = rates("frozen", "bert.embeddings", "bert.encoder", **logged)
+    assert {"noise_step_pooler": POOLER_NOISE_STEP, "noise_step_head": HEAD_NOISE_STEP}.items() <= found.items()
+    assert "noise_step_layers" not in found
+    assert "PrivateTrainer: noise step pooler 0.025, noise step head 0.06. These are guesses" in caplog.text
+    card = (tmp_path / "frozen" / "README.md").read_text()
+    assert "AdamWBC, noise step pooler 0.025, noise step head 0.06" in card
+    more = rates("last", "bert.embeddings", **logged)  # the encoder's layer is trained too
+    assert more["noise_step_layers"] == NOISE_STEP
+    assert "noise_step_pooler" not in more
+
+
+def test_a_learning_rate_is_translated_to_a_noise_step(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    planned = {"seed": None, "steps": 2}
+    arguments = {"learning_rate": 2e-5, "lr_scheduler_type": "constant"}
+    trainer = make_trainer(tmp_path, bert(), texts(), optimizers=(None, None), planned=planned, arguments=arguments)
+    optimizer: Any = trainer.optimizer
+    before = optimizer.noise_step
+    assert f"learning_rate 2e-05 is noise step {before:.2g} under this plan" in caplog.text
+    trainer.train()
+    assert optimizer.noise_step == pytest.approx(before)  # that of the noise which was really added
 
 
 def test_the_head_of_adapters_is_what_peft_trains_as_a_whole(tmp_path: Path):
@@ -723,7 +789,7 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
 def test_data_that_choose_the_model_are_declared(tmp_path: Path):
     stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
     for number, given in enumerate((None, "private")):
-        with pytest.raises(pg.PrivacyError, match="'released' with EarlyStoppingCallback and load_best_model_at_end"):
+        with pytest.raises(pg.PrivacyError, match=r"otherwise remove EarlyStoppingCallback and load_best_model_at_end"):
             make_trainer(
                 tmp_path / str(number),
                 bert(),
@@ -738,6 +804,62 @@ def test_data_that_choose_the_model_are_declared(tmp_path: Path):
     with pytest.raises(pg.PrivacyError, match="with EarlyStoppingCallback"):
         later.train()
     assert later.private_grad.ledger.releases == 0
+
+
+def labeled(value: Any) -> list[dict[str, Any]]:
+    return [row if row["row"] else row | {"label": value} for row in texts()]
+
+
+@pytest.mark.parametrize("value", [None, -1, np.int64(2), torch.tensor(7)])
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_labels_that_the_model_cannot_learn_are_refused_before_a_release(tmp_path: Path, value: Any, as_dataset: bool):
+    rows: Any = labeled(value)
+    if as_dataset:
+        datasets = pytest.importorskip("datasets")
+        numbers = [
+            {name: one.tolist() if isinstance(one, Tensor | np.generic) else one for name, one in row.items()}
+            for row in rows
+        ]
+        rows = datasets.Dataset.from_list(numbers)
+    trainer = make_trainer(tmp_path, bert(), rows, planned={"seed": None})
+    words = r"label of the example at index 0 to be a class number from 0 to 1, got (None|-1|2|7); correct it"
+    with pytest.raises(pg.PrivacyError, match=words):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == 0
+    trainer.private_grad.ledger.close()
+
+
+def test_a_column_of_labels_is_asked_for_by_the_names_that_there_are(tmp_path: Path):
+    renamed = [{"input_ids": row["input_ids"], "target": row["label"]} for row in texts()]
+    trainer = make_trainer(tmp_path / "a", bert(), renamed, planned={"seed": None})
+    with pytest.raises(pg.PrivacyError, match="columns input_ids, target; rename it"):
+        trainer.train()
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {
+            "input_ids": torch.stack([item["input_ids"] for item in items]),
+            "label": torch.tensor(len(items) * [0]),
+        }
+
+    own = make_trainer(tmp_path / "b", bert(), texts(), data_collator=collate, planned={"seed": None})
+    with pytest.raises(pg.PrivacyError, match=r"batch to hold labels, got columns input_ids, label; .*return 'labels'"):
+        own.train()
+    assert trainer.private_grad.ledger.releases == own.private_grad.ledger.releases == 0
+
+
+def test_rows_that_may_not_be_persons_are_asked_about(tmp_path: Path):
+    users = {"perturb": pg.perturb.SampleGradient("user")}
+    planned = {"seed": None, "privacy_unit": "user", "num_examples": 16, "sample_rate": 0.5}
+    trainer = make_trainer(tmp_path / "a", bert(), texts(), planned=planned, private_options=users)
+    with pytest.warns(
+        UserWarning, match=r"declares 16 people, .*1\.5 times as many rows\. Does each row hold all data"
+    ):
+        trainer.train()
+    assert trainer.private_grad.ledger.releases == STEPS  # a question, no refusal
+    enough = planned | {"num_examples": 24, "sample_rate": 1 / 3}
+    make_trainer(tmp_path / "b", bert(), texts(), planned=enough, private_options=users).train()
+    with pytest.raises(pg.PrivacyError, match=r"private_options=\{'perturb': \.\.\.\}"):
+        make_trainer(tmp_path / "c", bert(), texts(), planned=planned)
 
 
 class Tokenizer:
@@ -911,6 +1033,33 @@ def test_the_trainers_card_names_the_private_optimizer_and_no_private_loss(tmp_p
     assert "adamw_torch" not in card.text
     assert "learning_rate" not in card.text
     assert card.data.get("privacy") is not None
+    assert "- Epsilon:" not in card.text
+    assert any("epsilon" in one for one in trainer.state.log_history)
+
+
+def test_a_card_tells_of_updates_that_an_interruption_lost(tmp_path: Path):
+    planned = {"seed": None, "delta": 1e-3, "noise_multiplier": 1.5}
+    trainer = make_trainer(tmp_path, bert(), texts(), planned=planned)
+    trainer.train()
+    trainer.state.global_step = STEPS - 3
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    privacy: Any = card.data["privacy"]
+    assert (privacy["updates"], privacy["released_gradients"]) == (STEPS - 3, STEPS)
+    assert "| 9; 3 released gradients were lost" in card.text
+
+
+def test_a_folder_of_this_machine_in_saved_adapters_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    made: Any = bert()
+    made.save_pretrained(tmp_path / "base")
+    load: Any = BertForSequenceClassification.from_pretrained
+    base = load(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    trainer = make_trainer(tmp_path / "run", model, texts(), planned={"seed": None, "delta": 1e-3, "steps": 2})
+    trainer.train()
+    trainer.save_model()
+    assert str(tmp_path / "base") in (tmp_path / "run" / "README.md").read_text()  # by PEFT
+    assert f"name a folder of this machine, {tmp_path / 'base'}: replace it" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -896,6 +896,25 @@ def test_a_plan_for_users_takes_rows_of_persons_only_if_it_is_said():
         pg.perturb.SampleGradient("person")  # pyright: ignore[reportArgumentType]
 
 
+def test_parts_of_units_are_public_and_those_of_a_table(tmp_path: Path):
+    names = [f"patient {number}" for number in range(200)]
+    lines = [f"{name},{index % 90},north,{'yes' if index % 3 else 'no'}" for index, name in enumerate(names)]
+    (tmp_path / "rows.csv").write_text("\n".join(["patient,age,ward,ill", *lines]))
+    shares: Any = {"test_share": 0.2, "validation_share": 0.1, "split_key": "mine"}
+    table = data.table(tmp_path / "rows.csv", **(BY_PERSON | shares))
+    parts = [data.part_of(name, **shares) for name in names]
+    assert [parts.count(part) for part in ("train", "validation", "test")] == [
+        len(held) for held in (table.train, table.validation, table.test) if held is not None
+    ]
+    assert parts != [data.part_of(name, **(shares | {"split_key": "other"})) for name in names]
+    for wrong, words in (({"test_share": 1.0}, "test_share"), ({"split_key": 65 * "a"}, "split_key")):
+        with pytest.raises(pg.PrivacyError, match=f"part_of: expected {words}"):
+            data.part_of("a", **(shares | wrong))
+    number: Any = 7
+    with pytest.raises(pg.PrivacyError, match=r"part_of: expected unit to be a text or bytes, .*str\(unit\)"):
+        data.part_of(number, test_share=0.1)
+
+
 def test_tuning_uses_the_validation_part_of_a_file(folder: Path):
     table = {**TABLE, "validation_share": 0.25}
     methods = [METHOD | {"noise_step": [0.01, 0.1]}]

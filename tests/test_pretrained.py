@@ -39,7 +39,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from privgrad.integrations.huggingface import PrivateTrainer, causal_lm_losses, classification_losses
+from privgrad.integrations.huggingface import PrivateTrainer
+from privgrad.integrations.huggingface_models import causal_lm_losses, classification_losses
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),

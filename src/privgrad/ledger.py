@@ -194,6 +194,7 @@ class Ledger:
             elif "noise_multiplier" in differing:
                 sigma = self.plan_facts.get("noise_multiplier")
                 remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
+                remedy += " (the noise follows from target_epsilon, delta, steps and sample_rate: was one changed?)"
             raise expected(
                 "Ledger.bind",
                 f"the plan's {', '.join(differing)}",

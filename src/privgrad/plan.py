@@ -383,8 +383,7 @@ class PrivacyPlan:
     ) -> BatchSampler:
         """Return a sampler of the plan's draws, for a DataLoader of your own.
 
-        Users call it: `DataLoader(sampler.dataset, sampler=sampler, batch_size=None, num_workers=4, ...)` then yields
-        the batches of `batches`, whose arguments this takes.
+        For users: `DataLoader(sampler.dataset, sampler=sampler, batch_size=None, ...)` yields what `batches` yields.
         """
         return BatchSampler(
             dataset,
@@ -397,4 +396,5 @@ class PrivacyPlan:
             source=RandomSource(self.seed),
             collate=collate,
             processes=processes,
+            privacy_unit=self.privacy_unit,
         )

@@ -200,7 +200,13 @@ class PrivateGradient:
         self._contribution = SampleGradient() if perturb is None else perturb.begun()
         if self._contribution.privacy_unit != plan.privacy_unit:
             condition = f"to be of unit {self._contribution.privacy_unit!r}, like the contribution"
-            remedy = "plan by PrivacyPlan.for_users for LocalUpdate, or for SampleGradient('user') if a row is a user"
+            remedy = "plan by PrivacyPlan.for_users, or with privacy_unit='user'"
+            if plan.privacy_unit == "user":
+                remedy = (
+                    "give perturb=privgrad.perturb.SampleGradient('user') if each row holds all data of one person, or "
+                    "privgrad.federated.LocalUpdate(...) for rows of by_user; a bridge takes it in private_options: "
+                    "private_options={'perturb': ...}"
+                )
             raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
         self._model, loss_fn = model, self._contribution.losses(loss_fn)
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)

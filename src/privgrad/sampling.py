@@ -1,11 +1,12 @@
 """Poisson and fixed-size sampling: draws a Batch with a public record of how it was drawn.
 
 `PrivacyPlan` calls `batches` and `BatchSampler`; `loading` loads what they draw. The privacy guarantee rests on this
-file: the sample rate that draws a batch is the one that the ledger charges. It does not rest on `_other_container` and
-`_is_column`, which find mistakes of usage.
+file: the sample rate that draws a batch is the one that the ledger charges. It does not rest on `_other_container`,
+`_is_column` and `_ask_about_rows`, which find mistakes of usage.
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +22,10 @@ from privgrad.errors import SamplingError, described, expected, require_callable
 from privgrad.loading import Collate, Draw, Examples, load, require_loading
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource, Stream
-from privgrad.types import Batch, Sampling, SamplingScheme
+from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
 
 _COMPARED = 8  # number of data set items that processes compare
+_MANY_ROWS = 1.5  # rows per declared person from which a person may have several
 _REPEATS = 20  # number of equal readings after which the items count as not random
 
 
@@ -87,6 +89,7 @@ class BatchSampler(Sampler[Draw]):
             r + 2k, ... Under a research seed, their batches together are the batch that a single process would draw.
             All processes must make this call, with the same data in the same order. The call compares the length and a
             few random items, unless the items themselves are random.
+        privacy_unit: the plan's. For "user", each item must hold all data of one person.
     Raises:
         SamplingError: the data set has no length, no examples or fewer than num_examples; batches are "fixed" in
             several processes; or the data set differs from the one of the first process.
@@ -114,6 +117,7 @@ class BatchSampler(Sampler[Draw]):
         source: RandomSource,
         collate: Collate | None = None,
         processes: Processes = ALONE,
+        privacy_unit: PrivacyUnit = "example",
     ) -> None:
         require_all_processes("plan.batches", processes)
         require_integer("plan.batches", "start", start, 0)
@@ -124,6 +128,8 @@ class BatchSampler(Sampler[Draw]):
         self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
         self.dataset = Examples(dataset.dataset if isinstance(dataset, ClassRates) else dataset, collate)
         self._count = len(cast("Sequence[Any]", dataset))
+        if privacy_unit == "user":
+            _ask_about_rows(self._count, num_examples)
         if processes.count > 1:
             _require_same_data(self.dataset.take, self._count, processes)
         self._steps = range(start, steps)
@@ -185,6 +191,17 @@ def _require_samplable(
     if scheme == "fixed" and isinstance(dataset, ClassRates):
         condition, remedy = "to be 'poisson' for ClassRates", "draw Poisson batches: fixed ones have no rates"
         raise expected(function, "sampling", condition, "'fixed'", remedy, SamplingError)
+
+
+def _ask_about_rows(count: int, num_examples: int) -> None:
+    """Warn if a data set has many more items than the plan declares people. The warning is NOT private."""
+    if count > _MANY_ROWS * num_examples:
+        warnings.warn(
+            f"NOT PRIVATE: the plan declares {num_examples:,} people, and the data set has more than {_MANY_ROWS:g} "
+            "times as many rows. Does each row hold all data of one person? If a person has several rows, group them "
+            "first, for example by privgrad.data.by_user. Otherwise a larger public num_examples gives a better model",
+            stacklevel=5,
+        )
 
 
 def _other_container(dataset: object) -> tuple[str, str] | None:

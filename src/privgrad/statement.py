@@ -28,7 +28,8 @@ _NOT_COVERED = (
     "Releases, trainings and tuning that are not recorded here. Later ones from the same data raise epsilon.",
     "The people whose data were used to evaluate the model without noise.",
     "Numbers that were chosen with these data in view, such as the clipping norm or the number of steps.",
-    "The duration of a computation, its memory and its messages. A file checkpoint.pt holds the duration.",
+    "The duration of a computation, its memory and its messages. Checkpoints hold durations.",
+    "The data from which others made pretrained weights or features. These may hold data of the same people.",
     "The low-order bits of numbers, unless the noise lies on a grid. The noise of most trainings does not.",
 )
 

@@ -24,7 +24,7 @@ from privgrad.data.debian import (
 from privgrad.data.debian_texts import debian_texts
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
 from privgrad.data.own_images import image_folder
-from privgrad.data.own_table import table
+from privgrad.data.own_table import part_of, table
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
 from privgrad.data.stackoverflow import stackoverflow
@@ -56,6 +56,7 @@ __all__ = [
     "imdb",
     "mnist",
     "packed",
+    "part_of",
     "pretrained",
     "ptb",
     "sentence_pairs",

@@ -81,7 +81,9 @@ def image_folder(
     own = _units(folder, classes, unit, max_rows)
     parts: dict[str, list[list[_Image]]] = {"train": [], "validation": [], "test": []}
     for key, images in own:
-        parts[part_of(key, split_key, test_share, validation_share)].append(images)
+        parts[part_of(key, test_share=test_share, validation_share=validation_share, split_key=split_key)].append(
+            images
+        )
     if test is not None:
         other = _units(Path(test), classes, unit, max_rows)
         if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):

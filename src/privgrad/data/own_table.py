@@ -90,7 +90,7 @@ def table(
     own, chosen = _read(schema, Path(path), table), _Parts([], [], [])
     for key, rows in own.units:
         is_test = test_every is not None and _integer(own, key) % test_every == test_every - 1
-        part = "test" if is_test else part_of(key, split_key, test_share, validation_share)
+        part = "test" if is_test else _part_of(key, split_key, test_share, validation_share)
         getattr(chosen, part).append(rows)
     if not chosen.train:
         remedy = "lower test_share and validation_share, or give a larger file"
@@ -175,12 +175,34 @@ def _integer(own: "_Content", key: str) -> int:
         raise expected("table", "units", condition, repr(key), remedy) from error
 
 
-def part_of(unit: str | bytes, key: str, test_share: float, validation_share: float) -> Part:
-    """Return the part of a unit, from a keyed hash of this unit alone. `own_images` also calls it.
+def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0.0, split_key: str = "") -> Part:
+    """Return the part of a unit, from a keyed hash of this unit alone.
 
+    Users call it for data that no loader splits, such as a `datasets.Dataset`; `own_images` also calls it.
+
+    Args:
+        unit: the name of the person, or the content of the row.
+        test_share: the share of units in the test part, in [0, 1).
+        validation_share: the share of units in the validation part, in [0, 1).
+        split_key: a text that changes which units are in which part; at most 64 bytes.
+    Returns:
+        "train", "validation" or "test". All rows of one person have the same part.
+    Raises:
+        PrivacyError: unit is neither text nor bytes, or a number is out of its range.
     Privacy:
-        Adding or removing another unit does not change the part.
+        Adding or removing another unit does not change the part. How many units a part has is private.
     """
+    where = Where("part_of")
+    require_split(where, None, test_share, validation_share, split_key)
+    if not isinstance(unit, str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise where.wrong(
+            "unit", "to be a text or bytes", described(unit), "give str(unit), the same for all rows of it"
+        )
+    return _part_of(unit, split_key, test_share, validation_share)
+
+
+def _part_of(unit: str | bytes, key: str, test_share: float, validation_share: float) -> Part:
+    """Return the part of a unit, as `part_of` does, for checked numbers."""
     content = unit.encode("utf-8", "surrogatepass") if isinstance(unit, str) else unit
     place = int.from_bytes(hashlib.blake2b(content, digest_size=8, key=key.encode()).digest()) / 2**64
     if place < test_share:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from privgrad.checkpoint import damage_refused, require_resumable, settings_of
+from privgrad.checkpoint import OtherRunError, damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import Batch, NoisyGradient
 
-_VERSION = 3
+_VERSION = 4
 PRIVATE_OPTIONS = ("perturb", "precondition", "clip", "engine", "microbatch_size", "memory_mb")
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
 
@@ -84,6 +84,7 @@ class ExternalLoopStep:
             "clip": private_grad.settings["clip"],
             **settings_of("optimizer", optimizer, optimizer.settings),
         }
+        self._trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._gradient: NoisyGradient | None = None
         self._batches: Iterator[Batch] = iter(())
         self._source: tuple[object, object] = (None, None)  # data set and collate of self._batches
@@ -147,7 +148,8 @@ class ExternalLoopStep:
         Privacy:
             Post-processing of released values; it holds no key of the noise.
         """
-        return {**self._facts, "private_grad": self.private_grad.state_dict(), "ledger": self.private_grad.ledger.head}
+        private = {"private_grad": self.private_grad.state_dict(), "ledger": self.private_grad.ledger.head}
+        return {**self._facts, **private, "trained": self._trained}
 
     def load_state_dict(self, state: Mapping[str, Any], *, updates: int) -> None:
         """Resume from a checkpoint.
@@ -164,6 +166,7 @@ class ExternalLoopStep:
         self._gradient = None  # left by an interrupted update
         with damage_refused(self._function, "the checkpoint"):
             require_resumable(state, **self._facts, ledger=ledger)
+            self._require_trained(state["trained"])
             self.private_grad.load_state_dict(state["private_grad"])
         if plan.seed is None:
             lost = ledger.releases - state["private_grad"]["step"]
@@ -176,6 +179,13 @@ class ExternalLoopStep:
                 )
             self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": ledger.releases})
 
+    def _require_trained(self, before: Sequence[str]) -> None:
+        """Raise OtherRunError unless the run began with the trainable parameters that it has now."""
+        if changed := sorted({*before} ^ {*self._trained}):
+            names = f"{', '.join(changed[:3])}{', ...' if changed[3:] else ''}"
+            counts = f"{len(before)} trainable parameters, now {len(self._trained)}"
+            raise OtherRunError(f"{counts}; these were frozen or unfrozen: {names}")
+
     @property
     def _facts(self) -> dict[str, Any]:
         """Return the facts that a checkpoint and the run that resumes from it must share."""
@@ -184,7 +194,10 @@ class ExternalLoopStep:
     def require_unspent(self) -> None:
         """Raise BudgetExceededError if a new training would continue a ledger that already holds releases."""
         if spent := self.private_grad.ledger.releases:
-            remedy = "resume from a checkpoint, or train in a new folder and add up both epsilons and both deltas"
+            remedy = (
+                "resume from a checkpoint, if one was written, or train in a new folder and add up both epsilons and "
+                "both deltas"
+            )
             condition, got = "to be empty at the start of a training", f"{spent} releases"
             raise expected(self._function, "the ledger", condition, got, remedy, BudgetExceededError)
 

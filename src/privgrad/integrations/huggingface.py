@@ -7,14 +7,13 @@ checkpoints, and the loss functions give one loss per example. It does not rest 
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
@@ -25,17 +24,21 @@ from transformers import (
     default_data_collator,
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.utils import logging
 
 from privgrad.checkpoint import damage_refused, read_checkpoint, write_checkpoint
 from privgrad.early_stopping import StopData, charge_unused
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations import huggingface_arguments as arguments
 from privgrad.integrations.external_loop import ExternalLoopStep
+from privgrad.integrations.huggingface_models import (
+    Losses,
+    classification_losses,
+    local_base_of,
+    losses_of,
+    require_labels,
+)
 from privgrad.integrations.model_card import write_privacy
 from privgrad.ledger import Ledger
 from privgrad.loading import Collate
@@ -45,7 +48,7 @@ from privgrad.private_gradient import PrivateGradient
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"
-Losses = Callable[[Any, Any], Tensor]
+_LOG = logging.get_logger(__name__)
 
 
 class PrivateTrainer(Trainer):
@@ -67,8 +70,8 @@ class PrivateTrainer(Trainer):
         optimizers: an optimizer of privgrad.optim over model.named_parameters(), and a scheduler; None takes the
             scheduler of `args`. Without an optimizer, it is AdamWBC with the betas and the weight decay of `args`, and
             with noise_step or the learning_rate of `args`. If neither is set, the noise step is 0.0025, which suits
-            pretrained layers, and 0.06 for the head of a sequence classifier. A learning_rate of 5e-5, the default of
-            transformers, counts as not set.
+            pretrained layers, 0.025 for the pooler of a frozen encoder, and 0.06 for the head of a sequence classifier.
+            A learning_rate of 5e-5, the default of transformers, counts as not set.
         loss_fn: (model, batch) -> losses, shape (B,), where batch is the collated dict. None takes the cross-entropy
             of sequence classification, or of causal language models (the mean over an example's own tokens).
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
@@ -110,13 +113,14 @@ class PrivateTrainer(Trainer):
                 *arguments.epoch_conflicts(args, plan),
                 *arguments.step_conflicts(settled, plan),
                 *arguments.optimizer_conflicts(args, plan, optimizers, noise_step),
+                *arguments.selection_conflicts(args, trainer_options.get("callbacks") or (), selection_data),
                 *arguments.option_conflicts(
                     type(self), PrivateTrainer, loss_fn, data_collator, private_options, trainer_options
                 ),
             ]
         )
-        loss_fn = _losses_of(model) if loss_fn is None else loss_fn
-        self._noise_step = noise_step
+        loss_fn = losses_of(model) if loss_fn is None else loss_fn
+        self._noise_step, self._plan, self._losses, self._selection_data = noise_step, plan, loss_fn, selection_data
         super().__init__(
             model=cast(Any, model),
             args=settled,
@@ -134,8 +138,6 @@ class PrivateTrainer(Trainer):
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
         _write_events_in_one_folder(self)
-        self._selection_data = selection_data
-        self._require_selection()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer. The first call makes the default one, unless `optimizers` has one."""
@@ -143,7 +145,7 @@ class PrivateTrainer(Trainer):
         if made is None:
             trained = cast(nn.Module, self.model if model is None else model)
             decayed = self.get_decay_parameter_names(trained) if self.args.weight_decay else ()
-            made = arguments.make_optimizer(trained, self.args, self._noise_step, decayed, _head_of(trained))
+            made = arguments.make_optimizer(trained, self.args, self._plan, self._noise_step, decayed)
             self.optimizer = made
         return made
 
@@ -151,19 +153,6 @@ class PrivateTrainer(Trainer):
         """Return the callbacks that may end the training by evaluations."""
         callbacks = cast("list[object]", self.callback_handler.callbacks)
         return [one for one in callbacks if isinstance(one, EarlyStoppingCallback)]
-
-    def _require_selection(self) -> None:
-        """Raise PrivacyError if evaluations of undeclared data would choose the model."""
-        selects = ["EarlyStoppingCallback"] if self._stopping() else []
-        selects += ["load_best_model_at_end"] if self.args.load_best_model_at_end else []
-        given = self._selection_data
-        if (selects and given is None) or (given is not None and given not in get_args(StopData)):
-            remedy = (
-                "declare it, if it holds nobody who needs protection, or if its scores are released with noise; "
-                "docs/before-training.md says what else there is"
-            )
-            condition = f"to be 'public' or 'released' with {' and '.join(selects) or 'any option'}"
-            raise expected("PrivateTrainer", "selection_data", condition, repr(given), remedy)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the plan's batches, one epoch per iteration."""
@@ -203,8 +192,13 @@ class PrivateTrainer(Trainer):
         arguments.refuse(  # they may have changed since
             arguments.step_conflicts(self.args, self.private_grad.plan)
             + arguments.collator_conflicts(self.data_collator)
+            + arguments.selection_conflicts(
+                self.args, cast("list[object]", self.callback_handler.callbacks), self._selection_data
+            )
         )
-        self._require_selection()
+        if self._losses is classification_losses:
+            are_collated = self.data_collator is not default_data_collator
+            require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_checkpoint(Path(cast(str, self.args.output_dir)))
         if resume_from_checkpoint:
@@ -219,6 +213,9 @@ class PrivateTrainer(Trainer):
         def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
             return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
 
+        _LOG.warning(
+            "PrivateTrainer: steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
+        )
         giving = self.private_step.optimizer.register_step_pre_hook(give)
         try:
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -230,9 +227,17 @@ class PrivateTrainer(Trainer):
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
 
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate that the Trainer logs, and keep the rates of all groups for `log`."""
+        self._rates = arguments.rates_by_name(self.private_step.optimizer)
+        return super()._get_learning_rate()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the Trainer does, without the loss on private examples; add epsilon at evaluations and at the end."""
         public = {name: value for name, value in logs.items() if name not in ("loss", "train_loss", "grad_norm")}
+        if "learning_rate" in public:  # the Trainer's name for the rate of the first group, also for a noise step
+            del public["learning_rate"]
+            public |= self._rates
         spent, rare = self.private_grad.ledger.releases, any(name.endswith("_runtime") for name in logs)
         if rare and spent and self.is_in_train and self.private_grad.plan.delta is not None:
             public["epsilon"] = self.private_grad.epsilon(steps=spent)  # may take seconds
@@ -256,13 +261,25 @@ class PrivateTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the Trainer's draft of README.md to output_dir, with the privacy of the training."""
-        super().create_model_card(*args, **kwargs)
+        history = self.state.log_history
+        self.state.log_history = [{name: one[name] for name in one if name != "epsilon"} for one in history]
+        try:
+            super().create_model_card(*args, **kwargs)  # epsilon is no result on evaluation data
+        finally:
+            self.state.log_history = history
         self._write_privacy(self.args.output_dir)  # before `push_to_hub` uploads the folder
 
     def _write_privacy(self, folder: str | None) -> None:
         """Add the privacy of the training to the README.md of a folder."""
         step, private_grad = self.private_step, self.private_grad
-        write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, step.optimizer)
+        if place := local_base_of(step.model):
+            _LOG.warning(
+                f"PrivateTrainer: README.md and adapter_config.json in {folder} name a folder of this machine, {place}"
+                ": replace it by a public name before you publish them"
+            )
+        name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
+        updates = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
+        write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, name, rates, updates)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint as the Trainer does, with the state of the private step."""
@@ -333,59 +350,8 @@ def _last_checkpoint(folder: Path) -> str:
             continue  # the process was killed while it wrote
         if (path / _STATE).exists():
             return str(path)
-    remedy = "train without resume_from_checkpoint, in a new folder if steps have been released"
+    remedy = "train without resume_from_checkpoint"
+    if Ledger(folder / "ledger.jsonl", read_only=True).releases:
+        remedy += " in a new folder, and add up both epsilons and both deltas: steps have been released here"
     got = f"{len(paths)} incomplete ones in {folder}" if paths else f"0 in {folder}"
     raise expected("PrivateTrainer", "resume_from_checkpoint", "to find a complete checkpoint", got, remedy)
-
-
-def _losses_of(model: nn.Module) -> Losses:
-    """Return the function that computes the loss of this transformers model, one value per example."""
-    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    name, config = type(base).__name__, cast(Any, getattr(base, "config", None))
-    if getattr(config, "output_router_logits", False):
-        remedy = "set model.config.output_router_logits = False: the loss that balances experts mixes examples"
-        raise expected("PrivateTrainer", "model", "to have one loss per example", "output_router_logits=True", remedy)
-    if name in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        return causal_lm_losses
-    one_label = getattr(config, "problem_type", None) in (None, "single_label_classification")
-    if name in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) and one_label and config.num_labels > 1:
-        return classification_losses
-    remedy = "give loss_fn: (model, batch) -> losses of shape (B,)"
-    raise PrivacyError(f"PrivateTrainer: expected a model whose loss is known, got {name}; {remedy}.")
-
-
-def _head_of(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that a sequence classifier adds to its pretrained base model."""
-    base: Any = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    if type(base).__name__ not in _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
-        return set()
-    pretrained = {id(parameter) for parameter in base.base_model.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) not in pretrained}
-
-
-def _names(mapping: Mapping[str, Any]) -> set[str]:
-    """Return the class names in one of transformers' tables; an entry is one name or several."""
-    return {name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry)}
-
-
-def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute the cross-entropy of each sequence's label, shape (B,).
-
-    Raises:
-        PrivacyError: the labels are not integers; transformers would read them as several labels per sequence.
-    """
-    if batch["labels"].is_floating_point():
-        remedy = "give one class per sequence, or pass loss_fn"
-        raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
-
-
-def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Compute each sequence's mean cross-entropy over its own next tokens, without labels of -100, shape (B,)."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs).logits.float()
-    prompt = logits.shape[1] - batch["labels"].shape[1]  # virtual tokens that PEFT prepends
-    following = F.pad(batch["labels"], (prompt, 0), value=-100)[:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), following, reduction="none")
-    return losses.sum(1) / (following != -100).sum(1).clamp(min=1)

@@ -7,19 +7,23 @@ them, an option of the Trainer could change the private step, or reveal private 
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from privgrad.early_stopping import StopData
 from privgrad.errors import expected, require_positive
 from privgrad.integrations.external_loop import PRIVATE_OPTIONS, unknown_options
+from privgrad.integrations.huggingface_models import head_of, pooler_of
 from privgrad.optim import AdamWBC, PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 
 NOISE_STEP = 0.0025  # for pretrained layers and adapters; docs/integrations.md gives the evidence
+POOLER_NOISE_STEP = 0.025  # for a pooler on a frozen encoder; docs/choosing.md gives the evidence
 HEAD_NOISE_STEP = 0.06  # for the head of a classifier, which usually begins with random weights
+_KIND = {True: "noise_step", False: "learning_rate"}
 _LOG = logging.get_logger(__name__)
 _LONGEST = ("True", "longest", "PaddingStrategy.LONGEST")
 _IN_PLACE_OF = {
@@ -157,6 +161,27 @@ def collator_conflicts(data_collator: object) -> list[Conflict]:
     return [Conflict(f"a data_collator with padding={padding!r}", remedy)]
 
 
+def selection_conflicts(args: TrainingArguments, callbacks: Iterable[object], selection_data: object) -> list[Conflict]:
+    """Return a conflict if evaluations of undeclared data would choose the model.
+
+    Args:
+        args: the arguments.
+        callbacks: callbacks, or their classes, as the Trainer takes them.
+        selection_data: as PrivateTrainer takes it.
+    """
+    kinds = [one if isinstance(one, type) else type(one) for one in callbacks]
+    selects = ["EarlyStoppingCallback"] if any(issubclass(kind, EarlyStoppingCallback) for kind in kinds) else []
+    selects += ["load_best_model_at_end"] if args.load_best_model_at_end else []
+    if selection_data in get_args(StopData) or (selection_data is None and not selects):
+        return []
+    remedy = (
+        "give selection_data='public' if the evaluation data hold nobody who needs protection, or 'released' if their "
+        "scores get noise; otherwise remove EarlyStoppingCallback and load_best_model_at_end "
+        "(docs/before-training.md says what else there is)"
+    )
+    return [Conflict(f"selection_data={selection_data!r} with {' and '.join(selects) or 'no use for it'}", remedy)]
+
+
 def optimizer_conflicts(
     args: TrainingArguments, plan: PrivacyPlan, optimizers: object, noise_step: float | None
 ) -> list[Conflict]:
@@ -191,36 +216,76 @@ def optimizer_conflicts(
 
 
 def make_optimizer(
-    model: nn.Module, args: TrainingArguments, noise_step: float | None, decayed: Iterable[str], head: Iterable[str]
+    model: nn.Module, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None, decayed: Iterable[str]
 ) -> AdamWBC:
     """Return the default optimizer: AdamWBC, with the betas and the weight decay of the arguments.
 
     Args:
         model: the model, with its adapters.
         args: an explicit learning_rate is the rate of the optimizer.
+        plan: the public numbers; from its noise follows the noise step of a learning rate.
         noise_step: in place of a learning rate. None, without an explicit learning_rate: HEAD_NOISE_STEP for the head,
-            NOISE_STEP for other parameters.
+            POOLER_NOISE_STEP for a pooler on a frozen encoder, NOISE_STEP for other parameters.
         decayed: names of the parameters to which weight decay applies.
-        head: names of the parameters of a classifier's head.
     """
-    rate: dict[str, float] = {"noise_step": NOISE_STEP}
-    rate_of_head = {"noise_step": HEAD_NOISE_STEP}
+    named, decays = list(model.named_parameters()), set(decayed)
+    parts: dict[str | None, set[str]] = {None: {name for name, _ in named}}  # groups with names have their own rates
+    rates: dict[str | None, dict[str, float]] = {None: {"noise_step": NOISE_STEP if noise_step is None else noise_step}}
     if noise_step is not None:
         remedy = "give 0.0025 for pretrained layers, 0.01 for random weights"
         require_positive("PrivateTrainer", "noise_step", noise_step, remedy)
-        rate = rate_of_head = {"noise_step": noise_step}
     elif not _is_default(args, "learning_rate"):
-        rate = rate_of_head = {"lr": args.learning_rate}
+        rates = {None: {"lr": args.learning_rate}}
     else:
-        text = "the noise step is %g, and %g for the head of a classifier. Random weights need more: give noise_step."
-        _LOG.warning(f"PrivateTrainer: {text}", NOISE_STEP, HEAD_NOISE_STEP)
-    named, decays, of_head = list(model.named_parameters()), set(decayed), set(head)
+        parts = {"head": head_of(model), "pooler": pooler_of(model)}
+        parts["layers"] = {name for name, _ in named}.difference(*parts.values())
+        own = {"layers": NOISE_STEP, "pooler": POOLER_NOISE_STEP, "head": HEAD_NOISE_STEP}
+        rates = {part: {"noise_step": own[part]} for part in own}
     groups: list[dict[str, Any]] = []
-    for in_head, own in ((False, rate), (True, rate_of_head)):
+    for part, rate in rates.items():
         for has_decay, decay in ((True, args.weight_decay), (False, 0.0)):
-            part = [(name, p) for name, p in named if (name in of_head) is in_head and (name in decays) is has_decay]
-            groups += [{"params": part, "weight_decay": decay, **own}] if part else []
-    return AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **cast("dict[str, Any]", rate))
+            held = [(name, p) for name, p in named if name in parts[part] and (name in decays) is has_decay]
+            label = {} if part is None else {"name": part}
+            groups += [{"params": held, "weight_decay": decay, **rate, **label}] if held else []
+    (first, *_) = rates.values()
+    made = AdamWBC(groups, betas=(args.adam_beta1, args.adam_beta2), **cast("dict[str, Any]", first))
+    _log_rates(made, args, plan, noise_step)
+    return made
+
+
+def rates_by_name(optimizer: PrivateOptimizer, key: str = "lr") -> dict[str, float]:
+    """Return the current rates: "noise_step" or "learning_rate" of the first group, and those of parts with names.
+
+    Args:
+        optimizer: the private optimizer. A group with a name is a part, such as "head": "noise_step_head".
+        key: "initial_lr" for the rates at the peak of the schedule.
+    """
+    found: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        if any(parameter.requires_grad for parameter in group["params"]):
+            name = "_".join(filter(None, (_KIND[group["lr_is_noise_step"]], group.get("name"))))
+            found.setdefault(name, float(group.get(key, group["lr"])))
+    return found
+
+
+def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan, noise_step: float | None) -> None:
+    """Log the rate of the default optimizer, where it was not given as a noise step."""
+    if noise_step is not None:
+        return
+    if _is_default(args, "learning_rate"):
+        rates = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in rates_by_name(made).items())
+        _LOG.warning(
+            f"PrivateTrainer: {rates}. These are guesses for pretrained models: give noise_step, and try several on "
+            f"public data. Random weights need more. learning_rate={args.learning_rate:g} is the default of "
+            "transformers and counts as not set."
+        )
+        return
+    for group in made.param_groups:
+        group["noise_std"] = plan.noise_std  # as the first step will set it
+    _LOG.warning(
+        f"PrivateTrainer: learning_rate {args.learning_rate:g} is noise step {made.noise_step:.2g} under this plan; "
+        f"the default noise step is {NOISE_STEP:g}, and {HEAD_NOISE_STEP:g} for the head of a classifier."
+    )
 
 
 def _is_default(args: TrainingArguments, name: str) -> bool:

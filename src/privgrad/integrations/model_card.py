@@ -6,13 +6,13 @@ numbers of the plan and the ledger. Readers may act on them, so a number that pr
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import ModelCard
 
 from privgrad.ledger import Ledger
-from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.statement import Statement, statement
 
@@ -21,7 +21,9 @@ _STATEMENT = "statement.txt"
 _TAGS = ("differential-privacy", "privgrad")
 
 
-def write_privacy(folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: PrivateOptimizer) -> None:
+def write_privacy(
+    folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: str, rates: Mapping[str, float], updates: int
+) -> None:
     """Write the privacy of a training to the folder of its model.
 
     README.md is created if absent. If it exists, the section of an earlier call is replaced, and the rest is kept,
@@ -31,19 +33,21 @@ def write_privacy(folder: Path, plan: PrivacyPlan, ledger: Ledger, optimizer: Pr
         folder: where the model was saved.
         plan: the plan of the training.
         ledger: its ledger, bound to the plan.
-        optimizer: the private optimizer.
+        optimizer: name of the private optimizer.
+        rates: its rates by name, at the peak of the schedule.
+        updates: the number of updates that the model had; after an interruption, fewer than the released gradients.
     """
     path, found = folder / "README.md", _statement_of(plan, ledger)
     empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
     card = ModelCard(path.read_text(encoding="utf-8") if path.exists() else empty)
-    rate = _rate(optimizer)
+    rate = ", ".join([optimizer, *(f"{name.replace('_', ' ')} {value:g}" for name, value in rates.items())])
     content = re.sub(rf"\n*{_START}.*?{_END}", "", card.content, flags=re.DOTALL)
     content = re.sub(r"(?m)^- learning_rate: .*\n", "", content)
     content = re.sub(r"(?m)^- optimizer: .*$", f"- optimizer: {rate}", content)
-    card = ModelCard(f"{content.rstrip()}\n\n{_section(plan, ledger, found, rate)}\n")
+    card = ModelCard(f"{content.rstrip()}\n\n{_section(plan, ledger, found, rate, updates)}\n")
     tags = cast("list[str]", card.data.get("tags") or [])
     card.data["tags"] = list(dict.fromkeys([*tags, *_TAGS]))
-    card.data["privacy"] = _facts(plan, ledger, found)
+    card.data["privacy"] = _facts(plan, ledger, found) | {"updates": updates}
     path.write_text(str(card), encoding="utf-8")
     if found is not None:
         (folder / _STATEMENT).write_text(f"{found}\n", encoding="utf-8")
@@ -82,7 +86,7 @@ def _facts(plan: PrivacyPlan, ledger: Ledger, found: Statement | None) -> dict[s
     }
 
 
-def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: str) -> str:
+def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: str, updates: int) -> str:
     """Return the section of the README: what is protected, and the numbers that it follows from."""
     if found is not None:
         lines = [*found.sections[0].sentences, f"[{_STATEMENT}]({_STATEMENT}) says what this means."]
@@ -97,6 +101,7 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
         "rows in the data": f"{plan.num_examples:,} or more, as declared",
         "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",
+        "updates of the model": f"{updates:,}" + _lost(ledger.releases - updates),
         "expected batch size": f"{plan.expected_batch_size:,}",
         "sampling": f"{plan.sampling}, rate {plan.sample_rate:.4g}",
         "noise multiplier": f"{plan.noise_multiplier:.4g}",
@@ -108,10 +113,6 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
     return "\n".join([_START, "## Privacy", "", *(f"- {line}" for line in lines), "", table, "", _END])
 
 
-def _rate(optimizer: PrivateOptimizer) -> str:
-    """Return the name of an optimizer, and its rates at the peak of the schedule."""
-    given = {
-        ("noise step" if group["lr_is_noise_step"] else "learning rate", float(group.get("initial_lr", group["lr"])))
-        for group in optimizer.param_groups
-    }
-    return ", ".join([type(optimizer).__name__, *(f"{name} {rate:g}" for name, rate in sorted(given))])
+def _lost(count: int) -> str:
+    """Return a remark on released gradients without an update."""
+    return f"; {count:,} released gradients were lost in an interruption or went unused" if count > 0 else ""
