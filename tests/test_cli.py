@@ -145,6 +145,29 @@ def test_compare_tunes_reports_and_goes_on(here: Here, tmp_path: Path):
 
 @pytest.mark.usefixtures("without_rendering")
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")
+def test_methods_with_a_moving_c_and_a_filter_are_tuned_and_reported(here: Here, tmp_path: Path):
+    parts = """
+adaptive_clip = { rule = "TargetFraction" }
+filter = { rule = "DiSK" }
+tune = { "filter.weight" = [0.4, 0.8], "adaptive_clip.target" = [0.5] }
+"""
+    (tmp_path / "s.toml").write_text(SIGMA.replace('optimizer = "SGD"', f'optimizer = "SGD"{parts}'))
+    here("compare", "s.toml", "--out", "out")
+    records = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()]
+    ours = [record for record in records if record["method"] == "DP-SGD"]
+    assert [r["filter"]["options"]["weight"] for r in ours if r["phase"] == "tuning"] == [0.4, 0.8, 0.4, 0.8]
+    assert ours[-1]["adaptive_clip"] == {"rule": "TargetFraction", "options": {"target": 0.5}}
+    assert 0 < ours[-1]["released"]["noise_share"] < 1.5
+    folder = next(run for run in (tmp_path / "out/runs").iterdir() if "DP-SGD" in run.name)
+    steps = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()[1:]]
+    assert len({step["max_grad_norm"] for step in steps}) > 1
+    page = (tmp_path / "out/index.html").read_text()
+    assert "Noise or clipping?" in page
+    assert "may be published with the model" in " ".join(page.split())
+
+
+@pytest.mark.usefixtures("without_rendering")
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
 def test_the_verdict_on_a_grid_of_noise_steps_is_in_json(here: Here, tmp_path: Path):
     grid = SIGMA.replace("lr = [0.01, 0.1]", "noise_steps = [0.01, 0.1]").replace("seeds = [9]", "seeds = [8, 9]")
     (tmp_path / "s.toml").write_text(grid.replace("seeds = [0, 1]", "seeds = [0]"))

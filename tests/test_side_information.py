@@ -261,6 +261,20 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
         ({"max_grad_norm": [0.1, 0.5]}, r"expected \[tuning\] to be given"),
         ({"lr": None}, r"methods.Q.lr"),
         ({"lr": None, "optimizer": "Yogi"}, r"methods.Q.lr .*; give the method an lr, or give a grid"),
+        ({"adaptive_clip": {"rule": "TargetFraction", "options": {"targt": 0.5}}}, "did you mean 'target'"),
+        ({"adaptive_clip": {"rule": "TargetFraction", "options": {"target": 1.5}}}, "to be below 1"),
+        ({"adaptive_clip": {"rule": "TargetFraction"}, "non_private": True}, "absent for non_private"),
+        ({"tune": {"adaptive_clip.target": [0.5, 0.7]}}, "methods.Q.tune.adaptive_clip.target"),
+        ({"filter": {"rule": "EMA"}}, "methods.Q.filter.options.weight to be given"),
+        ({"filter": {"rule": "LinearFilter", "options": {"b": [1.0, -1.0]}}}, "to differ from 0"),
+        (
+            {
+                "filter": {"rule": "DiSK", "options": {"weight": 0.5}},
+                "perturb": {"rule": "SAT", "radius": 0.1},
+            },
+            "the only point of the gradients",
+        ),
+        ({"norm_bins": 0}, "methods.Q.norm_bins"),
         (
             scaled_by("public_rmsprop") | {"tune": {"precondition.noise_ep": [1.0, 10.0]}},
             r"methods.Q.tune.precondition.noise_ep.*did you mean 'noise_eps'",
