@@ -263,7 +263,7 @@ def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) 
     if not is_user:
         lines.append("A person with several rows is protected less: each row counts by itself.")
     else:
-        lines.append("All data of a person must be in one row of the prepared data. Nothing else checks this.")
+        lines.append("All data of a person must be in one row of the prepared data. The software cannot check this.")
     return tuple(lines)
 
 

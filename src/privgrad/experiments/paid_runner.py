@@ -27,7 +27,7 @@ from privgrad.experiments.folder import Record, append, claim, describe, read_re
 from privgrad.experiments.measures import unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
-from privgrad.experiments.paid_folder import NAME, PaidFolder
+from privgrad.experiments.paid_folder import NAME, PaidFolder, require_room
 from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text
 from privgrad.experiments.runner import checked_data
@@ -48,7 +48,12 @@ def at_noise(spec: Spec, noise_multiplier: float) -> Spec:
 
 
 def compare(
-    spec: Spec, out: Path, *, progress: bool = True, announce: Callable[[], None] | None = None
+    spec: Spec,
+    out: Path,
+    *,
+    progress: bool = True,
+    announce: Callable[[], None] | None = None,
+    restart: Callable[[], None] | None = None,
 ) -> list[Record]:
     """Tune and train within privacy.total_epsilon; the noise comes from the operating system's entropy.
 
@@ -57,6 +62,7 @@ def compare(
         out: folder for budget, ledgers, model, records and report. A second call resumes an interrupted comparison.
         progress: show the current training.
         announce: called once the data are checked, before anything is committed.
+        restart: moves an old folder aside; called once the data are checked and the shared budget has room.
     Returns:
         The records that were paid for, also in out/runs.jsonl: those of trials, with noisy scores, and the final one.
         With "select" it is the final one alone.
@@ -68,8 +74,11 @@ def compare(
         covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
         the comparison depends on that number too.
     """
-    was_there, is_new = out.exists(), not (out / "spec.json").exists()
     data, cost = check(spec), price(spec)
+    if restart is not None:
+        require_room(spec, cost)
+        restart()
+    was_there, is_new = out.exists(), not (out / "spec.json").exists()
     claim(out, describe(spec))
     try:
         if announce is not None:
@@ -99,6 +108,9 @@ def check(spec: Spec) -> DataSet:
 
     `privgrad compare --dry-run` calls it.
     """
+    if spec.privacy.delta > 1 / spec.privacy.num_examples:  # the budget would refuse it after the data are loaded
+        condition = f"to be at most 1 / num_examples = {1 / spec.privacy.num_examples:.3g}"
+        raise expected("compare", "privacy.delta", condition, spec.privacy.delta, "give a smaller delta")
     data = checked_data(at_noise(spec, 1.0))  # its checks hold for any noise
     _require_scores(spec, data)
     return data
