@@ -59,12 +59,13 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(privacy.get("num_examples"), int):
         defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
     made = {**raw, "privacy": defaults | privacy}
-    if "methods" not in raw and "tuning" not in raw:
+    if "methods" not in raw:
         run = raw.get("run")
         schedule: Any = run.get("schedule") if isinstance(run, dict) else None
         decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
         step = head_noise_step(decay, of_numbers=False)
-        method = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}, "noise_step": step}
+        method: dict[str, Any] = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}}
+        method |= {} if "tuning" in raw else {"noise_step": step}  # [tuning] has the noise steps to try
         made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
 

@@ -24,7 +24,7 @@ from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
-from privgrad.experiments.measures import unit_scores, unit_values
+from privgrad.experiments.measures import most_frequent, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.paid_folder import NAME, PaidFolder, require_room
@@ -188,7 +188,7 @@ def _select(spec: Spec, cost: Price, data: DataSet, place: PaidFolder, bar: Prog
     folder = out / "runs" / record["folder"]
     shutil.copytree(raw / "runs" / str(-number), folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     method = next(one for one in spec.methods if one.name == record["method"])
-    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, out)
+    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, place)
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -283,13 +283,18 @@ def _train_last(spec: Spec, run: Run, cost: Price, data: DataSet, place: PaidFol
     out = place.out
     if find_record(read_records(out), run) is None:
         record, model = _train(spec, run, data, place, out / "runs" / run.name, bar)
-        _publish(spec, run.method, record | {"epsilon": cost.epsilon}, model, data, out)
+        _publish(spec, run.method, record | {"epsilon": cost.epsilon}, model, data, place)
 
 
-def _publish(spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, out: Path) -> None:
+def _publish(
+    spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, place: PaidFolder
+) -> None:
     """Measure the final model on the test set, write its weights, and then its record."""
+    out = place.out
     spec, data = own(spec, method, data)
-    facts = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+    facts: dict[str, Any] = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+    facts |= {"privacy_unit": spec.privacy.privacy_unit, "num_examples": spec.privacy.num_examples}
+    facts |= {"budget": place.budget.path.name, "total_epsilon": place.budget.total_epsilon}
     made = {"head": save_head(model, data, out / "head", facts)}
     torch.save(model.state_dict(), out / "model.pt")
     append(out, [record | _tested(spec, model, data) | made])
@@ -302,6 +307,7 @@ def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     if data.score is not None:
         values = unit_scores(model, data.test, data)
         found |= {"test_accuracy": values.mean().item(), "interval": interval(values)}
+        found["most_frequent_class"] = most_frequent(data.test, data)
     if names:
         known = {} if data.score is None else {data.score: found["test_accuracy"]}
         found["metrics"] = metrics_of(model, data.test, data, names, known)
@@ -323,6 +329,7 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
         "own": last["own"],
         "accuracy": last["test_accuracy"],
         "interval": last.get("interval"),
+        "most_frequent_class": last.get("most_frequent_class"),
         "loss": last["test_loss"],
         "metrics": last.get("metrics") or {},
         "intervals": last.get("intervals") or {},
@@ -335,4 +342,5 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
         "budget": str(place.budget.path),
         "budget_spent": place.budget.spent(),
         "model": str(place.out / "model.pt"),
+        "head": last.get("head"),
     }

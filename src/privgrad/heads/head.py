@@ -137,7 +137,8 @@ class Head(nn.Module):
     def epsilon(self) -> float:
         """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee.
 
-        With a research seed, this number holds for people who do not know the seed.
+        With a research seed, this number holds for people who do not know the seed. If `privacy` names a budget, quote
+        the statement on the budget, which also covers other releases from the same data.
         """
         epsilon = self.privacy["epsilon"]
         return math.inf if epsilon is None else epsilon
@@ -208,6 +209,8 @@ class Head(nn.Module):
 
     def predict_proba(self, rows: Rows) -> Tensor:
         """Return the probability of each class, or the share of each tag, (n, outputs); rows sum to 1.
+
+        Clipping and noise distort these numbers. They rank rows, and are not rates: see docs/before-training.md.
 
         Args:
             rows: as in `forward`.

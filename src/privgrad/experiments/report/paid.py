@@ -63,6 +63,9 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
             f" reaches a test {score_of(records)} of {100 * outcome['accuracy']:.1f} % "
             f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test {unit})"
         )
+        if (share := outcome.get("most_frequent_class")) is not None:
+            text += f", and the most frequent class alone {100 * share:.1f} %"
+            text += ", which is inside the interval" if low <= share <= high else ""
     text += "".join(f"; {words}" for words in _metric_texts(outcome, score_of(records)))
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
     return f"{text}. Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
