@@ -187,7 +187,7 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
 def most_frequent(examples: TensorDataset, data: DataSet) -> float | None:
     """Return the accuracy of a model that always says the most frequent class of `examples`; None for other scores.
 
-    `runner` and `paid_runner` record it beside the accuracy. Each person counts once, as in `measure`.
+    `runner` and `paid_runner` record it with the accuracy. Each person counts once, as in `measure`.
 
     Privacy:
         NOT private for `examples`: no noise is added.
