@@ -743,7 +743,7 @@ def test_the_share_of_the_most_frequent_class_is_in_caption_and_headline(tmp_pat
 
 
 def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() -> None:
-    outcome: dict[str, Any] = {"noise_step": None, "own": None, "method": "head", "accuracy": 0.853, "metrics": {}}
+    outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "accuracy": 0.853, "metrics": {}}
     outcome |= {"interval": [0.84, 0.866], "privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "trials"}
     trials = [
         {"phase": "tuning", "method": "head", "validation_accuracy": score, "score_noise_std": 0.003}
