@@ -90,6 +90,7 @@ def test_fit_charges_the_largest_rate_and_refuses_to_resume_at_other_rates(tmp_p
         (LABELS, "often", "to be numbers"),
         (LABELS, [1.0], "labels to be from 0 to 0"),
         (LABELS[:-1], [0.1, 1.0], r"of shape \(4000,\)"),
+        (torch.stack([LABELS] * 2, 1), [0.1, 1.0], "a person with several labels has no class"),
         (LABELS.float(), [0.1, 1.0], "to be integers, got float32"),
         (["a"] * COUNT, [0.1, 1.0], "to be integers"),
     ],

@@ -280,7 +280,7 @@ def test_the_folder_of_a_head_is_public(tmp_path: Path):
     assert torch.equal(held["linear.weight"], head.model.linear.weight)
     facts = json.loads((tmp_path / "head" / "head.json").read_text())
     assert facts.keys() == {
-        "format", "target", "width", "input_dims", "extractor", "classes", "image_shape", "privacy",
+        "format", "target", "width", "input_dims", "extractor", "classes", "image_shape", "schema", "privacy",
     }  # fmt: skip
     assert facts["privacy"].keys() == PLAN | {"epsilon", "ledger"}
     assert "seconds" not in (tmp_path / "head" / "head.json").read_text()

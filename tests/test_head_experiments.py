@@ -111,13 +111,14 @@ def test_a_head_and_a_network_side_by_side(tmp_path: Path):
 
 
 def test_a_private_comparison_saves_the_head_that_it_chose(tmp_path: Path):
-    methods = [{"name": "head", "optimizer": "SGD", "options": {"momentum": 0.9}}]
-    tables = changed(methods=methods, tuning={"way": "trials", "noise_steps": [0.1, 0.2]})
+    tables = changed(tuning={"way": "trials", "noise_steps": [0.1, 0.2]})  # the method has a default
     tables["data"] = {"name": "digits", "standardize": False}  # whose training people are scored
     tables["privacy"] = {"total_epsilon": 3.0, "delta": 1e-5, "num_examples": 1437, "steps": 20}
     record = paid_runner.compare(check_spec(tables, "digits.toml"), tmp_path, progress=False)[-1]
     head = pg.Head.load(record["head"])
     assert head.epsilon == record["epsilon"] <= 3.0
+    assert (head.privacy["budget"], head.privacy["total_epsilon"]) == ("budget.jsonl", 3.0)
+    assert (head.privacy["privacy_unit"], head.privacy["num_examples"]) == ("example", 1437)
     images, truth = data.digits(standardize=False).test.tensors
     assert (head.predict(images) == truth).double().mean() == pytest.approx(record["test_accuracy"], abs=0.003)
 

@@ -27,7 +27,7 @@ from privgrad.errors import BudgetExceededError, PrivacyError
 from privgrad.experiments import paid_runner, runner
 from privgrad.experiments.comparing import compare_and_report
 from privgrad.experiments.load_spec import check_spec
-from privgrad.experiments.paid_folder import PaidFolder
+from privgrad.experiments.paid_folder import PaidFolder, largest_total
 from privgrad.experiments.prices import price, prices_of
 from privgrad.experiments.spec import Spec
 from privgrad.ledger import Ledger
@@ -410,15 +410,62 @@ def test_a_dry_run_shows_the_price_and_writes_nothing(tmp_path: Path):
     assert "Ways to spend" in run.output
     assert "It fits the budget" in run.output.replace("fits into", "fits")
     assert {file.name for file in tmp_path.iterdir()} == before
+    run = CliRunner().invoke(app, ["compare", str(path), "--dry-run"])
+    assert run.exit_code == 0
     Budget(tmp_path / "b.jsonl", total_epsilon=5.0, delta=1e-3, num_examples=200, privacy_unit="user")
     path.write_text(text.replace("delta = 1e-3", 'delta = 1e-3\nbudget = "b.jsonl"'))  # relative to the TOML file
     for room in (True, False):
         run = CliRunner().invoke(app, ["compare", str(path), "--dry-run", "--json"])
+        assert run.exit_code == (not room)
         answer = json.loads(run.stdout.splitlines()[-1])
         assert answer["suits"] == room
         assert answer["cap"] == 5.0
         assert (answer["spent_with_it"] <= 5.0) == room
         Budget(tmp_path / "b.jsonl").commit("another training", [Release(1.0, 1.0)])
+
+
+def test_a_restart_moves_nothing_unless_the_budget_has_room(tmp_path: Path):
+    rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200)]
+    (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
+    budget = Budget(tmp_path / "b.jsonl", total_epsilon=5.0, delta=1e-3, num_examples=200, privacy_unit="user")
+    text = VISITS.replace("SHARE", "0.0").replace("WAY", "trials").replace("PEOPLE", "training")
+    path, out = tmp_path / "visits.toml", tmp_path / "out"
+    path.write_text(text.replace("delta = 1e-3", 'delta = 1e-3\nbudget = "b.jsonl"'))
+    command = ["compare", str(path), "--out", str(out), "--json"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    files = sorted(tmp_path.rglob("*"))
+    run = CliRunner().invoke(app, [*command, "--restart"])
+    assert isinstance(run.exception, BudgetExceededError)
+    assert sorted(tmp_path.rglob("*")) == files
+    assert CliRunner().invoke(app, command).exit_code == 0  # the old folder is still that of its commitment
+    assert len(budget.commitments) == 1
+
+
+def test_the_largest_total_fits_and_a_tenth_more_does_not(tmp_path: Path):
+    path = tmp_path / "budget.jsonl"
+    budget = Budget(path, total_epsilon=5.0, delta=1e-4, num_examples=1437, privacy_unit="example")
+    budget.commit("another training", [Release(4.0, 1.0)])
+    spec = spec_of(way=None, total=4.9, privacy__budget=str(path))
+
+    def spent_with(total: float) -> float:
+        privacy = spec.privacy.model_copy(update={"total_epsilon": total})
+        return budget.spent(besides=price(spec.model_copy(update={"privacy": privacy})).releases)
+
+    most = largest_total(price(spec), budget)
+    assert 0 < most < 5
+    assert spent_with(most) <= 5 < spent_with(1.1 * most)
+    full = Budget(tmp_path / "full.jsonl", total_epsilon=3.0, delta=1e-4, num_examples=1437, privacy_unit="example")
+    full.commit("planned before any result", [Release(full.calibrate(sample_rate=1.0, steps=1), 1.0)])
+    assert full.spent() < 3
+    assert largest_total(price(spec), full) == 0
+    with pytest.raises(BudgetExceededError, match=r"noise multiplier 10,000 to be at most 3, got 3\..* by besides"):
+        full.calibrate(sample_rate=1.0, steps=1)
+
+
+def test_a_delta_that_the_budget_would_refuse_is_refused_by_a_dry_run(tmp_path: Path):
+    spec = spec_of(privacy__delta=1e-2)
+    with pytest.raises(PrivacyError, match=r"privacy\.delta to be at most 1 / num_examples"):
+        paid_runner.check(spec)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from privgrad.errors import PrivacyError
 from privgrad.experiments.records import summarize, tuned, tuned_by, tuned_names, tuned_seeds
 from privgrad.experiments.report import figures
 from privgrad.experiments.report.page import write_report
+from privgrad.experiments.report.paid import result_text
 from privgrad.experiments.report.terminal import summary_table
 from privgrad.experiments.report.texts import total_text, trainings_text
 
@@ -732,6 +733,29 @@ def test_the_terminal_shows_noise_steps_and_drops_equal_seeds() -> None:
     assert told.startswith("± one standard deviation over 5 seeds. Measured on test examples")
     assert "clipped: share of gradients longer than C in the last tenth of the steps, NOT private. " in told
     assert told.endswith("22 trainings, tuning included: 11 for each method.")
+
+
+def test_the_share_of_the_most_frequent_class_is_in_caption_and_headline(tmp_path: Path) -> None:
+    records = [final(accuracy=0.853, most_frequent_class=0.848)]
+    assert "The most frequent class alone would have 84.8 %." in " ".join(printed(records).split())
+    assert "The most frequent class alone would have 84.8 %." in write(tmp_path, records)
+    assert "most frequent" not in printed([final(accuracy=0.853)])
+
+
+def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() -> None:
+    outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "accuracy": 0.853, "metrics": {}}
+    outcome |= {"interval": [0.84, 0.866], "privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "trials"}
+    trials = [
+        {"phase": "tuning", "method": "head", "validation_accuracy": score, "score_noise_std": 0.003}
+        for score in (0.883, 0.882)
+    ]
+    records = [*trials, final(accuracy=0.853, test_units=1400)]
+    text = result_text(outcome | {"most_frequent_class": 0.848}, records)
+    assert "and the most frequent class alone 84.8 %, which is inside the interval" in text
+    assert "differ by less than their noise, so the choice may be chance." in text
+    text = result_text(outcome | {"most_frequent_class": 0.7}, [trials[0], records[-1]])
+    assert "inside the interval" not in text
+    assert "chance" not in text
 
 
 def test_a_mix_of_rates_is_named_and_unequal_seeds_have_a_column() -> None:

@@ -155,6 +155,10 @@ def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
     text = str(budget_statement(budget))
     assert "Its only commitment costs" in text
     assert "sums: a noisy sum with 2 values, by" in text
+    assert "For a budget, it follows from epsilon and delta alone" in text
+    pg.release_sum(torch.ones(32, 2), bound=2.0, noise_multiplier=9.0, num_examples=32, ledger=tmp_path / "own.jsonl")
+    run = CliRunner().invoke(app, ["statement", str(tmp_path / "budget.jsonl"), str(tmp_path / "own.jsonl")])
+    assert "own.jsonl to be a ledger of the budget, got a ledger without a budget" in str(run.exception)
     budget.commit("two trainings", [Release(9.0, 0.1, count=5), Release(9.0, 0.1, count=5)])
     budget.commit("/home/ann/clinic/run/ledger.jsonl", [Release(9.0, 0.1, count=5)], by="Ann")
     assert "run/ledger.jsonl: a training with up to 5 noisy gradients, by Ann" in str(budget_statement(budget))

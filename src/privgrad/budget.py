@@ -31,6 +31,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.types import PrivacyUnit
 
 _PATIENCE = 30.0  # seconds to wait for another process that commits
+_MUCH_NOISE = 10_000.0  # with it, a release by itself costs almost nothing
 
 
 class Budget:
@@ -151,8 +152,12 @@ class Budget:
         require_integer("Budget.calibrate", "steps", steps, 1)
         found = self._noise_left(sample_rate, steps)
         if found is None:
-            condition, remedy = f"to be below {self.total_epsilon:g}", "train on public data, or on new data"
-            raise expected("Budget.calibrate", "spent", condition, f"{self.spent():.6g}", remedy, BudgetExceededError)
+            name = f"the epsilon of all commitments with a release of noise multiplier {_MUCH_NOISE:,.0f}"
+            condition, remedy = f"to be at most {self.total_epsilon:g}", "train on public data, or on new data"
+            if len(self.commitments) == 1:  # see docs/budget.md
+                remedy += "; next time, leave a tenth of epsilon to a second commitment, or plan both as one by besides"
+            got = f"{self.spent(besides=[Release(_MUCH_NOISE, 1.0)]):.6g}, of which {self.spent():.6g} is committed"
+            raise expected("Budget.calibrate", name, condition, got, remedy, BudgetExceededError)
         return found
 
     def left(self, *, sample_rate: float = 1.0, steps: int = 1) -> float:

@@ -96,6 +96,8 @@ def _require_labels(labels: object, count: int, classes: int) -> np.ndarray:
         raise expected("ClassRates", "labels", "to be integers", got, remedy, SamplingError) from error
     if found.shape != (count,):
         remedy = "give the class of each example, in the order of the data set"
+        if found.shape[:1] == (count,):  # of persons
+            remedy = "decide by counts instead: a person with several labels has no class"
         raise expected("ClassRates", "labels", f"of shape ({count},)", found.shape, remedy, SamplingError)
     if found.dtype.kind not in "iu":
         remedy = "give class numbers, such as labels.long()"

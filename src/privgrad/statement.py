@@ -23,6 +23,10 @@ from privgrad.mechanisms import Release, Selection, Split, each_group
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
+_BOUND_OF_A_BUDGET = (
+    "For a budget, it follows from epsilon and delta alone, whatever is released.",
+    "So it is higher than that of a single release with the same epsilon, whose noise is known.",
+)
 _NOT_COVERED = (
     "Computations on the data before these releases, such as a vocabulary, a scaling or chosen features.",
     "Releases, trainings and tuning that are not recorded here. Later ones from the same data raise epsilon.",
@@ -264,19 +268,21 @@ def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) 
     if not is_user:
         lines.append("A person with several rows is protected less: each row counts by itself.")
     else:
-        lines.append("All data of a person must be in one row of the prepared data. Nothing else checks this.")
+        lines.append("All data of a person must be in one row of the prepared data. The software cannot check this.")
     return tuple(lines)
 
 
 def _meaning(numbers: dict[str, Any], one: str, many: str) -> tuple[str, ...]:
     """Return what epsilon and delta mean for an attack."""
     success, wrong = numbers["attack_success"], numbers["false_positive_rate"]
+    budget = "total_epsilon" in numbers
     return (
         f"Suppose an attacker wants to find out whether a given {one} was in the data.",
         f"Suppose the attacker is wrong for {wrong:.0%} of the {many} that were not.",
         f"Then the attacker is right for at most {success:.1%} of the {many} that were.",
         f"A guess, without the model, is right for {wrong:.0%}.",
         "This bound holds for every attack on what is covered. It is computed from the noise, not from an experiment.",
+        *(_BOUND_OF_A_BUDGET if budget else ()),
         f"Delta = {numbers['delta']:g} limits the chance that this protection fails.",
     )
 

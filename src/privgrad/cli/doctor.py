@@ -49,13 +49,13 @@ def doctor(
     engine: Annotated[str, typer.Option(help="The engine that --batch tries: factored or vmap.")] = "factored",
     as_json: AsJson = False,
 ) -> None:
-    """List what blocks private training, with a remedy for each. Exit code 1 if there is anything.
+    """List what blocks private training, with a remedy for each. Exit code 1 if anything blocks it.
 
     For a model: its modules. With --batch, also list the parameters that the loss does not use, and say how each
     gradient is computed, what is slow, and what a step costs in time and memory, without noise and optimizer.
 
-    For a TOML file: rows of its data that are missing, repeated, out of range or of the same person. This is NOT
-    private: do not publish it.
+    For a TOML file: rows of its data that are missing, repeated, out of range or of the same person. Errors alone
+    block a training; the rest is for you to judge. This is NOT private: do not publish it.
     """
     if factory.endswith(".toml"):
         if batch is not None:

@@ -12,7 +12,7 @@ from privgrad import statement as statements
 from privgrad.budget import Budget
 from privgrad.budget_file import is_budget
 from privgrad.cli.console import STDOUT, AsJson, print_json
-from privgrad.errors import expected
+from privgrad.errors import PrivacyError, expected
 from privgrad.ledger import Ledger
 
 
@@ -27,11 +27,7 @@ def statement(
     """Write a privacy statement for people who decide about data."""
     if any(map(is_budget, ledger)):
         if ledger[1:] or delta is not None:
-            got, remedy = (
-                f"{len(ledger)} files and delta {delta}",
-                "give the budget's file alone: it covers all of its ledgers",
-            )
-            raise expected("privgrad statement", "a budget", "to be given alone", got, remedy)
+            raise _not_alone(ledger, delta)
         found = statements.budget_statement(Budget(ledger[0]))
     else:
         found = statements.statement([Ledger(path, read_only=True) for path in ledger], delta=delta)
@@ -43,3 +39,17 @@ def statement(
         print_json({"statement": sections, **found.numbers})
         return
     STDOUT.print(str(found), highlight=False, markup=False)
+
+
+def _not_alone(files: list[Path], delta: float | None) -> PrivacyError:
+    """Return the error for a budget that is given with ledgers or a delta."""
+    outside = [path for path in files if not is_budget(path) and Ledger(path, read_only=True).commitment is None]
+    if outside:
+        remedy = (
+            "give each file alone: each statement holds for the people of its file. For people in both, the epsilons "
+            "add up, and the deltas too"
+        )
+        condition = "to be a ledger of the budget"
+        return expected("privgrad statement", f"{outside[0]}", condition, "a ledger without a budget", remedy)
+    got, remedy = f"{len(files)} files and delta {delta}", "give the budget's file alone: it covers all of its ledgers"
+    return expected("privgrad statement", "a budget", "to be given alone", got, remedy)

@@ -16,7 +16,7 @@ from privgrad.experiments.comparing import paid_report_of, report_of
 from privgrad.experiments.folder import Record
 from privgrad.experiments.folder import restart as put_aside
 from privgrad.experiments.load_spec import load_spec
-from privgrad.experiments.paid_folder import shared_budget
+from privgrad.experiments.paid_folder import largest_total, shared_budget
 from privgrad.experiments.prices import price, prices_of, way_of
 from privgrad.experiments.spec import Spec
 
@@ -44,7 +44,9 @@ def train(
 
     With --json, the last line of the output holds the metric under its name, epsilon and delta.
     """
-    loaded, folder = _prepare(spec, out, restart)
+    loaded, folder = load_spec(spec), _folder(spec, out)
+    if restart:
+        move_aside(folder)
     with stoppable():
         records = runner.train(loaded, folder, seed=seed, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json, headline=_headline(records[-1]))
@@ -55,7 +57,10 @@ def compare(
     out: OutFolder = None,
     restart: Restart = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check SPEC and its data, show the price, and commit nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check SPEC and its data, show the price, commit nothing. Exit code 1 if it does not fit."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -65,37 +70,37 @@ def compare(
     research: several seeds, which are public, and no privacy.
     """
     if dry_run:
-        _check(load_spec(spec), as_json=as_json)
-        return
-    loaded, folder = _prepare(spec, out, restart)
+        raise typer.Exit(_check(load_spec(spec), as_json=as_json))
+    loaded, folder = load_spec(spec), _folder(spec, out)
     if loaded.privacy.total_epsilon is not None:
-        _compare_privately(loaded, folder, as_json=as_json)
+        _compare_privately(loaded, folder, restart=restart, as_json=as_json)
         return
+    if restart:
+        move_aside(folder)
     with stoppable():
         records = runner.compare(loaded, folder, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json)
 
 
 def move_aside(folder: Path) -> None:
-    """Move an existing folder aside and print its new path; `cli.reproduce` calls it too."""
+    """Move an existing folder aside and print its new path; `cli.reproduce` calls it too.
+
+    The folder keeps its ledgers. Their cost adds to that of the new trainings.
+    """
     if aside := put_aside(folder):
         STDERR.print(f"moved {folder} to {aside}")
 
 
-def _prepare(spec: Path, out: Path | None, restart: bool) -> tuple[Spec, Path]:
-    """Read the spec, choose the folder of its trainings, and with `restart` move an existing folder aside.
+def _folder(spec: Path, out: Path | None) -> Path:
+    """Return the folder of the trainings of a spec."""
+    return Path("runs") / spec.stem if out is None else out
 
-    A folder that is moved aside keeps its ledgers. Their cost adds to that of the new trainings.
+
+def _check(spec: Spec, *, as_json: bool) -> int:
+    """Make all checks of a comparison before it starts, and print what it would cost. Nothing is written.
+
+    The result is the exit code: 1 if the shared budget has no room.
     """
-    loaded = load_spec(spec)
-    folder = Path("runs") / spec.stem if out is None else out
-    if restart:
-        move_aside(folder)
-    return loaded, folder
-
-
-def _check(spec: Spec, *, as_json: bool) -> None:
-    """Make all checks of a comparison before it starts, and print what it would cost. Nothing is written."""
     from privgrad.experiments.report.paid import price_table
 
     if spec.privacy.total_epsilon is None:
@@ -107,17 +112,23 @@ def _check(spec: Spec, *, as_json: bool) -> None:
         spent = cost.epsilon if budget is None else budget.spent(besides=cost.releases)
         cap = spec.privacy.total_epsilon if budget is None else budget.total_epsilon
         answer = {"suits": spent <= cap, "way": cost.way, "epsilon": cost.epsilon, "spent_with_it": spent, "cap": cap}
+        if budget is not None and not answer["suits"]:
+            answer["largest_total"] = largest_total(cost, budget)
     if as_json:
         print_json(answer)
-        return
+        return int(not answer["suits"])
     if "cap" in answer:
         STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
         fits = "fits into" if answer["suits"] else "does NOT fit into"
         STDOUT.print(f"It {fits} the budget: epsilon {answer['spent_with_it']:.4g} of {answer['cap']:g} with it.")
+    if (largest := answer.get("largest_total")) is not None:
+        STDOUT.print(f"The largest total_epsilon that fits is about {largest:g}. Nothing was written.")
+        return 1
     STDOUT.print("Spec, data and models suit each other. Nothing was written.")
+    return 0
 
 
-def _compare_privately(spec: Spec, folder: Path, *, as_json: bool) -> None:
+def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool) -> None:
     """Check the data, show the price of each way to spend the total, run the chosen one, and print the result."""
     from privgrad.experiments.report.paid import price_table, result_text
 
@@ -126,7 +137,13 @@ def _compare_privately(spec: Spec, folder: Path, *, as_json: bool) -> None:
             STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
 
     with stoppable():
-        records = paid_runner.compare(spec, folder, progress=not as_json, announce=announce)
+        records = paid_runner.compare(
+            spec,
+            folder,
+            progress=not as_json,
+            announce=announce,
+            restart=(lambda: move_aside(folder)) if restart else None,
+        )
     outcome = paid_report_of(spec, records, folder, command=command_line())
     if as_json:
         print_json(outcome)

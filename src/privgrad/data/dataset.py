@@ -12,6 +12,7 @@ from typing import Literal
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from privgrad.data.schema import Schema
 from privgrad.errors import expected
 from privgrad.features.extractor import Extractor
 from privgrad.types import Provenance
@@ -51,6 +52,7 @@ class DataSet:
             extractors. None if there are none.
         extractor: made the inputs from those of the loader; None if they are as loaded.
         classes: the public names of the labels 0, 1, ..., which a head is saved with; None if they are not declared.
+        schema: the public declaration of a table's columns, which a head is saved with; None for other data.
     """
 
     name: str
@@ -72,6 +74,7 @@ class DataSet:
     public_inputs: Tensor | None = None
     extractor: Extractor | None = None
     classes: tuple[str | int | bool, ...] | None = None
+    schema: Schema | None = None
 
     @property
     def measured_on(self) -> Literal["test", "training"]:

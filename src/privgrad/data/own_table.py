@@ -7,7 +7,6 @@ of a person are in one row of the data set, and neither the codes of a row nor i
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -19,10 +18,10 @@ from torch.utils.data import TensorDataset
 
 from privgrad.data.dataset import NO_LABEL, DataSet
 from privgrad.data.read_rows import read_columns
-from privgrad.data.schema import Schema, Text, Where, is_missing, number_of, schema_of, text_of
+from privgrad.data.schema import Schema, Where, is_missing, schema_of
 from privgrad.data.sources import PathLike, Positive
+from privgrad.data.table_codes import encoded, texts_of, width_of
 from privgrad.errors import described, did_you_mean, expected
-from privgrad.features import Bins, OneHot, join, text_rows
 
 Share = Annotated[float, Ge(0), Lt(1)]
 Part = Literal["train", "validation", "test"]
@@ -100,17 +99,17 @@ def table(
         other = _read(schema, Path(test), table)
         _require_apart(schema, own, other)
         parts["test"] = _tensors(schema, other, [rows for _, rows in other.units])
-    width = sum(column.width for column in schema.columns.values())
     return DataSet(
         name=own.name,
         train=parts["train"],
         validation=parts["validation"],
         test=parts["test"],
         num_classes=len(schema.classes),
-        input_shape=(width,),
+        input_shape=(width_of(schema),),
         split="unit",
         classes=tuple(classes),
         by_person=schema.by_person,
+        schema=schema,
     )
 
 
@@ -213,9 +212,8 @@ def _part_of(unit: str | bytes, key: str, test_share: float, validation_share: f
 def _read(schema: Schema, file: Path, table: str | None) -> _Content:
     """Return the content of one file; units are in the order of their first rows, with at most max_rows rows each."""
     content = read_columns("table", file, list(dict.fromkeys(schema.names)), table)
-    texts = {name: _texts(file, name, content[name]) for name in content}
-    codes = [_codes(file, name, kind, content[name], texts[name]) for name, kind in schema.columns.items()]
-    inputs = join(*codes) if codes[0].is_floating_point() else codes[0]
+    texts = {name: texts_of("table", file.name, name, content[name]) for name in content}
+    inputs = encoded("table", file.name, schema, content, texts)
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
         units = [(json.dumps(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
@@ -258,61 +256,6 @@ def _tensors(schema: Schema, content: _Content, units: Sequence[Sequence[int]]) 
     for unit, rows in enumerate(units):
         inputs[unit, : len(rows)], labels[unit, : len(rows)] = content.inputs[rows], content.labels[rows]
     return TensorDataset(inputs, labels)
-
-
-def _texts(file: Path, name: str, values: Sequence[Any]) -> list[str]:
-    """Return the texts of a column; see `text_of`."""
-    texts: list[str] = []
-    for row, value in enumerate(values, start=1):
-        try:
-            texts.append(text_of(value))
-        except ValueError as error:
-            place, remedy = f"row {row}, column {name!r} of {file.name}", "split it into columns with one value each"
-            raise expected("table", place, "to be a single value", error, remedy) from error
-    return texts
-
-
-def _codes(file: Path, name: str, kind: Bins | OneHot | Text, values: Sequence[Any], texts: Sequence[str]) -> Tensor:
-    """Return the codes of a column, (n, width); raise PrivacyError for the first value that has none."""
-    if isinstance(kind, Text):
-        return text_rows(texts, kind.width)
-    numbers: list[float] = []
-    categories: list[str | None] = []
-    for row, (value, text) in enumerate(zip(values, texts, strict=True), start=1):
-        known = isinstance(kind, OneHot) and text in kind.values
-        if is_missing(text) and not known and not kind.missing:
-            place = f"row {row}, column {name!r} of {file.name}"
-            remedy = f'fill it in, or set missing = "category" in columns.{name}'
-            raise expected("table", place, "to have a value", repr(text), remedy)
-        if isinstance(kind, Bins):
-            try:
-                numbers.append(number_of(value))
-            except ValueError as error:
-                place = f"row {row}, column {name!r} of {file.name}"
-                remedy = f'correct it, or set kind = "category" in columns.{name}'
-                raise expected("table", place, "to be a number", described(value), remedy) from error
-            continue
-        if not known and not is_missing(text) and not kind.other:
-            place = f"row {row}, column {name!r} of {file.name}"
-            remedy = f"add it to columns.{name}.values if it is public, or set other = true"
-            options = [f"{choice}" for choice in kind.values]
-            raise expected("table", place, "to be a declared value", repr(text), did_you_mean(text, options, remedy))
-        categories.append(text if known or not is_missing(text) else None)
-    if not isinstance(kind, Bins):
-        return kind(categories)
-    _warn_of_range(file, name, kind, numbers)
-    return kind(numbers)
-
-
-def _warn_of_range(file: Path, name: str, bins: Bins, numbers: Sequence[float]) -> None:
-    """Warn of numbers outside the declared range. NOT private: the warning is printed only."""
-    low, high = bins.edges[0], bins.edges[-1]
-    if outside := sum(number < low or number > high for number in numbers):
-        warnings.warn(
-            f"NOT PRIVATE: {outside:,} of {len(numbers):,} values in column {name!r} of {file.name} are outside of "
-            f"{low:g} to {high:g} and count as the nearest end. If that is not meant, correct the unit or the range",
-            stacklevel=5,
-        )
 
 
 def _classes(schema: Schema, file: Path, texts: Sequence[str]) -> list[int]:

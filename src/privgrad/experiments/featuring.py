@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from privgrad import features
 from privgrad.data import DataSet
+from privgrad.data.table_codes import width_of
 from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.check_methods import require_option
@@ -58,12 +59,13 @@ def with_head_defaults(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(privacy.get("num_examples"), int):
         defaults["expected_batch_size"] = min(privacy["num_examples"], LARGEST_BATCH)
     made = {**raw, "privacy": defaults | privacy}
-    if "methods" not in raw and "tuning" not in raw:
+    if "methods" not in raw:
         run = raw.get("run")
         schedule: Any = run.get("schedule") if isinstance(run, dict) else None
         decay = schedule.get("decay", "constant") if isinstance(schedule, dict) else schedule or "cosine"
         step = head_noise_step(decay, of_numbers=False)
-        method = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}, "noise_step": step}
+        method: dict[str, Any] = {"name": "head", "optimizer": "SGD", "options": {"momentum": MOMENTUM}}
+        method |= {} if "tuning" in raw else {"noise_step": step}  # [tuning] has the noise steps to try
         made["methods"] = [method | ({"schedule": "cosine"} if schedule is None else {})]
     return made
 
@@ -226,5 +228,8 @@ def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[st
         shutil.rmtree(folder, ignore_errors=True)  # of a process that ended before it had written everything
         kind = "tags" if data.train.tensors[1].is_floating_point() else "class"
         facts: dict[str, Any] = {"classes": data.classes, "image_shape": images_of(data.extractor)}
+        # A function of the user may have replaced the codes of a table by other inputs.
+        if data.schema is not None and (data.extractor is not None or data.input_shape == (width_of(data.schema),)):
+            facts["schema"] = data.schema
         Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy, **facts).save(folder)
     return str(folder)

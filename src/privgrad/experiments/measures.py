@@ -184,6 +184,24 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
     return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
 
 
+def most_frequent(examples: TensorDataset, data: DataSet) -> float | None:
+    """Return the accuracy of a model that always says the most frequent class of `examples`; None for other scores.
+
+    `runner` and `paid_runner` record it with the accuracy. Each person counts once, as in `measure`.
+
+    Privacy:
+        NOT private for `examples`: no noise is added.
+    """
+    labels = examples.tensors[1]
+    if data.score != "accuracy" or labels.is_floating_point() or (labels.ndim > 1 and not data.by_person):
+        return None
+    rows = labels.view(len(labels), -1)
+    weights = (rows != NO_LABEL).double()
+    weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
+    counts = torch.bincount(rows.clamp(min=0).flatten(), weights=weights.flatten(), minlength=data.num_classes)
+    return (counts.max() / max(1, len(rows))).item()
+
+
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:
     """Measure mean loss and score on held-out examples, and by class frequency if the data define groups.
 

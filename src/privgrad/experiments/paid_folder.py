@@ -4,20 +4,25 @@
 budget before the first training, and a folder that has lost a ledger does not train again.
 """
 
+import math
 import os
 import secrets
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from privgrad.accounting import epsilon
 from privgrad.budget import Budget
-from privgrad.errors import BudgetExceededError, expected
+from privgrad.errors import BudgetExceededError, PrivacyError, expected
 from privgrad.experiments.prices import Price
 from privgrad.experiments.spec import Spec
 from privgrad.ledger import Ledger
-from privgrad.mechanisms import Release
+from privgrad.mechanisms import Release, Selection, Split
 
 NAME = "commitment.txt"  # the name of the folder's commitment, and the files of releases that were begun
 _SELECTION = "selection.txt"  # in raw/: the secret choice of candidates, and the files of their releases
+_MOST_NOISE = 100.0  # times the noise of the spec: a comparison with more would learn nothing
 
 
 class PaidFolder:
@@ -57,12 +62,7 @@ class PaidFolder:
         try:
             self.budget.commit(self.name, cost.releases, place=f"{out.absolute()}")
         except BudgetExceededError as error:
-            spent, total = f"{self.budget.spent():.4g}", f"{self.budget.total_epsilon:g}"
-            condition = f"to fit into the budget: epsilon {spent} of {total} is committed"
-            remedy = f"lower it: epsilon {self.budget.left():.3g} is left for a single release, and less for a training"
-            raise expected(
-                "compare", "privacy.total_epsilon", condition, table.total_epsilon, remedy, BudgetExceededError
-            ) from error
+            raise _too_much(spec, cost, self.budget) from error
 
     @property
     def selection(self) -> Path:
@@ -150,6 +150,60 @@ def shared_budget(spec: Spec) -> Budget | None:
     found = Budget(path, delta=table.delta, privacy_unit=table.privacy_unit)
     found.require_covered("compare", table.num_examples, table.privacy_unit)
     return found
+
+
+def require_room(spec: Spec, cost: Price) -> None:
+    """Raise BudgetExceededError if the shared budget has no room for one more comparison. Nothing is committed.
+
+    `paid_runner` calls it before it moves an old folder aside.
+    """
+    budget = shared_budget(spec)
+    if budget is not None and budget.spent(besides=cost.releases) > budget.total_epsilon:
+        raise _too_much(spec, cost, budget)
+
+
+def largest_total(cost: Price, budget: Budget) -> float:
+    """Return a total_epsilon that fits into a budget, close to the largest one; 0 if none fits.
+
+    All releases of a comparison get more noise by the same factor, which is how its price falls with its total.
+    `privgrad compare --dry-run` also calls it.
+    """
+
+    def noisier(factor: float) -> tuple[Release | Selection | Split, ...]:
+        return tuple(_noisier(release, factor) for release in cost.releases)
+
+    def fits(factor: float) -> bool:
+        return budget.spent(besides=noisier(factor)) <= budget.total_epsilon
+
+    if not fits(_MOST_NOISE):
+        return 0.0
+    low, high = 1.0, _MOST_NOISE
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    total = 0.99 * epsilon(noisier(high), delta=budget.delta)
+    digits = 2 - math.floor(math.log10(total))
+    return math.floor(total * 10**digits) / 10**digits
+
+
+def _noisier(release: Release | Selection | Split, factor: float) -> Any:
+    """Return a release with all noise multipliers times a factor."""
+    if isinstance(release, Release):
+        return replace(release, noise_multiplier=release.noise_multiplier * factor)
+    if isinstance(release, Selection):
+        return replace(release, releases=tuple(_noisier(one, factor) for one in release.releases))
+    return replace(release, groups=tuple(tuple(_noisier(one, factor) for one in group) for group in release.groups))
+
+
+def _too_much(spec: Spec, cost: Price, budget: Budget) -> PrivacyError:
+    """Return the error for a comparison that does not fit into a shared budget."""
+    condition = f"to fit into the budget: epsilon {budget.spent():.4g} of {budget.total_epsilon:g} is committed"
+    most = largest_total(cost, budget)
+    remedy = f"lower it to {most:g}" if most else "use new data: no training of these steps fits any more"
+    if budget.commitments:
+        remedy += "; a further commitment costs more than the difference, as docs/budget.md explains"
+    got = spec.privacy.total_epsilon
+    return expected("compare", "privacy.total_epsilon", condition, got, remedy, BudgetExceededError)
 
 
 def _name_of(out: Path, title: str) -> str:

@@ -24,10 +24,10 @@ from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records
-from privgrad.experiments.measures import unit_scores, unit_values
+from privgrad.experiments.measures import most_frequent, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
-from privgrad.experiments.paid_folder import NAME, PaidFolder
+from privgrad.experiments.paid_folder import NAME, PaidFolder, require_room
 from privgrad.experiments.prices import Price, candidates_of, price, public_count
 from privgrad.experiments.records import rate_text
 from privgrad.experiments.runner import checked_data
@@ -48,7 +48,12 @@ def at_noise(spec: Spec, noise_multiplier: float) -> Spec:
 
 
 def compare(
-    spec: Spec, out: Path, *, progress: bool = True, announce: Callable[[], None] | None = None
+    spec: Spec,
+    out: Path,
+    *,
+    progress: bool = True,
+    announce: Callable[[], None] | None = None,
+    restart: Callable[[], None] | None = None,
 ) -> list[Record]:
     """Tune and train within privacy.total_epsilon; the noise comes from the operating system's entropy.
 
@@ -57,6 +62,7 @@ def compare(
         out: folder for budget, ledgers, model, records and report. A second call resumes an interrupted comparison.
         progress: show the current training.
         announce: called once the data are checked, before anything is committed.
+        restart: moves an old folder aside; called once the data are checked and the shared budget has room.
     Returns:
         The records that were paid for, also in out/runs.jsonl: those of trials, with noisy scores, and the final one.
         With "select" it is the final one alone.
@@ -68,8 +74,11 @@ def compare(
         covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
         the comparison depends on that number too.
     """
-    was_there, is_new = out.exists(), not (out / "spec.json").exists()
     data, cost = check(spec), price(spec)
+    if restart is not None:
+        require_room(spec, cost)
+        restart()
+    was_there, is_new = out.exists(), not (out / "spec.json").exists()
     claim(out, describe(spec))
     try:
         if announce is not None:
@@ -99,6 +108,9 @@ def check(spec: Spec) -> DataSet:
 
     `privgrad compare --dry-run` calls it.
     """
+    if spec.privacy.delta > 1 / spec.privacy.num_examples:  # the budget would refuse it after the data are loaded
+        condition = f"to be at most 1 / num_examples = {1 / spec.privacy.num_examples:.3g}"
+        raise expected("compare", "privacy.delta", condition, spec.privacy.delta, "give a smaller delta")
     data = checked_data(at_noise(spec, 1.0))  # its checks hold for any noise
     _require_scores(spec, data)
     return data
@@ -176,7 +188,7 @@ def _select(spec: Spec, cost: Price, data: DataSet, place: PaidFolder, bar: Prog
     folder = out / "runs" / record["folder"]
     shutil.copytree(raw / "runs" / str(-number), folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     method = next(one for one in spec.methods if one.name == record["method"])
-    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, out)
+    _publish(spec, method, record | {"epsilon": cost.epsilon}, model, data, place)
 
 
 def _secret_choice(path: Path, spec: Spec, count: int) -> list[int]:
@@ -271,13 +283,18 @@ def _train_last(spec: Spec, run: Run, cost: Price, data: DataSet, place: PaidFol
     out = place.out
     if find_record(read_records(out), run) is None:
         record, model = _train(spec, run, data, place, out / "runs" / run.name, bar)
-        _publish(spec, run.method, record | {"epsilon": cost.epsilon}, model, data, out)
+        _publish(spec, run.method, record | {"epsilon": cost.epsilon}, model, data, place)
 
 
-def _publish(spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, out: Path) -> None:
+def _publish(
+    spec: Spec, method: MethodTable, record: Record, model: nn.Module, data: DataSet, place: PaidFolder
+) -> None:
     """Measure the final model on the test set, write its weights, and then its record."""
+    out = place.out
     spec, data = own(spec, method, data)
-    facts = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+    facts: dict[str, Any] = {name: record[name] for name in ("epsilon", "delta", "side_information")}
+    facts |= {"privacy_unit": spec.privacy.privacy_unit, "num_examples": spec.privacy.num_examples}
+    facts |= {"budget": place.budget.path.name, "total_epsilon": place.budget.total_epsilon}
     made = {"head": save_head(model, data, out / "head", facts)}
     torch.save(model.state_dict(), out / "model.pt")
     append(out, [record | _tested(spec, model, data) | made])
@@ -290,6 +307,7 @@ def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     if data.score is not None:
         values = unit_scores(model, data.test, data)
         found |= {"test_accuracy": values.mean().item(), "interval": interval(values)}
+        found["most_frequent_class"] = most_frequent(data.test, data)
     if names:
         known = {} if data.score is None else {data.score: found["test_accuracy"]}
         found["metrics"] = metrics_of(model, data.test, data, names, known)
@@ -311,6 +329,7 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
         "own": last["own"],
         "accuracy": last["test_accuracy"],
         "interval": last.get("interval"),
+        "most_frequent_class": last.get("most_frequent_class"),
         "loss": last["test_loss"],
         "metrics": last.get("metrics") or {},
         "intervals": last.get("intervals") or {},
@@ -323,4 +342,5 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
         "budget": str(place.budget.path),
         "budget_spent": place.budget.spent(),
         "model": str(place.out / "model.pt"),
+        "head": last.get("head"),
     }

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privgrad.data.dataset import NO_LABEL
+from privgrad.data.schema import Schema, Where, schema_of
+from privgrad.data.table_codes import declaration_of, is_rows, require_codes, row_codes, width_of
 from privgrad.errors import PrivacyError, described, expected, require_path
 from privgrad.features.extractor import Extractor, first_infinite
 from privgrad.features.saving import load_extractor, save_extractor
@@ -30,7 +32,8 @@ from privgrad.training_run import FitResult
 _BLOCK = 4096  # rows that are predicted at once
 _MOST_TAGS = 5  # that `predict` returns
 _FORMAT = 1  # of head.json
-Rows = Tensor | np.ndarray[Any, Any] | Sequence[str]
+Row = Mapping[str, Any]  # of a table, by column name
+Rows = Tensor | np.ndarray[Any, Any] | Sequence[str] | Row | Sequence[Row]
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class Head(nn.Module):
         target: see Target.
         classes: the public names of the classes or tags 0, 1, ..., for `save`; None if they are unknown. Set it after
             `fit_head`.
+        schema: of the table of the training, `DataSet.schema`, for rows by column name; None for other data. Set it
+            after `fit_head`.
         image_shape: (channels, height, width) of the images of the training, if it is known; `predict` refuses others.
         privacy: the public facts of the training: epsilon, delta, the plan and the sources of the features.
         result: of the training; None for a loaded head.
@@ -113,6 +118,7 @@ class Head(nn.Module):
         privacy: Mapping[str, Any],
         classes: Sequence[Any] | None = None,
         image_shape: Sequence[int] | None = None,
+        schema: Schema | None = None,
         result: FitResult | None = None,
     ) -> None:
         super().__init__()
@@ -120,6 +126,7 @@ class Head(nn.Module):
         self.target, self.privacy, self.result = target, dict(privacy), result
         self.classes = None if classes is None else list(classes)
         self.image_shape = None if image_shape is None else tuple(image_shape)
+        self.schema = schema
         self.eval()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +137,8 @@ class Head(nn.Module):
     def epsilon(self) -> float:
         """The epsilon that the training has cost, at the delta of its plan; infinite without a guarantee.
 
-        With a research seed, this number holds for people who do not know the seed.
+        With a research seed, this number holds for people who do not know the seed. If `privacy` names a budget, quote
+        the statement on the budget, which also covers other releases from the same data.
         """
         epsilon = self.privacy["epsilon"]
         return math.inf if epsilon is None else epsilon
@@ -141,17 +149,29 @@ class Head(nn.Module):
 
         Args:
             rows: what the extractor takes: a tensor or an array with leading dimension n, or n texts. Without an
-                extractor, features of shape (n, width).
+                extractor, features of shape (n, width). With a schema also a list of n dicts by column name, or one
+                dict; they are encoded as `data.table` encodes a file, and other columns are not read.
         Raises:
-            PrivacyError: the rows are of another kind, or a row has features that are not finite.
+            PrivacyError: the rows are of another kind, or a row has features that are not finite. A row of a table
+                lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
         if isinstance(rows, str):
             raise expected("Head", "rows", "to be a list of texts", described(rows), "give [text]")
+        given: Any = self._encoded(rows) if is_rows(rows) else rows
+        if not hasattr(given, "__len__"):
+            raise expected("Head", "rows", "to be a tensor, an array or a list", described(given), "give list(rows)")
         made: list[Tensor] = []
-        for start in range(0, len(rows), _BLOCK):
-            features = self._features(rows[start : start + _BLOCK], start)
+        for start in range(0, len(given), _BLOCK):
+            features = self._features(given[start : start + _BLOCK], start)
             made.append(self.model(features.to(self.model.linear.weight.device)))
         return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
+
+    def _encoded(self, rows: Any) -> Tensor:
+        """Return the codes of rows by column name."""
+        if self.schema is None:
+            remedy = "set head.schema = data.schema after fit_head, with data of privgrad.data.table, and save it again"
+            raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
+        return row_codes("Head", self.schema, rows)
 
     def _features(self, rows: Any, start: int) -> Tensor:
         """Return the features of a few rows, of which the first has the number `start`."""
@@ -166,14 +186,17 @@ class Head(nn.Module):
         if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.flatten(-self.model.input_dims).shape[-1] != width:
             got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
             if self.extractor is None:
-                raise expected(
-                    "Head", "rows", f"to be features of shape (n, {width})", got, "give those of the training"
-                )
+                remedy = "give those of the training"
+                if self.schema is not None:
+                    remedy = 'give a list of dicts by column name; of a pandas table, rows.to_dict("records")'
+                raise expected("Head", "rows", f"to be features of shape (n, {width})", got, remedy)
             remedy = "give rows of as many numbers as in training"
             raise expected("Head", "the features of rows", f"to have shape (n, {width})", got, remedy)
         if (row := first_infinite(rows)) is not None:
             remedy = "leave the row out, or correct its features"
             raise expected("Head", "features", "to be finite", f"inf or NaN in row {start + row}", remedy)
+        if self.schema is not None and self.extractor is None:
+            require_codes("Head", self.schema, rows, start)
         return rows
 
     def predict(self, rows: Rows) -> Tensor:
@@ -186,6 +209,8 @@ class Head(nn.Module):
 
     def predict_proba(self, rows: Rows) -> Tensor:
         """Return the probability of each class, or the share of each tag, (n, outputs); rows sum to 1.
+
+        Clipping and noise distort these numbers. They rank rows, and are not rates: see docs/before-training.md.
 
         Args:
             rows: as in `forward`.
@@ -211,6 +236,10 @@ class Head(nn.Module):
         if self.classes is not None and len(self.classes) != self.target.outputs:
             condition, got = f"to be {self.target.outputs} names", f"{len(self.classes)} names"
             raise expected("Head.save", "classes", condition, got, "set head.classes to a name for each number")
+        width = self.model.linear.in_features
+        if self.schema is not None and self.extractor is None and width_of(self.schema) != width:
+            condition, remedy = f"to have {width} codes, as in training", "set head.schema to that of the training"
+            raise expected("Head.save", "schema", condition, width_of(self.schema), remedy)
         place.mkdir(parents=True, exist_ok=True)
         if self.extractor is not None:
             save_extractor(self.extractor, place / "extractor")
@@ -225,6 +254,7 @@ class Head(nn.Module):
             "classes": self.classes
             and [one if isinstance(one, str | int | float) else str(one) for one in self.classes],
             "image_shape": self.image_shape,
+            "schema": None if self.schema is None else declaration_of(self.schema),
             "privacy": self.privacy,
         }
         (place / "head.json").write_text(json.dumps(facts, indent=1))
@@ -248,6 +278,8 @@ class Head(nn.Module):
             target = Target(**facts["target"])
             model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
             model.load_state_dict(_safetensors().load_file(place / "weights.safetensors"))
+            table = facts.get("schema")  # absent in folders of older versions
+            schema = None if table is None else schema_of(Where("Head.load", "schema."), **table)
         except PrivacyError:
             raise
         except Exception as error:  # safetensors raises errors of its own
@@ -260,7 +292,7 @@ class Head(nn.Module):
                 condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
                 raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
         own = {name: facts.get(name) for name in ("classes", "image_shape")}  # absent in folders of older versions
-        return cls(model, target, extractor, privacy=facts["privacy"], **own)
+        return cls(model, target, extractor, privacy=facts["privacy"], schema=schema, **own)
 
 
 def declared(extractor: Extractor) -> str:

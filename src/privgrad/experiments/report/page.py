@@ -46,6 +46,7 @@ from privgrad.experiments.report.texts import (
     TUNED_TITLES,
     epsilon_text,
     method_texts,
+    most_frequent_text,
     rate_title,
     row_texts,
     total_text,
@@ -99,7 +100,8 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
             scored=any(record.get("score", "accuracy") is not None for record in records),
             on=measured_on(records),
             score=score,
-        ),
+        )
+        + f" {most_frequent_text(records)}".rstrip(),
         rows=method_texts(records),
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[rate_title(rows)],
         counts=rows if any(row["tuning_trainings"] for row in rows) else [],

@@ -63,7 +63,14 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
             f" reaches a test {score_of(records)} of {100 * outcome['accuracy']:.1f} % "
             f"(95 % interval {100 * low:.1f} to {100 * high:.1f}, from {last['test_units']:,} test {unit})"
         )
+        if (share := outcome.get("most_frequent_class")) is not None:
+            text += f", and the most frequent class alone {100 * share:.1f} %"
+            text += ", which is inside the interval" if low <= share <= high else ""
     text += "".join(f"; {words}" for words in _metric_texts(outcome, score_of(records)))
+    tuned_by = sorted((r["validation_accuracy"] for r in records if r["phase"] == "tuning"), reverse=True)
+    noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
+    if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:
+        text += ". The two best scores of candidates differ by less than their noise, so the choice may be chance"
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
     return f"{text}. Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
 

@@ -10,7 +10,7 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from privgrad.experiments.metrics import title
-from privgrad.experiments.records import FEW_CLIPPED, Record, is_finite, summarize
+from privgrad.experiments.records import FEW_CLIPPED, Record, in_phase, is_finite, summarize
 from privgrad.experiments.report.grids import EDGE, OPEN, mark, verdicts, words
 
 _EDGES = (("learning rate", "lr"), ("clipping norm", "norm"), ("radius", "radius"), ("local lr", "local_lr"))
@@ -167,3 +167,10 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
         f"These {runs} trainings used the same data: together they cost ε = {cost}{tuning}{given}. This, not the ε of "
         f"one training, is the price of everything reported here{save if total.get('by_training_loss') else ''}."
     )
+
+
+def most_frequent_text(records: Sequence[Record]) -> str:
+    """Return what the most frequent class alone would reach, as a sentence; "" if that is not recorded."""
+    shares = [record.get("most_frequent_class") for record in in_phase(records, "final")]
+    known = {share for share in shares if share is not None}
+    return f"The most frequent class alone would have {100 * known.pop():.1f} %." if len(known) == 1 else ""

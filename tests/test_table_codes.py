@@ -1,0 +1,149 @@
+"""Rows by column name: the codes are those of the file, a saved head takes them, and wrong rows are one clear error."""
+
+import csv
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import privgrad as pg
+from privgrad import data
+from privgrad.data import DataSet
+from privgrad.data.table_codes import row_codes
+from privgrad.experiments.featuring import save_head
+from privgrad.models import UnitLinear
+
+COLUMNS: dict[str, Any] = {
+    "age": {"kind": "number", "range": [18, 100], "bins": 8},
+    "cost": {"kind": "number", "range": [0, 50_000], "log": True, "missing": "category"},
+    "stay": {"kind": "number", "edges": [0, 1, 2, 5, 30]},
+    "ward": {"kind": "category", "values": ["north", "south"], "other": True},
+    "smoker": {"kind": "category", "values": ["yes", "no"], "missing": "category"},
+    "month": {"kind": "ignore"},
+}
+FACTS: dict[str, Any] = {"source": "a codebook", "target_epsilon": 8.0, "delta": 1e-3, "num_examples": 60, "steps": 20}
+
+
+def rows_of(count: int) -> list[dict[str, str]]:
+    """Made-up visits, as `csv.DictReader` reads them."""
+    draw = random.Random(0)
+    return [
+        {
+            "patient": f"p{number // 3}",
+            "age": f"{draw.randint(10, 110)}",
+            "cost": draw.choice(["", f"{draw.uniform(0, 60_000):.2f}"]),
+            "stay": f" {draw.randint(0, 30)}",
+            "ward": draw.choice(["north", "south ", "east"]),
+            "smoker": draw.choice(["yes", "no", "nan", ""]),
+            "month": "6",
+            "back": draw.choice(["0", "1"]),
+        }
+        for number in range(count)
+    ]
+
+
+def made(folder: Path, rows: list[dict[str, str]], **changes: Any) -> DataSet:
+    file = folder / "visits.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    own: dict[str, Any] = {"columns": COLUMNS, "label": "back", "classes": [0, 1], "unit": "patient", "max_rows": 3}
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        return data.table(file, **own | changes)
+
+
+def trained(loaded: DataSet) -> pg.Head:
+    head = pg.fit_head(*loaded.train.tensors, num_classes=2, progress=False, **FACTS)
+    head.classes, head.schema = list(loaded.classes or ()), loaded.schema
+    return head
+
+
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
+def test_a_saved_head_gives_rows_by_name_the_codes_of_the_training(tmp_path: Path):
+    rows = rows_of(240)
+    loaded = made(tmp_path, rows)
+    trained(loaded).save(tmp_path / "head")
+    head = pg.Head.load(tmp_path / "head")
+    assert head.schema == loaded.schema
+    assert head.schema is not None
+    codes = loaded.train.tensors[0].flatten(0, 1)  # no part is held out, so rows are in the order of the file
+    assert torch.equal(row_codes("test", head.schema, rows), codes)
+    assert torch.equal(head.predict_proba(rows), head.predict_proba(codes))
+    assert torch.equal(head.predict_proba(rows[7]), head.predict_proba(codes[7:8]))
+    typed = {"age": 71.0, "cost": None, "stay": 4, "ward": "north", "smoker": float("nan")}
+    written = {"age": "71", "cost": "", "stay": "4", "ward": "north", "smoker": ""}
+    assert torch.equal(head(typed), head([written]))
+
+
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
+def test_codes_of_other_columns_are_refused_and_those_of_persons_are_not(tmp_path: Path):
+    loaded = made(tmp_path, rows_of(240))
+    head, codes = trained(loaded), loaded.train.tensors[0]
+    shorter = codes.clone()
+    shorter[:, 2] = 0  # persons with two rows
+    assert head(shorter).shape == (80, 3, 2)
+    assert head(codes.half()).shape == (80, 3, 2)
+    reverse = made(tmp_path, rows_of(240), columns=dict(reversed(COLUMNS.items()))).train.tensors[0]
+    assert reverse.shape == codes.shape
+    uneven = codes.clone()
+    uneven[4, 1, :8] *= 3
+    for wrong, row in ((reverse, 0), (uneven, 4), (codes + 0.1, 0)):
+        with pytest.raises(pg.PrivacyError, match=f"row {row} to have one code for each of the columns age, cost"):
+            head.predict(wrong)
+
+
+GOOD: dict[str, Any] = {"age": 71, "cost": 1.5, "stay": 4, "ward": "north", "smoker": "no"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({**GOOD, "smoker": "perhaps"}, "row 1, column 'smoker' of the rows to be a declared value, got 'perhaps'"),
+        ([GOOD, {**GOOD, "age": ""}], "row 2, column 'age' of the rows to have a value"),
+        ({**GOOD, "age": "old"}, "column 'age' of the rows to be a number, got 'old'"),
+        ({**GOOD, "age": [71]}, "column 'age' of the rows to be a single value, got a list"),
+        ({"aeg": 71, **{k: v for k, v in GOOD.items() if k != "age"}}, "got no column 'age'; did you mean 'aeg'?"),
+        ([GOOD, 7], "row 2 to be a dict by column name, got 7"),
+        (iter([GOOD]), "give list\\(rows\\)"),
+        (torch.zeros(1, 5), "give a list of dicts by column name"),
+    ],
+)
+def test_a_row_that_the_schema_does_not_declare_is_refused(rows: Any, message: str, tmp_path: Path):
+    head = trained(made(tmp_path, rows_of(240)))
+    with pytest.raises(pg.PrivacyError, match=message):
+        head.predict_proba(rows)
+
+
+def test_a_head_without_a_schema_or_with_another_one_says_so(tmp_path: Path):
+    loaded = made(tmp_path, rows_of(240))
+    head = trained(loaded)
+    assert loaded.schema is not None
+    head.schema = replace(loaded.schema, columns=dict(list(loaded.schema.columns.items())[1:]))
+    with pytest.raises(pg.PrivacyError, match=r"Head\.save: expected schema to have"):
+        head.save(tmp_path / "head")
+    head.schema = None
+    with pytest.raises(pg.PrivacyError, match=r"head\.schema to be given for rows by column name"):
+        head.predict(GOOD)
+    head.save(tmp_path / "head")
+    assert pg.Head.load(tmp_path / "head").schema is None
+    facts = json.loads((tmp_path / "head" / "head.json").read_text())
+    (tmp_path / "head" / "head.json").write_text(json.dumps(facts | {"schema": {"columns": {}, "label": "back"}}))
+    with pytest.raises(pg.PrivacyError, match=r"Head\.load"):
+        pg.Head.load(tmp_path / "head")
+
+
+def test_a_head_of_an_experiment_keeps_the_schema_unless_the_inputs_are_others(tmp_path: Path):
+    loaded = made(tmp_path, rows_of(240))
+    own = UnitLinear(loaded.input_shape[0], 2)
+    save_head(own, loaded, tmp_path / "own", {"epsilon": 1.0})
+    assert pg.Head.load(tmp_path / "own").schema == loaded.schema
+    inputs: Tensor = loaded.train.tensors[0][..., :5]
+    part = torch.utils.data.TensorDataset(inputs, loaded.train.tensors[1])
+    save_head(UnitLinear(5, 2), replace(loaded, train=part, input_shape=(5,)), tmp_path / "cut", {"epsilon": 1.0})
+    assert pg.Head.load(tmp_path / "cut").schema is None
