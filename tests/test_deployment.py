@@ -28,7 +28,7 @@ RAW = 0.123456789  # what `evaluate` says about private examples
 PLAN = {
     "sampling", "sample_rate", "expected_batch_size", "noise_multiplier", "max_grad_norm", "num_examples", "delta",
     "group_size", "noise_on_grid", "neighboring_relation", "privacy_unit", "simulates", "research_seed",
-    "side_information", "perturbation", "noise_generator",
+    "side_information", "perturbation", "noise_generator", "norm_statistic", "adaptive_clip",
 }  # fmt: skip
 NUMBERS = {
     "epsilon", "epsilon_rdp", "delta", "attack_success", "false_positive_rate", "releases", "seeded_releases",

@@ -164,3 +164,11 @@ def test_the_statement_on_a_budget_says_what_each_commitment_is(tmp_path: Path):
     assert "run/ledger.jsonl: a training with up to 5 noisy gradients, by Ann" in str(budget_statement(budget))
     assert "clinic" not in str(budget_statement(budget))
     assert "two trainings: trainings that were compared, and their scores, by" in str(budget_statement(budget))
+
+
+def test_a_clipping_norm_that_moves_is_named():
+    plan = make_plan(delta=1e-5)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=pg.clip.TargetFraction())
+    private_grad(next(iter(plan.batches(make_data()))))
+    private_grad.ledger.close()
+    assert "clipping norm 1, moved by TargetFraction(0.75, rate=0.5)" in str(statement([private_grad.ledger]))

@@ -306,8 +306,9 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
         ]
     for fact in facts:
         generator = fact.get("noise_generator", "an unknown generator")
+        moved = f", moved by {fact['adaptive_clip']}" if fact.get("adaptive_clip") else ""
         lines.append(
-            f"Noise multiplier {fact['noise_multiplier']:.4g}, clipping norm {fact['max_grad_norm']:.4g}, "
+            f"Noise multiplier {fact['noise_multiplier']:.4g}, clipping norm {fact['max_grad_norm']:.4g}{moved}, "
             f"sampling rate {fact['sample_rate']:.4g}, noise from {generator}."
         )
     return tuple(lines)

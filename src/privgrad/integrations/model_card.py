@@ -95,6 +95,7 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
     else:
         lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
     lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
+    rule = ledger.plan_facts.get("adaptive_clip")
     rows = {
         **({"epsilon": f"{found.numbers['epsilon']:.4g}"} if found is not None and _protects(plan, found) else {}),
         **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
@@ -105,7 +106,7 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
         "expected batch size": f"{plan.expected_batch_size:,}",
         "sampling": f"{plan.sampling}, rate {plan.sample_rate:.4g}",
         "noise multiplier": f"{plan.noise_multiplier:.4g}",
-        "clipping norm": f"{plan.max_grad_norm:.4g}",
+        "clipping norm": f"{plan.max_grad_norm:.4g}" + (f", moved by {rule}" if rule else ""),
         "optimizer": rate,
         "digest of the ledger": f"`{ledger.head}`",
     }
