@@ -18,6 +18,7 @@ from torch import nn
 import privgrad as pg
 from conftest import loss_fn, make_data, make_model, make_plan
 from privgrad.checkpoint import read_checkpoint
+from privgrad.features import Hog, Patches, Whitened, join, silhouettes
 from privgrad.heads import Head
 from privgrad.models.convolutional import cnn_small
 from privgrad.statement import statement
@@ -274,7 +275,11 @@ def test_the_folder_of_a_head_is_public(tmp_path: Path):
     rows = torch.rand(300, 7)
     head = head_of(rows)
     head.save(tmp_path / "head")
-    assert files(tmp_path / "head") == ["head.json", "weights.safetensors"]
+    assert files(tmp_path / "head") == ["head.json", "statement.txt", "weights.safetensors"]
+    sections = statement([head.result.ledger]).sections if head.result else ()
+    text = (tmp_path / "head" / "statement.txt").read_text()
+    assert all(line in text for section in sections for line in section.sentences)
+    assert "Weights\n- The process that trained the head with this record saved its weights." in text
     held = load_file(tmp_path / "head" / "weights.safetensors")
     assert list(held) == ["linear.weight"]
     assert torch.equal(held["linear.weight"], head.model.linear.weight)
@@ -283,7 +288,38 @@ def test_the_folder_of_a_head_is_public(tmp_path: Path):
         "format", "target", "width", "input_dims", "extractor", "classes", "image_shape", "schema", "privacy",
     }  # fmt: skip
     assert facts["privacy"].keys() == PLAN | {"epsilon", "ledger"}
-    assert "seconds" not in (tmp_path / "head" / "head.json").read_text()
+    assert not [name for name in ("head.json", "statement.txt") if "seconds" in (tmp_path / "head" / name).read_text()]
+    Head.load(tmp_path / "head").save(tmp_path / "again")  # a loaded head does not know its ledger
+    assert files(tmp_path / "again") == ["head.json", "weights.safetensors"]
+
+
+def test_a_statement_beside_a_head_names_every_training_of_it(tmp_path: Path):
+    head = head_of(torch.rand(300, 7))
+    plan = make_plan(delta=1e-3, steps=1)
+    private_grad = pg.PrivateGradient(head.model, head.target.losses, plan)
+    private_grad(pg.Batch((torch.rand(4, 7), torch.tensor([0, 1, 2, 0])), 4, next(plan.batches(make_data())).sampling))
+    head.save(tmp_path / "head")
+    assert "The training released 4 noisy gradients." in (tmp_path / "head" / "statement.txt").read_text()
+
+
+def test_the_statement_of_a_head_in_a_budget_is_that_of_the_budget(tmp_path: Path):
+    budget = pg.Budget(
+        tmp_path / "budget.jsonl", total_epsilon=3.0, delta=1e-3, num_examples=300, privacy_unit="example"
+    )
+    rows, labels = torch.rand(300, 7), torch.arange(300) % 3
+    facts: dict[str, Any] = {"num_classes": 3, "source": "no data", "steps": 3, "progress": False}
+    pg.fit_head(rows, labels, budget=budget, output_dir=tmp_path / "run", **facts).save(tmp_path / "head")
+    assert files(tmp_path / "head") == ["head.json", "weights.safetensors"]
+
+
+def test_a_head_is_saved_by_its_own_function(tmp_path: Path):
+    head = head_of(torch.rand(300, 7))
+    assert head.result is not None
+    with pytest.raises(pg.PrivacyError, match=r"save: expected model to be no Head, got a Head; call head.save\(f"):
+        pg.save(head, tmp_path / "head", ledger=head.result.ledger)
+    with pytest.raises(pg.PrivacyError, match=r"load: expected model to be no Head, got a Head; call Head.load\(f"):
+        pg.load(head, tmp_path / "head")
+    assert files(tmp_path) == []
 
 
 def test_a_pickled_estimator_holds_no_row_and_no_time():
@@ -320,6 +356,21 @@ def test_a_trained_model_is_exported(tmp_path: Path):
     assert {name for name, _ in model.named_parameters()} == set(program.state_dict)
     loaded = cast(nn.Module, torch.export.load(tmp_path / "model.pt2").module())
     assert torch.equal(loaded(rows), model(rows))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_head_is_exported_with_its_extractor(strict: bool):
+    public = silhouettes(200, size=12)
+    whole = join((Whitened(Patches(public=public, filters=8), public, keep=20), 1.0), (Hog(places=(3,)), 0.5))
+    images = torch.rand(300, 1, 12, 12)
+    facts: dict[str, Any] = {"num_classes": 3, "target_epsilon": 3.0, "delta": 1e-3, "num_examples": 300}
+    labels = torch.arange(300) % 3
+    head = pg.fit_head(whole(images), labels, extractor=whole, **facts, steps=2, progress=False)
+    for rows in (images[:7], (images[:7] * 255).byte()):
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(head, (torch.zeros_like(rows[:2]),), dynamic_shapes=({0: batch},), strict=strict)
+        for some in (rows, rows[:1]):
+            torch.testing.assert_close(cast(nn.Module, program.module())(some), head(some))
 
 
 @pytest.mark.slow

@@ -219,6 +219,7 @@ def test_a_saved_head_predicts_from_raw_rows_in_another_object(tmp_path: Path):
         ".json",
         ".safetensors",
         ".safetensors",
+        ".txt",
     ]
     with pytest.raises(pg.PrivacyError, match="folder to be new or empty"):
         head.save(tmp_path / "head")
@@ -238,6 +239,9 @@ def test_a_saved_head_knows_its_classes_and_refuses_images_of_another_size(tmp_p
             pg.PrivacyError, match=r"images of shape \(n, 1, 8, 8\), as in training, got \(60, 1, 16, 16\)"
         ):
             one.predict(images.repeat(1, 1, 2, 2))
+        for files in ("x.jpg", ["x.jpg"]):
+            with pytest.raises(pg.PrivacyError, match=r"images of shape \(n, 1, 8, 8\), got .*x.jpg.*data.read_image"):
+                one.predict(files)
     facts = json.loads((tmp_path / "head" / "head.json").read_text())
     del facts["classes"], facts["image_shape"]  # as an older version wrote it
     (tmp_path / "head" / "head.json").write_text(json.dumps(facts))

@@ -61,6 +61,7 @@ SIGNATURES = {
     data.part_of: "unit test_share validation_share split_key",
     data.image_folder: "path classes size channels standardize unit max_rows test test_share validation_share "
     "split_key",
+    data.read_image: "path size channels",
     data.table: "path columns label classes unit max_rows row_id test test_share test_every validation_share "
     "split_key table",
     pg.compare: "spec out data model progress",

@@ -22,6 +22,7 @@ from privgrad.budget import Budget
 from privgrad.budget_file import is_budget
 from privgrad.checkpoint import damage_refused, read_checkpoint
 from privgrad.errors import described, expected, require_path
+from privgrad.heads import Head
 from privgrad.ledger import Ledger
 from privgrad.private_gradient import ledgers_of, require_model
 from privgrad.statement import Section, Statement, budget_statement, statement
@@ -57,15 +58,18 @@ def save(
         The statement, with a section on the weights. A research seed, a simulated plan or batches of a fixed size are
         named in its first section, because then there is no guarantee.
     Raises:
-        PrivacyError: the ledger holds no release; this process trained the model with another ledger too; the weights
-            are not those of the checkpoint; `statement` refuses the ledgers; the folder holds files; or the model has
-            state that is no tensor.
+        PrivacyError: the model is a Head; the ledger holds no release; this process trained the model with another
+            ledger too; the weights are not those of the checkpoint; `statement` refuses the ledgers; the folder holds
+            files; or the model has state that is no tensor.
     Privacy:
         Weights are post-processing of released gradients if they were computed from these and public data alone. The
         statement says how far this was checked. Buffers that the model computes from private data itself, such as
         running means, are not covered; PrivateGradient refuses the layers that have them.
     """
     require_model("save", model)
+    if isinstance(model, Head):
+        remedy = "call head.save(folder): it also writes the extractor and the statement"
+        raise expected("save", "model", "to be no Head", "a Head", remedy)
     place = _new_folder(folder)
     if post_processing is not None and not post_processing.strip():
         raise expected("save", "post_processing", "to be a few words", described(post_processing), "leave it out")
@@ -107,6 +111,8 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
             tensors.
     """
     require_model("load", model)
+    if isinstance(model, Head):
+        raise expected("load", "model", "to be no Head", "a Head", "call Head.load(folder), which returns the head")
     require_path("load", "folder", folder, "give the folder that pg.save wrote")
     place = Path(folder)
     try:

@@ -23,7 +23,7 @@ from privgrad.data.debian import (
 )
 from privgrad.data.debian_texts import debian_texts
 from privgrad.data.images import barcode, cifar10, digits, fashion_mnist, mnist
-from privgrad.data.own_images import image_folder
+from privgrad.data.own_images import image_folder, read_image
 from privgrad.data.own_table import part_of, table
 from privgrad.data.sentiment import imdb, tweets
 from privgrad.data.sparse import packed
@@ -59,6 +59,7 @@ __all__ = [
     "part_of",
     "pretrained",
     "ptb",
+    "read_image",
     "sentence_pairs",
     "snli",
     "stackoverflow",

@@ -1,8 +1,8 @@
 """A data set from a folder of your own images: one sub-folder per class.
 
-Users call `image_folder`; `experiments.sources` calls it for `[data] folder`. The privacy guarantee rests on this file:
-all images of a unit are in one row of the data set, and neither the pixels nor the part of a unit depend on other
-units.
+Users call `image_folder` and `read_image`; `experiments.sources` calls the former for `[data] folder`. The privacy
+guarantee rests on this file: all images of a unit are in one row of the data set, and neither the pixels nor the part
+of a unit depend on other units.
 """
 
 import importlib
@@ -201,21 +201,30 @@ def _files(folder: Path, classes: Sequence[str]) -> list[_Image]:
 
 
 def _tensors(
-    units: Sequence[Sequence[_Image]], size: int, channels: int, max_rows: int | None, standardize: bool
+    units: Sequence[Sequence[_Image]], size: int, channels: Literal[1, 3], max_rows: int | None, standardize: bool
 ) -> TensorDataset:
     """Return inputs and labels, one row per unit: (n, C, S, S) and (n,), or for persons (n, max_rows, ...)."""
     pixels = torch.zeros(len(units), max_rows or 1, channels, size, size)
     labels = torch.full(pixels.shape[:2], NO_LABEL)
     for unit, images in enumerate(units):
         for row, image in enumerate(images):
-            read = _pixels(image.file, size, channels)
+            read = read_image(image.file, size=size, channels=channels)
             pixels[unit, row] = read / 127.5 - 1 if standardize else read / 255
             labels[unit, row] = image.label
     return TensorDataset(pixels, labels) if max_rows is not None else TensorDataset(pixels[:, 0], labels[:, 0])
 
 
-def _pixels(file: Path, size: int, channels: int) -> Tensor:
-    """Return one image, uint8 (channels, size, size)."""
+def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Tensor:
+    """Return one image file as `image_folder` reads it, before pixels are scaled: uint8 (channels, size, size).
+
+    Args:
+        path: the file.
+        size: height and width of the result in pixels.
+        channels: 1 for gray, 3 for color. The image is converted.
+    Raises:
+        PrivacyError: Pillow is missing, the image is damaged, or it has more than 8 bits per channel.
+    """
+    file = Path(path)
     try:
         pillow: Any = importlib.import_module("PIL.Image")
     except ImportError as error:

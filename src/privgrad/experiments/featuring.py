@@ -33,6 +33,7 @@ from privgrad.heads import Head
 from privgrad.heads.fitting import LARGEST_BATCH, MAX_GRAD_NORM, MOMENTUM, STEPS
 from privgrad.heads.head import Target, images_of
 from privgrad.models import UnitLinear
+from privgrad.training_run import FitResult
 
 BLOCKS: dict[str, Callable[..., Extractor]] = {
     "frozen-text": features.FrozenText,
@@ -211,7 +212,9 @@ def _public(name: str | None, data: DataSet, block: str) -> Public:
     raise expected("make_data", "features.public", "to have public rows in the data", data.name, remedy)
 
 
-def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[str, Any]) -> str | None:
+def save_head(
+    model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[str, Any], result: FitResult | None = None
+) -> str | None:
     """Save a trained head with its extractor in a new folder, and return it; None if the model is another one.
 
     `runner` and `paid_runner` call it for final models. A folder that holds a head is that of the same training.
@@ -221,6 +224,7 @@ def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[st
         data: with its features.
         folder: of the head.
         privacy: the facts that the head holds, with epsilon.
+        result: of the training, for the statement in the folder; None for a training within a budget.
     """
     if not isinstance(model, UnitLinear):
         return None
@@ -231,5 +235,6 @@ def save_head(model: nn.Module, data: DataSet, folder: Path, privacy: Mapping[st
         # A function of the user may have replaced the codes of a table by other inputs.
         if data.schema is not None and (data.extractor is not None or data.input_shape == (width_of(data.schema),)):
             facts["schema"] = data.schema
-        Head(model, Target(kind, data.num_classes), data.extractor, privacy=privacy, **facts).save(folder)
+        target = Target(kind, data.num_classes)
+        Head(model, target, data.extractor, privacy=privacy, result=result, **facts).save(folder)
     return str(folder)

@@ -195,7 +195,7 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
     record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
     if run.phase == "final":
         record["head"] = save_head(
-            result.averaged or made.model, data, folder / "head", privacy_of(plan, result.ledger)
+            result.averaged or made.model, data, folder / "head", privacy_of(plan, result.ledger), result
         )
     if by_train_loss and plan.seed is not None:  # not private; only a comparison, which has seeds, tunes by it
         record["raw_train_loss"] = float(outcomes(result.averaged or made.model, data.train, data)[0].mean())

@@ -145,6 +145,8 @@ class Extractor(nn.Module, ABC):
         Args:
             rows: shape (n, ...), or texts. Bytes (uint8) are divided by 255.
             first: the number of the first row, for errors.
+
+        While torch.export records it, nothing is checked, and the rows are one block: see `forward` of Head.
         Raises:
             PrivacyError: a row's features change with its companions or from call to call, have another shape, or are
                 not finite.
@@ -152,6 +154,9 @@ class Extractor(nn.Module, ABC):
             See the class. Each call of `features` has the same number of rows, so that companions do not change how a
             row is rounded, either, where a matrix product treats its rows alike; `tolerance` bounds what remains.
         """
+        if torch.compiler.is_exporting():
+            given = cast(Tensor, rows)
+            return self._features(given / 255 if given.dtype == torch.uint8 else given).float()
         if len(rows) == 0:
             raise expected(type(self).__name__, "rows", "to be at least one", 0, "give rows")
         if isinstance(rows, Tensor) and rows.ndim < 2:

@@ -140,7 +140,9 @@ class Hog(Extractor):
         centers = torch.arange(self.orientations, device=images.device).view(-1, 1, 1)
         apart = (angle[:, None] - centers).abs()
         share = F.relu(1 - torch.minimum(apart, self.orientations - apart))
-        votes = (share * size[:, None]).view(len(images), images.shape[1], self.orientations, *images.shape[2:]).sum(1)
+        votes = (
+            (share * size[:, None]).view(images.shape[0], images.shape[1], self.orientations, *images.shape[2:]).sum(1)
+        )
         return torch.cat([self._cells(votes, places) for places in self.places], dim=1)
 
     def _cells(self, votes: Tensor, places: int) -> Tensor:
@@ -194,6 +196,8 @@ def require_images(where: str, rows: Any) -> Tensor:
         remedy = "give images of shape (n, channels, height, width)"
         raise expected(where, "rows", "to be images with 1 or 3 channels", got, remedy)
     images = rows.float() / 255 if rows.dtype == torch.uint8 else rows.float()
+    if torch.compiler.is_exporting():  # an exported program cannot raise this error
+        return images
     low, high = float(images.min()), float(images.max())
     if not (low >= 0 and high <= 1):
         remedy = "load pixels with standardize=False, or scale them to [0, 1]"

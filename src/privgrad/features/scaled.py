@@ -50,4 +50,4 @@ class Scaled(Extractor):
             condition, remedy = f"to have shape (n, {len(low)})", "give one column for each bound"
             raise expected("Scaled", "rows", condition, tuple(rows.shape), remedy)
         moved = (2 * rows.float() - low - high) / (high - low)
-        return unit_rows(torch.cat([moved.clamp(-1, 1), torch.ones(len(rows), 1, device=rows.device)], dim=1))
+        return unit_rows(torch.cat([moved.clamp(-1, 1), torch.ones(rows.shape[0], 1, device=rows.device)], dim=1))

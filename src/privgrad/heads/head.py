@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ from privgrad.features.saving import load_extractor, save_extractor
 from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
 from privgrad.plan import PrivacyPlan
+from privgrad.private_gradient import ledgers_of
+from privgrad.statement import Section, Statement, statement
 from privgrad.training_run import FitResult
 
 _BLOCK = 4096  # rows that are predicted at once
@@ -155,6 +157,13 @@ class Head(nn.Module):
             PrivacyError: the rows are of another kind, or a row has features that are not finite. A row of a table
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
+        if torch.compiler.is_exporting():  # the checks need values; see docs/deploy.md
+            features = rows if self.extractor is None else self.extractor(rows)
+            return self.model(features)
+        if self.image_shape is not None and not isinstance(rows, Tensor | np.ndarray):
+            condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))})"
+            remedy = "read each file by privgrad.data.read_image, and give torch.stack of the images"
+            raise expected("Head", "rows", condition, described(rows), remedy)
         if isinstance(rows, str):
             raise expected("Head", "rows", "to be a list of texts", described(rows), "give [text]")
         given: Any = self._encoded(rows) if is_rows(rows) else rows
@@ -224,6 +233,9 @@ class Head(nn.Module):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
 
+        The folder also gets the privacy statement, statement.txt, if this process trained the head, the plan has a
+        delta, and no budget holds the training. A budget has one statement on everything in it: `budget_statement`.
+
         Raises:
             PrivacyError: the folder holds files already, or `classes` names another number of classes.
         Privacy:
@@ -257,7 +269,20 @@ class Head(nn.Module):
             "schema": None if self.schema is None else declaration_of(self.schema),
             "privacy": self.privacy,
         }
-        (place / "head.json").write_text(json.dumps(facts, indent=1))
+        if (said := self._statement()) is not None:
+            (place / "statement.txt").write_text(f"{said}\n", encoding="utf-8")
+        (place / "head.json").write_text(json.dumps(facts, indent=1))  # last: a folder with this file is complete
+
+    def _statement(self) -> Statement | None:
+        """Return the statement on all trainings of the head that this process knows; None if none can be made."""
+        own = [] if self.result is None else [self.result.ledger]
+        known = list(dict.fromkeys(ledger for ledger in (*own, *ledgers_of(self.model)) if ledger.releases))
+        facts = [ledger.plan_facts for ledger in known]
+        if not own or any(ledger.budget for ledger in known) or any(fact.get("delta") is None for fact in facts):
+            return None
+        said = statement(known)
+        weights = Section("Weights", ("The process that trained the head with this record saved its weights.",))
+        return replace(said, sections=(*said.sections, weights))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], *, modules: Mapping[str, Extractor] | None = None) -> "Head":
