@@ -483,6 +483,31 @@ def test_ctrl_c_before_a_training_ends_in_one_line(tmp_path: Path):
     os.close(writer)
 
 
+def test_an_interruption_before_the_first_step_says_that_nothing_was_spent(here: Here, tmp_path: Path):
+    (tmp_path / "slow.py").write_text(
+        "import os\nfrom privgrad import data\n\ndef digits(validation=0):\n"
+        "    os.kill(os.getpid(), 2)\n    return data.digits()\n"
+    )
+    (tmp_path / "one.toml").write_text(ONE.replace('name = "digits"', 'name = "slow:digits"', 1))
+    told = here("train", "one.toml", code=130).stderr
+    assert told == "stopped: before the first training; nothing was spent. Run the same command again\n"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_cheap_settings_are_checked_before_the_data_are_loaded(here: Here, tmp_path: Path):
+    (tmp_path / "one.toml").write_text(ONE)
+    here("train", "one.toml")
+    lost = 'name = "gone:digits"'
+    (tmp_path / "gone.py").write_text("def digits(validation=0):\n    raise RuntimeError('loaded')\n")
+    (tmp_path / "one.toml").write_text(ONE.replace('name = "digits"', lost, 1).replace("delta = ", "delta = 0.5 #"))
+    told = here("train", "one.toml", code=2).stderr
+    assert "runs of a spec with a different" in told
+    assert "loaded" not in told
+    told = here("train", "one.toml", "--out", "other", code=2).stderr
+    assert told.index("delta = 0.5 is above") < told.index("loaded")
+
+
 def test_train_takes_one_method(here: Here, tmp_path: Path):
     (tmp_path / "s.toml").write_text(SPEC)
     assert "privgrad compare" in here("train", "s.toml", code=2).stderr

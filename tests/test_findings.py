@@ -116,13 +116,29 @@ def test_the_command_prints_what_it_finds_and_says_that_it_is_raw(visits: Path):
     assert (clean.exit_code, "each row fits its declaration" in clean.output) == (0, True)
 
 
-def test_copies_of_images_are_found(tmp_path: Path):
-    for name, content in {"ill/1.png": b"a", "ill/2.png": b"b", "well/3.png": b"a"}.items():
+def test_copies_and_damaged_images_are_found(tmp_path: Path):
+    image = pytest.importorskip("PIL.Image")
+    for name, color in {"ill/1.png": 1, "ill/2.png": 2, "well/3.png": 1}.items():
         (tmp_path / "xrays" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "xrays" / name).write_bytes(content)
+        image.new("L", (8, 8), color).save(tmp_path / "xrays" / name)
     path = written(tmp_path, 'folder = "xrays"\nclasses = ["ill", "well"]\nunit = "row"\nsize = 8\nchannels = 1')
     shown = CliRunner().invoke(app, ["doctor", path])
     assert (shown.exit_code, "well/3.png" in shown.output, "ill/2.png" in shown.output) == (0, True, False)
+    (tmp_path / "xrays/well/3.png").unlink()
+    clean = CliRunner().invoke(app, ["doctor", path])
+    assert (clean.exit_code, "each image can be read, and none is repeated" in clean.output) == (0, True)
+    for name in range(7):  # more than the examples of other findings
+        whole = (tmp_path / "xrays/ill/1.png").read_bytes()
+        (tmp_path / f"xrays/well/{name}.png").write_bytes(whole[: 40 + name])
+    image.new("I;16", (8, 8)).save(tmp_path / "xrays/ill/deep.png")
+    shown = CliRunner().invoke(app, ["doctor", path, "--json"])
+    (finding,) = json.loads(shown.stdout.splitlines()[-1])["raw_findings"]["xrays"]
+    assert shown.exit_code == 1
+    assert finding["rows"] == ["ill/deep.png", *(f"well/{name}.png" for name in range(7))]
+    (tmp_path / "data.toml").write_text((tmp_path / "data.toml").read_text().replace("size = 8", "size = 0"))
+    refused = CliRunner().invoke(app, ["doctor", path])
+    with pytest.raises(pg.PrivacyError, match="size to be a whole number >= 1"):
+        raise refused.exception or AssertionError(refused.output)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,12 @@ def test_defaults_are_those_of_fit_head_and_none_decides_privacy():
             check_spec(DIGITS | {"privacy": own}, "digits.toml").plan(None)
 
 
+def test_pixels_that_do_not_suit_features_are_refused_before_they_are_loaded():
+    for table in ({"name": "digits"}, {"name": "fashion-mnist", "standardize": True}):
+        with pytest.raises(pg.PrivacyError, match=r"data.standardize to be false for the block 'hog'.*standardize = f"):
+            check_spec(DIGITS | {"data": table}, "digits.toml")
+
+
 def test_train_prints_metric_and_epsilon_and_saves_a_head_for_raw_images(tmp_path: Path):
     command = [sys.executable, "-m", "privgrad", "train", str(RECIPES / "digits.toml"), "--json", "--out", "out"]
 

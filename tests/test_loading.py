@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
@@ -157,9 +158,7 @@ def test_random_augmentation_in_collate_is_refused_for_what_it_is():
 
     data = [torch.tensor([float(index), -1.0, float("nan")]) for index in range(32)]
     plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=30)
-    with pytest.raises(
-        pg.SamplingError, match=r"rows that change from call to call; put random augmentation into the "
-    ):
+    with pytest.raises(pg.SamplingError, match=r"rows that change from call to call; augment in the "):
         list(plan.batches(data, collate=flipped))
     with pytest.raises(pg.SamplingError, match="rows that depend on other examples"):
         list(plan.batches([item[:2] for item in data], collate=shifted))
@@ -241,7 +240,10 @@ def left() -> None:
 
 
 FAILURES = [
-    (no_file, r"dataset to load every example, got FileNotFoundError: scan-7\.png is gone; correct __getitem__"),
+    (
+        no_file,
+        r"dataset to load every example, also that at index 7, got FileNotFoundError: scan-7\.png is gone; repla",
+    ),
     (no_index, r"dataset to have an example at each index below its length, got IndexError at 7; write __getitem__"),
     # torch notices a dead worker by its signal or, on a busy machine, by a look at all workers.
     (killed, r"every worker to live .* got DataLoader worker .* (is killed by signal: Killed|exited .*); take few"),
@@ -256,8 +258,39 @@ def test_a_failure_in_a_worker_is_one_clear_error(how: Callable[[], None], messa
         list(plan.batches(Failing(how), num_workers=2))
     assert "\n" not in str(caught.value)
     caught.match(rf"^plan\.batches: expected {message}.*\.$")
+    if how in (no_file, no_index):
+        with pytest.raises(pg.SamplingError, match=rf"^plan\.batches: expected {message}.*\.$"):
+            list(plan.batches(Failing(how)))
     if how is no_file:
         assert "in no_file" in str(caught.value.__cause__)  # the worker's traceback
+
+
+def no_rows(items: list[torch.Tensor]) -> torch.Tensor:
+    raise RuntimeError("no room")
+
+
+def test_a_failure_of_collate_in_a_worker_is_named():
+    with pytest.raises(pg.SamplingError, match=r"each batch to be collated, got RuntimeError: no room; correct coll"):
+        list(make_plan(steps=1).batches(Indices(), collate=no_rows, num_workers=1))
+
+
+class Held(Indices):
+    """Data that hold a generator."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+
+def test_a_generator_that_a_data_set_holds_is_named():
+    for generator in (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)):
+        wrapped = torch.utils.data.Subset(Held(generator), range(32))
+        with pytest.warns(UserWarning, match=r"dataset\.dataset\.generator is a random generator"):
+            make_plan().batches(wrapped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_plan().batches(Held(random.SystemRandom()))
+        make_plan().batches(torch.utils.data.random_split(Indices(), [32], torch.Generator())[0])
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")

@@ -10,34 +10,28 @@ import random
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
-from operator import itemgetter
 from types import FrameType
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
     Sampler,
     TensorDataset,
-    default_collate,  # pyright: ignore[reportUnknownVariableType]
     get_worker_info,
 )
 
 from privgrad.errors import PrivacyError, SamplingError, described, expected, require_integer
-from privgrad.types import Batch, Sampling, count_examples, map_examples
-
-Collate = Callable[[list[Any]], Any]
-
-_REPEATS = 20  # number of calls after which rows that differ count as random
+from privgrad.reading import Collate, default_collated, item, require_rows, summary
+from privgrad.types import Batch, Sampling, map_examples
 
 
 @dataclass(frozen=True)
@@ -104,14 +98,14 @@ class Examples(Dataset[Batch]):
         """
         if self._tensors is not None:
             return self._rows(self._tensors, torch.from_numpy(chosen))
-        collate = _default_collated if self._collate is None else self._collate
+        collate = default_collated if self._collate is None else self._collate
         if len(chosen) == 0:
             # Example 0 gives the structure, dtypes and shapes; its content is dropped.
-            return map_examples(lambda leaf: leaf[:0], collate([_item(self._data, 0)]))
-        items = [_item(self._data, int(index)) for index in chosen]
+            return map_examples(lambda leaf: leaf[:0], collate([item(self._data, 0)]))
+        items = [item(self._data, int(index)) for index in chosen]
         examples = collate(items)
         if self._collate is not None:
-            _require_rows(self._collate, items, examples)
+            require_rows(self._collate, items, examples)
         return examples
 
     def _rows(self, tensors: tuple[Tensor, ...], chosen: Tensor) -> tuple[Tensor, ...]:
@@ -192,68 +186,6 @@ def _seeded(seed: int) -> Generator[None]:
         random.setstate(before[2])
 
 
-def _item(data: Sequence[Any], index: int) -> Any:
-    """Return one example; raise SamplingError if the data set refuses the index."""
-    try:
-        return data[index]
-    except (KeyError, IndexError, NotImplementedError) as error:
-        condition, got = "to have an example at each index below its length", f"{type(error).__name__} at {index}"
-        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
-        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
-
-
-def _default_collated(items: list[Any]) -> Any:
-    """Collate items by torch's default_collate.
-
-    Raises:
-        SamplingError: default_collate cannot turn the items into tensors.
-    """
-    try:
-        return cast(Collate, default_collate)(items)
-    except (TypeError, RuntimeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        remedy = "turn each example into tensors of one shape in the data set, or give collate="
-        raise expected(
-            "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
-        ) from error
-
-
-def _require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
-    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
-
-    The guarantee rests on this independence. Only the first two rows are compared with their examples collated alone.
-    """
-
-    def refusal(condition: str, got: str, remedy: str) -> SamplingError:
-        return SamplingError(f"plan.batches: expected collate {condition}, got {got}; {remedy}.")
-
-    def row(examples: Any, index: int) -> list[Any]:
-        return tree_leaves(map_examples(itemgetter(index), examples))
-
-    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
-    if count_examples(examples) != len(items):
-        got = "a different number of rows"  # both numbers are private
-        raise refusal("to return one row per example", got, remedy)
-    for index, item in enumerate(items[:2]):
-        alone = row(collate([item]), 0)
-        if _same(row(examples, index), alone):
-            continue
-        if not all(_same(row(collate([item]), 0), alone) for _ in range(_REPEATS)):
-            remedy = "put random augmentation into the data set's __getitem__ or into loss_fn"
-            raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
-        got = "rows that depend on other examples"
-        raise refusal("to return rows that depend on their own example only", got, remedy)
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    """Return whether two rows have equal tensors; NaN equals NaN."""
-
-    def equal(a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-
-    return len(one) == len(other) and all(map(equal, one, other))
-
-
 @dataclass(frozen=True)
 class _Failure:
     """An exception in a worker, as it travels to the main process.
@@ -270,10 +202,10 @@ class _Failure:
 
     def exception(self) -> Exception:
         """Return the exception that the main process raises."""
-        if self.error is not None:
-            return self.error(self.message)
-        condition, remedy = "to load every example", "correct __getitem__ or collate; the traceback above shows where"
-        raised = expected("plan.batches", "dataset", condition, self.message, remedy, SamplingError)
+        remedy = "correct collate; the traceback above shows where"
+        raised = (self.error or SamplingError)(self.message)
+        if self.error is None:
+            raised = expected("plan.batches", "each batch", "to be collated", self.message, remedy, SamplingError)
         raised.__cause__ = RuntimeError(f"in a worker process:\n{self.where}")
         return raised
 
@@ -291,8 +223,7 @@ class _Reported(Dataset[Batch | _Failure]):
         except PrivacyError as error:
             return _Failure(type(error), f"{error}", traceback.format_exc())
         except Exception as error:
-            text = " ".join(f"{error}".split()).rstrip(".")[:300]
-            return _Failure(None, f"{type(error).__name__}: {text}", traceback.format_exc())
+            return _Failure(None, summary(error), traceback.format_exc())
 
 
 def _from_workers(loader: DataLoader[Any]) -> Generator[Batch]:

@@ -112,7 +112,7 @@ class PrivacyPlan:
 
         Args:
             target_epsilon: > 0, the epsilon that all steps together may cost.
-            delta: in (0, 1); at most 1 / num_examples.
+            delta: in (0, 1); above 1 / num_examples, the plan warns.
             max_grad_norm: as in PrivacyPlan.
             num_examples: as in PrivacyPlan.
             expected_batch_size: as in PrivacyPlan; at most num_examples.

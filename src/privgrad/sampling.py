@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from privgrad.class_rates import ClassRates
 from privgrad.errors import SamplingError, described, expected, require_callable, require_integer
-from privgrad.loading import Collate, Draw, Examples, load, require_loading
+from privgrad.loading import Draw, Examples, load, require_loading
 from privgrad.processes import ALONE, Processes, require_all_processes
+from privgrad.reading import Collate, warn_of_generators
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
 
@@ -125,6 +126,7 @@ class BatchSampler(Sampler[Draw]):
             require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
         with processes.all_succeed():
             _require_samplable(dataset, num_examples, scheme, processes)
+        warn_of_generators(dataset.dataset if isinstance(dataset, ClassRates) else dataset)
         self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
         self.dataset = Examples(dataset.dataset if isinstance(dataset, ClassRates) else dataset, collate)
         self._count = len(cast("Sequence[Any]", dataset))

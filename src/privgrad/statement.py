@@ -257,7 +257,11 @@ def _whose_data(numbers: dict[str, Any], one: str, many: str, *, is_user: bool) 
     lines = [
         f"The data set was declared to have {numbers['num_examples']:,} {many} or more. The true number is secret.",
         f"The unit of protection is one {one}"
-        + (" with all data of this person." if is_user else ": one entry of the data set."),
+        + (
+            " with all data of this person."
+            if is_user
+            else ": one entry of the data set, such as a line of a table, an image or a text."
+        ),
         f"The protection compares the results with those on data in which one {one} was added or removed.",
     ]
     if numbers.get("groups_of_people"):

@@ -34,10 +34,11 @@ from privgrad.errors import (
     require_path,
 )
 from privgrad.gradient.module_state import evaluating
-from privgrad.loading import Collate, require_loading
+from privgrad.loading import require_loading
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars, note
+from privgrad.reading import Collate
 from privgrad.schedule import Decay, Schedule
 from privgrad.training_run import FitResult, TrainingRun
 

@@ -30,7 +30,7 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; typer calls it."""
-        with stoppable("run the same command again"):
+        with stoppable():
             return super().invoke(ctx)
 
 

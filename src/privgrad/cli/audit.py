@@ -68,7 +68,8 @@ def _audited(count: int, found: Iterator[auditing.Audit], out: Path | None, abou
     run = {"command": command_line(), "date": f"{date.today()}", "machine": f"{os.cpu_count()} cores"}
     head = f"{run['date']}, `{run['command']}`. {about}\n\n"
     done: list[auditing.Audit] = []
-    with stoppable("finished audits are in the folder of --out, if it was given"), Progress(console=STDERR) as bar:
+    kept = "finished audits are in the folder of --out, if it was given"
+    with stoppable(lambda: kept), Progress(console=STDERR) as bar:
         task = bar.add_task("", total=count)
         for one in found:
             done.append(one)

@@ -7,15 +7,18 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from privgrad.experiments.folder import is_begun
 
 STDOUT = Console()
 STDERR = Console(stderr=True)
@@ -69,13 +72,21 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def resuming(out: Path) -> str:
+    """Return how to resume the trainings of a folder after an interruption, for `stoppable`."""
+    if not is_begun(out):
+        return "before the first training; nothing was spent. Run the same command again"
+    return "the state is saved; run the same command again, without --restart, to resume"
+
+
 @contextmanager
-def stoppable(
-    remedy: str = "the state is saved; run the same command again, without --restart, to resume",
-) -> Generator[None]:
+def stoppable(remedy: Callable[[], str] = lambda: "run the same command again") -> Generator[None]:
     """Let SIGINT and SIGTERM end a training in order, and print how to resume.
 
     `fit` saves its state when it is interrupted. `cli.main` has one for all commands, and trainings have their own.
+
+    Args:
+        remedy: called after the interruption, for the text.
     """
 
     def stop(*_: object) -> None:
@@ -85,7 +96,7 @@ def stoppable(
     try:
         yield
     except KeyboardInterrupt:
-        tell("stopped", "yellow", remedy)
+        tell("stopped", "yellow", remedy())
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)

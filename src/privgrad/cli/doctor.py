@@ -36,7 +36,7 @@ def doctor(
         str,
         typer.Argument(
             metavar="MODULE:FACTORY | FILE.toml",
-            help="A function (or class) that returns the model; or a TOML file whose [data] declares a file or folder.",
+            help="A function or class that returns the model; or a TOML file whose table data names a file or folder.",
         ),
     ],
     batch: Annotated[
@@ -54,8 +54,8 @@ def doctor(
     For a model: its modules. With --batch, also list the parameters that the loss does not use, and say how each
     gradient is computed, what is slow, and what a step costs in time and memory, without noise and optimizer.
 
-    For a TOML file: rows of its data that are missing, repeated, out of range or of the same person. Errors alone
-    block a training; the rest is for you to judge. This is NOT private: do not publish it.
+    For a TOML file: rows of its data that are missing, repeated, out of range or of the same person, and images that
+    cannot be read. Errors alone block a training; the rest is for you to judge. This is NOT private: do not publish it.
     """
     if factory.endswith(".toml"):
         if batch is not None:
@@ -100,13 +100,17 @@ def _examine(path: Path, *, as_json: bool) -> int:
         got = data.get("name")
         raise expected("privgrad doctor", "data", "to be a file or a folder", repr(got), remedy)
     found: dict[str, list[RawFinding]] = {}
+    of_images = dict.fromkeys(("classes", "size", "channels", "unit", "max_rows"))
+    fits = "each row fits its declaration" if loader is loaders.table else "each image can be read"
     for name in (data.get("file") or data.get("folder"), data.get("test")):
         if name is not None:
             place = path.parent / Path(f"{name}").expanduser()
             own = {key: data[key] for key in _SCHEMA if key in data}
             absent = dict.fromkeys(("columns", "label", "classes", "unit"))
             found[place.name] = (
-                raw_findings(place, **(absent | own)) if loader is loaders.table else raw_image_findings(place)
+                raw_findings(place, **(absent | own))
+                if loader is loaders.table
+                else raw_image_findings(place, **(of_images | {key: data[key] for key in of_images if key in data}))
             )
     blocked = any(one.blocks for several in found.values() for one in several)
     if as_json:
@@ -115,7 +119,7 @@ def _examine(path: Path, *, as_json: bool) -> int:
         return int(blocked)
     for name, several in found.items():
         if not several:
-            STDOUT.print(f"{name}: each row fits its declaration, and none is repeated.", highlight=False)
+            STDOUT.print(f"{name}: {fits}, and none is repeated.", highlight=False)
             continue
         shown = Table(title=f"{name}: NOT PRIVATE")
         for column in ("column", "finding", "count", "first rows", "remedy"):

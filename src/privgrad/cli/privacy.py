@@ -19,7 +19,7 @@ from privgrad.errors import expected
 from privgrad.ledger import Ledger
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
 
-Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); at most 1 / num_examples.")]
+Delta = Annotated[float, typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples.")]
 SampleRate = Annotated[float | None, typer.Option(help="Poisson sampling rate q, in (0, 1].")]
 Steps = Annotated[int | None, typer.Option(help="Number of steps T.")]
 NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier sigma.")]
@@ -28,7 +28,7 @@ NoiseMultiplier = Annotated[float | None, typer.Option(help="Noise multiplier si
 def epsilon(
     delta: Annotated[
         float | None,
-        typer.Option(help="Delta, in (0, 1); at most 1 / num_examples. Default: the one in the ledgers."),
+        typer.Option(help="Delta, in (0, 1); choose at most 1 / num_examples. Default: the one in the ledgers."),
     ] = None,
     ledger: Annotated[
         list[Path] | None,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from privgrad.cli.console import STDOUT, AsJson, command_line, print_json, stoppable
+from privgrad.cli.console import STDOUT, AsJson, command_line, print_json, resuming, stoppable
 from privgrad.cli.train import OutFolder, Restart, move_aside
 from privgrad.errors import expected
 
@@ -50,7 +50,7 @@ def reproduce(
         raise expected("privgrad reproduce", "--so-far or --restart", "to be given alone", got, remedy)
     if restart:
         move_aside(folder)
-    with stoppable():
+    with stoppable(lambda: resuming(folder)):
         found, table = papers.reproduce(
             item,
             folder,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, stoppable
+from privgrad.cli.console import STDERR, STDOUT, AsJson, command_line, print_json, resuming, stoppable
 from privgrad.experiments import paid_runner, runner
 from privgrad.experiments.comparing import paid_report_of, report_of
 from privgrad.experiments.folder import Record
@@ -47,7 +47,7 @@ def train(
     loaded, folder = load_spec(spec), _folder(spec, out)
     if restart:
         move_aside(folder)
-    with stoppable():
+    with stoppable(lambda: resuming(folder)):
         records = runner.train(loaded, folder, seed=seed, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json, headline=_headline(records[-1]))
 
@@ -77,7 +77,7 @@ def compare(
         return
     if restart:
         move_aside(folder)
-    with stoppable():
+    with stoppable(lambda: resuming(folder)):
         records = runner.compare(loaded, folder, progress=not as_json)
     _report(loaded, records, folder, as_json=as_json)
 
@@ -136,7 +136,7 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
         if not as_json:
             STDOUT.print(price_table(prices_of(spec), way_of(spec), spec))
 
-    with stoppable():
+    with stoppable(lambda: resuming(folder)):
         records = paid_runner.compare(
             spec,
             folder,

@@ -1,7 +1,7 @@
 """Rows of a table or a folder that do not fit their declaration, or count a person several times. NOT private.
 
-`cli.doctor` calls `raw_findings`, before a training. The privacy guarantee does not rest on this file. All that it
-returns is computed from the private rows without noise.
+`cli.doctor` calls `raw_findings` and `raw_image_findings`, before a training. The privacy guarantee does not rest on
+this file. All that it returns is computed from the private rows without noise.
 """
 
 import hashlib
@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from privgrad.data.own_images import SUFFIXES
+from privgrad.data.own_images import SUFFIXES, read_image, require_images, require_pillow
 from privgrad.data.own_table import person_of
 from privgrad.data.read_rows import read_columns
 from privgrad.data.schema import Schema, Text, Where, is_missing, number_of, schema_of, text_of
+from privgrad.errors import PrivacyError
 from privgrad.features import Bins, OneHot
 
 _SHOWN = 5  # example rows of a finding
@@ -92,17 +93,43 @@ def raw_findings(
     return found + ([] if schema.by_person else _persons(others))
 
 
-def raw_image_findings(folder: Path) -> list[RawFinding]:
-    """Return the images of a folder that are copies of others. NOT private.
+def raw_image_findings(
+    folder: Path, *, classes: Any, size: Any, channels: Any, unit: Any, max_rows: Any = None
+) -> list[RawFinding]:
+    """Return the images of a folder that cannot be read, all of them, and those that are copies of others.
 
     Args:
         folder: as in `own_images.image_folder`, which checks its form.
+        classes: as in `own_images.image_folder`, and so are the other arguments.
+        size: height and width of all inputs in pixels.
+        channels: 1 or 3.
+        unit: "row", or the column that identifies a person.
+        max_rows: the most images kept per person.
+    Raises:
+        PrivacyError: the declaration is wrong, or Pillow is missing.
+    Privacy:
+        NOT private. The number of damaged files is private too.
     """
+    require_images(Where("doctor"), classes, size, channels, unit, max_rows)
+    require_pillow()
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     content = [hashlib.blake2b(file.read_bytes(), digest_size=16).digest() for file in files]
     again = [files[row - 1].relative_to(folder).as_posix() for row in _repeated(content)]
     remedy = "remove copies; a person with several images needs unit, see own-data.md"
-    return _finding("", "the same file as an earlier one", again, remedy)
+    damaged = [file.relative_to(folder).as_posix() for file in files if not _is_readable(file, channels)]
+    what = "no readable image of at most 8 bits per channel"
+    cure = "replace or remove them; num_examples stays a public number"
+    found = [RawFinding("", what, len(damaged), tuple(damaged), cure, blocks=True)] if damaged else []
+    return found + _finding("", "the same file as an earlier one", again, remedy)
+
+
+def _is_readable(file: Path, channels: Literal[1, 3]) -> bool:
+    """Return whether `image_folder` can read a file."""
+    try:
+        read_image(file, size=1, channels=channels)
+    except PrivacyError:
+        return False
+    return True
 
 
 def _text(value: object) -> str:

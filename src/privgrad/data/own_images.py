@@ -224,12 +224,7 @@ def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Te
     Raises:
         PrivacyError: Pillow is missing, the image is damaged, or it has more than 8 bits per channel.
     """
-    file = Path(path)
-    try:
-        pillow: Any = importlib.import_module("PIL.Image")
-    except ImportError as error:
-        remedy = "pip install 'privgrad[images]'"
-        raise expected("image_folder", "Pillow", "to be installed for images", error, remedy) from error
+    file, pillow = Path(path), require_pillow()
     try:
         with pillow.open(file) as image:
             mode: str = image.mode
@@ -238,9 +233,19 @@ def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Te
     except Exception as error:  # a damaged image can raise anything
         got = f"{type(error).__name__}: {error}"
         place = f"{file.parent.name}/{file.name}"
-        raise expected("image_folder", place, "to be a readable image", got, "replace or remove it") from error
+        remedy = "replace or remove it; `privgrad doctor` lists all such files"
+        raise expected("image_folder", place, "to be a readable image", got, remedy) from error
     if square is None:
         place, remedy = f"{file.parent.name}/{file.name}", "convert it by a public rule, such as value / 256"
         raise expected("image_folder", place, "to have 8 bits per channel", f"mode {mode}", remedy)
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).view(size, size, channels)
     return values.permute(2, 0, 1)
+
+
+def require_pillow() -> Any:
+    """Return Pillow's module of images; raise PrivacyError if it is missing. `findings` calls it too."""
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        remedy = "pip install 'privgrad[images]'"
+        raise expected("image_folder", "Pillow", "to be installed for images", error, remedy) from error

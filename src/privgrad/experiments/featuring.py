@@ -24,9 +24,9 @@ from privgrad.defaults import head_noise_step
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.check_methods import require_option
 from privgrad.experiments.public_inputs import SYNTHETIC_IMAGES, synthetic_images
-from privgrad.experiments.sources import called, imported
+from privgrad.experiments.sources import called, find_loader, imported, options_of
 from privgrad.experiments.spec import MethodTable, Spec
-from privgrad.experiments.tables import BlockTable, FeaturesTable
+from privgrad.experiments.tables import BlockTable, DataTable, FeaturesTable
 from privgrad.features import Extractor, Public
 from privgrad.features.caching import cached
 from privgrad.heads import Head
@@ -84,6 +84,7 @@ def require_features(spec: Spec) -> None:
             raise expected("load_spec", "run.augmentation_multiplicity", condition, got, remedy)
         for block in table.tables:
             _require_block(f"{place}.blocks", block)
+            _require_pixels(spec.data, block.name)
         if table.weights is not None and len(table.weights) != len(table.blocks):
             condition = f"to be {len(table.blocks)} numbers, one for each block"
             raise expected("load_spec", f"{place}.weights", condition, len(table.weights), "correct it")
@@ -99,6 +100,15 @@ def _require_block(place: str, block: BlockTable) -> None:
     valid = [argument for argument in arguments if argument not in ("name", "public", "source")]
     for option in block.options:
         require_option(option, valid, f"{place}.{name}.{option}")
+
+
+def _require_pixels(given: DataTable, block: str) -> None:
+    """Raise PrivacyError if a loader would standardize the pixels of a block that takes numbers in [0, 1]."""
+    loader = find_loader(given.given, "data")
+    standardizes = loader is not None and ":" not in given.name and "standardize" in options_of(loader)
+    if block in ("hog", "patches", "scattering") and standardizes and given.options.get("standardize", True):
+        condition = f"to be false for the block {block!r}, which takes pixels in [0, 1]"
+        raise expected("load_spec", "data.standardize", condition, "true", "add standardize = false to [data]")
 
 
 def _maker(place: str, name: str) -> Callable[..., Any]:

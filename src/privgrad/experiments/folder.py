@@ -55,6 +55,26 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
         PrivacyError: `out` is a file, or holds runs of another spec; with look_only also a folder without runs.
             Nothing was written.
     """
+    require_same(out, description)
+    path = out / "spec.json"
+    if look_only:
+        if not path.exists():
+            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != description:
+        whole = path.with_suffix(".new")  # a process that is killed leaves no half of a file
+        whole.write_text(description)
+        os.replace(whole, path)
+
+
+def require_same(out: Path, description: str) -> None:
+    """Raise PrivacyError if `out` is a file, or holds runs of another spec. `runner` calls it before it loads data.
+
+    Args:
+        out: the folder.
+        description: text of the folder's spec.json.
+    """
     remedy = "choose another --out, or add --restart to move the old folder aside"
     if out.exists() and not out.is_dir():
         raise expected("experiments", "--out", "to be a folder", f"the file {out}", "choose another --out")
@@ -64,15 +84,14 @@ def claim(out: Path, description: str, *, look_only: bool = False) -> None:
         raise expected("experiments", f"{out}", "to hold runs of this spec", "runs without their spec.json", remedy)
     if held is not None and (difference := _difference(held, description)) is not None:
         raise expected("experiments", f"{out}", "to hold runs of this spec", difference, remedy)
-    if look_only:
-        if held is None:
-            raise expected("reproduce", f"{out}", "to hold runs to show", "0 runs", "run it without --so-far")
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    if held != description:
-        whole = path.with_suffix(".new")  # a process that is killed leaves no half of a file
-        whole.write_text(description)
-        os.replace(whole, path)
+
+
+def is_begun(out: Path) -> bool:
+    """Return whether the folder holds releases, results, or the commitment of a private comparison.
+
+    The command line calls it after an interruption.
+    """
+    return any(next(out.rglob(name), None) is not None for name in ("ledger.jsonl", "commitment.txt", "runs.jsonl"))
 
 
 def _difference(held: str, description: str) -> str | None:

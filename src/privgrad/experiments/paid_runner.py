@@ -23,7 +23,7 @@ from torch import nn
 from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.featuring import own, save_head
-from privgrad.experiments.folder import Record, append, claim, describe, read_records
+from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
 from privgrad.experiments.measures import most_frequent, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
@@ -74,6 +74,8 @@ def compare(
         covers: with "select", the number of trainings, their scores and models. Do not publish it. The duration of
         the comparison depends on that number too.
     """
+    if restart is None:
+        require_same(out, describe(spec))  # before the data are loaded
     data, cost = check(spec), price(spec)
     if restart is not None:
         require_room(spec, cost)

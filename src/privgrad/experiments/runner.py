@@ -22,7 +22,7 @@ from privgrad.diagnostics import RawRecorder
 from privgrad.errors import expected
 from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.featuring import own, save_head
-from privgrad.experiments.folder import Record, append, claim, describe, read_records
+from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
 from privgrad.experiments.measures import measure, most_frequent, outcomes
 from privgrad.experiments.metrics import metrics_of
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
@@ -67,11 +67,12 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         got = [method.name for method in spec.methods]
         raise expected("train", "methods", "to be exactly one, with one lr and one max_grad_norm", got, remedy)
     run = Run(spec.methods[0], spec.grid(spec.methods[0])[0], seed, "final")
-    data = open_folder(spec, out)
+    require_same(out, describe(spec))
     others = {record["seed"] for record in read_records(out)} - {seed}
     if others:
         remedy = "choose another --out: each seed is an experiment of its own"
         raise expected("train", f"{out}", f"to hold runs of seed {seed}", f"seed {others.pop()}", remedy)
+    data = open_folder(spec, out)
     if find_record(read_records(out), run) is None:
         append(out, [_train_one(spec, run, data, out, progress=progress)])
     else:
@@ -308,15 +309,17 @@ def open_folder(spec: Spec, out: Path, description: str | None = None) -> DataSe
         out: the folder.
         description: text of the folder's spec.json; None takes `describe`.
     """
+    text = description or describe(spec)
+    require_same(out, text)  # before the data are loaded, which may take minutes
     data = checked_data(spec)
-    claim(out, description or describe(spec))
+    claim(out, text)
     return data
 
 
 def checked_data(spec: Spec) -> DataSet:
     """Load the data, and check that the models, the features and the plan suit them. `paid_runner` also calls it."""
+    spec.plan(None)  # its refusals and warnings come before the data are loaded
     data = make_data(spec)
     for method in spec.methods:
         require_model(*own(spec, method, data))
-    spec.plan(None)
     return data

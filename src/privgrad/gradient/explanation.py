@@ -140,8 +140,8 @@ class Explanation:
         least, most = self.ratios
         spread = f" ({least:.2g} to {most:.2g})" if most > _WIDE * least else ""
         lines = [
-            f"a step of {self.examples} examples, without noise and optimizer: {_milliseconds(other)}, "
-            f"{other / one:.2g} ordinary ones{spread} of {_milliseconds(one)}"
+            f"a step of {self.examples} examples, without noise and optimizer: {_milliseconds(other)}; an ordinary "
+            f"step takes {_milliseconds(one)}, so the ratio is {other / one:.2g}{spread}"
         ]
         if one < _SHORT:
             lines.append(

@@ -361,7 +361,10 @@ def _differ(model: nn.Module, examples: Any, losses: Callable[[nn.Module, Any], 
 
 def _depends(got: str) -> PrivacyError:
     """Return the error for a loss that depends on other examples."""
-    remedy = "make each loss depend on its own example: no statistics, ranks or means over the batch"
+    remedy = (
+        "make each loss depend on its own example: no statistics, ranks or means over the batch, and no random numbers "
+        "of its own; augment at random by augmentation.multiplicity with views >= 2, or in the data set's __getitem__"
+    )
     return expected("loss_fn", "each loss", "to depend on its own example only", got, remedy)
 
 

@@ -80,7 +80,7 @@ def fit_head(
         source: where the constants of the features come from, without an extractor: "no data", say. Recorded.
         plan: the privacy plan. Give it, or the next three numbers.
         target_epsilon: > 0, what the training may cost.
-        delta: in (0, 1), at most 1 / num_examples.
+        delta: in (0, 1); above 1 / num_examples, the plan warns, and a budget refuses it.
         num_examples: the public number of examples, or of persons.
         privacy_unit: "example" or "user". None: "user" for persons with rows, else "example".
         budget: a Budget to commit the training in; it needs output_dir. delta and num_examples default to those of the

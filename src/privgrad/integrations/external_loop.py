@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from privgrad.checkpoint import OtherRunError, damage_refused, require_resumable, settings_of
 from privgrad.errors import BudgetExceededError, PrivacyError, expected
-from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
+from privgrad.reading import Collate
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 4

@@ -41,10 +41,10 @@ from privgrad.integrations.huggingface_models import (
 )
 from privgrad.integrations.model_card import write_privacy
 from privgrad.ledger import Ledger
-from privgrad.loading import Collate
 from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.reading import Collate
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"

@@ -21,9 +21,10 @@ from torch.utils.data import Dataset
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
-from privgrad.loading import Collate, require_loading
+from privgrad.loading import require_loading
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.reading import Collate
 from privgrad.types import Batch
 
 _KEY = "privgrad"

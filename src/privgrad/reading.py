@@ -1,0 +1,120 @@
+"""Read and collate the examples of a data set, and explain what a data set of the user does wrong.
+
+`loading` calls it in this process and in workers; `sampling` calls `warn_of_generators`. The privacy guarantee rests on
+`require_rows`: each row of a batch depends on one example.
+"""
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    Dataset,
+    default_collate,  # pyright: ignore[reportUnknownVariableType]
+)
+
+from privgrad.errors import PrivacyError, SamplingError, expected
+from privgrad.types import count_examples, map_examples
+
+Collate = Callable[[list[Any]], Any]
+
+_REPEATS = 20  # number of calls after which rows that differ count as random
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def warn_of_generators(dataset: object) -> None:
+    """Warn of a random generator among the attributes of a data set, or of a data set that it wraps.
+
+    Every worker has a copy of it that repeats the same numbers, and its seed may be known.
+    """
+    held: list[tuple[str, object]] = [("dataset", dataset)]
+    for path, one in held:
+        for name, value in vars(one).items() if hasattr(one, "__dict__") else ():
+            if isinstance(value, Dataset) and all(value is not other for _, other in held):
+                held.append((f"{path}.{name}", cast(object, value)))
+            if isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom):
+                warnings.warn(
+                    f"{path}.{name} is a random generator: its numbers repeat in every worker and after a resume, and "
+                    "its seed may be known. Augment with torch.rand, numpy.random or random in its place",
+                    stacklevel=5,
+                )
+
+
+def item(data: Sequence[Any], index: int) -> Any:
+    """Return one example; raise SamplingError if the data set refuses the index, or raises another exception."""
+    try:
+        return data[index]
+    except PrivacyError:
+        raise
+    except (KeyError, IndexError, NotImplementedError) as error:
+        condition, got = "to have an example at each index below its length", f"{type(error).__name__} at {index}"
+        remedy = "write __getitem__ for integers from 0, or pass torch.utils.data.TensorDataset(inputs, labels)"
+        raise expected("plan.batches", "dataset", condition, got, remedy, SamplingError) from error
+    except Exception as error:  # whatever a data set of the user raises
+        remedy = "replace or remove this example, or correct __getitem__; the traceback above shows where"
+        condition = f"to load every example, also that at index {index}"
+        raise expected("plan.batches", "dataset", condition, summary(error), remedy, SamplingError) from error
+
+
+def summary(error: Exception) -> str:
+    """Return the class and the text of an exception on one line."""
+    return f"{type(error).__name__}: {' '.join(f'{error}'.split()).rstrip('.')[:300]}"
+
+
+def default_collated(items: list[Any]) -> Any:
+    """Collate items by torch's default_collate.
+
+    Raises:
+        SamplingError: default_collate cannot turn the items into tensors.
+    """
+    try:
+        return cast(Collate, default_collate)(items)
+    except (TypeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        reason = f"examples of type {type(items[0]).__name__}: {reason}"
+        remedy = "turn each example into tensors of one shape in the data set, or give collate="
+        raise expected(
+            "plan.batches", "dataset", "to hold tensors and numbers", reason, remedy, SamplingError
+        ) from error
+
+
+def require_rows(collate: Collate, items: list[Any], examples: Any) -> None:
+    """Raise SamplingError unless collate returned one row per example, each independent of the other examples.
+
+    The guarantee rests on this independence. Only the first two rows are compared with their examples collated alone.
+    """
+
+    def refusal(condition: str, got: str, remedy: str) -> SamplingError:
+        return SamplingError(f"plan.batches: expected collate {condition}, got {got}; {remedy}.")
+
+    def row(examples: Any, index: int) -> list[Any]:
+        return tree_leaves(map_examples(itemgetter(index), examples))
+
+    remedy = "collate each example independently: pad to a public length, not to the longest of the batch"
+    if count_examples(examples) != len(items):
+        got = "a different number of rows"  # both numbers are private
+        raise refusal("to return one row per example", got, remedy)
+    for index, item in enumerate(items[:2]):
+        alone = row(collate([item]), 0)
+        if _same(row(examples, index), alone):
+            continue
+        if not all(_same(row(collate([item]), 0), alone) for _ in range(_REPEATS)):
+            remedy = "augment in the data set's __getitem__, or by augmentation.multiplicity with views >= 2"
+            raise refusal("to return the same row for the same example", "rows that change from call to call", remedy)
+        got = "rows that depend on other examples"
+        raise refusal("to return rows that depend on their own example only", got, remedy)
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Return whether two rows have equal tensors; NaN equals NaN."""
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+    return len(one) == len(other) and all(map(equal, one, other))
