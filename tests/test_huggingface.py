@@ -732,6 +732,9 @@ def test_checkpoints_do_not_tell_how_many_examples_augmentation_drew_for(tmp_pat
     for name, seed in (("a", None), ("b", 5)):
         make_trainer(tmp_path / name, bert(), texts(), planned={"seed": seed, "steps": 5}).train()
     assert not list((tmp_path / "a").rglob("rng_state*"))
+    checkpoints = list((tmp_path / "a").glob("checkpoint-*"))
+    assert checkpoints
+    assert all(folder.stat().st_mode & 0o077 == 0 for folder in checkpoints)
     assert list((tmp_path / "b").rglob("rng_state*"))  # where what was lost is to come out the same
 
 

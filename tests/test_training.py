@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -98,6 +99,8 @@ def test_fit_says_where_it_resumes_and_what_is_complete(tmp_path: Path, capsys: 
     assert caught.value.__notes__ == [
         f"fit: saved after 20 of 60 steps in {tmp_path}; run the same program again to resume."
     ]
+    last = traceback.format_exception(caught.value)[-1]
+    assert last.startswith("fit: saved after 20 of 60 steps")  # the last line that a script prints
     assert "resuming" not in capsys.readouterr().err
     run(tmp_path, progress=True)
     assert capsys.readouterr().err.startswith("resuming after 20 of 60 steps\n")
@@ -363,6 +366,10 @@ SCALES = pg.Scales({"0.bias": torch.tensor(2.0)}, provenance="common knowledge",
     ("options", "message"),
     [
         ({"lr": 0.5}, r"got a checkpoint with optimizer lr 0\.05, now 0\.5; resume"),
+        (
+            {"lr": None, "noise_step": 0.01},
+            r"optimizer lr 0\.05, now 0\.01, optimizer lr_is_noise_step False, now True",
+        ),
         ({"kind": pg.optim.SGD, "lr": 0.05}, "AdamBC"),
         ({"clip": pg.clip.Automatic()}, "clip"),
         ({"precondition": pg.precondition.fixed(SCALES)}, "side_information"),
@@ -377,6 +384,27 @@ def test_another_runs_settings_are_refused(tmp_path: Path, options: dict[str, An
     plan = make_plan(steps=STEPS, seed=5)
     with pytest.raises(pg.PrivacyError, match=message):
         pg.fit(pg.PrivateGradient(model, loss_fn, plan, **ways), optimizer, make_data(), output_dir=tmp_path)
+
+
+def test_another_noise_step_is_named_as_it_was_given(tmp_path: Path):
+    for step in (0.25, 0.5):
+        model = make_model()
+        optimizer = pg.optim.AdamBC(model.named_parameters(), noise_step=step)
+        private_grad = pg.PrivateGradient(model, loss_fn, make_plan(steps=5, seed=5))
+        if step == 0.25:
+            pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path, progress=False)
+        else:
+            with pytest.raises(
+                pg.PrivacyError, match=r"a checkpoint with optimizer noise_step 0\.25, now 0\.5; resume"
+            ):
+                pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path, progress=False)
+
+
+def test_a_checkpoint_is_for_its_owner_alone(tmp_path: Path):
+    tmp_path.joinpath("checkpoint.partial").touch(mode=0o644)  # of a killed process
+    run(tmp_path)
+    assert tmp_path.joinpath("checkpoint.pt").stat().st_mode & 0o077 == 0
+    assert tmp_path.joinpath("ledger.jsonl").stat().st_mode & 0o044 == 0o044  # public
 
 
 def test_a_seeded_rerun_that_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

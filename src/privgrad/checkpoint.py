@@ -27,9 +27,12 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
 
     The digest is needed because torch does not notice changed bytes within a tensor. The new file replaces the old one
     only when it is complete and on disk (fsync). A process killed at any moment therefore leaves one of the two.
+
+    Only the owner may read the file, because it holds the duration of the training.
     """
     unfinished = path.with_suffix(".partial")
-    with unfinished.open("w+b") as file:
+    unfinished.unlink(missing_ok=True)  # of a killed process, with another mode perhaps
+    with open(unfinished, "w+b", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         torch.save(state, file)
         file.seek(0)
         file.write(hashlib.file_digest(file, _DIGEST).digest())  # file_digest has moved to the end of the file
@@ -96,7 +99,9 @@ def require_resumable(
     if state["settings"] != settings:
         before = state["settings"]
         changed = [name for name in {**settings, **before} if before.get(name) != settings.get(name)]
-        raise OtherRunError(", ".join(f"{n} {before.get(n)}, now {settings.get(n)}" for n in changed))
+        in_noise = all(one.get("optimizer lr_is_noise_step") == "True" for one in (before, settings))
+        names = {"optimizer lr": "optimizer noise_step"} if in_noise else {}
+        raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {settings.get(n)}" for n in changed))
     if state["private_grad"]["step"] > ledger.releases:
         steps = state["private_grad"]["step"]
         raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.releases})")

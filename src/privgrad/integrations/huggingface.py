@@ -283,9 +283,9 @@ class PrivateTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint as the Trainer does, with the state of the private step."""
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # trainer_state.json holds durations
         if not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)
             write_checkpoint(self.private_step.state_dict(), folder / _STATE)  # the Trainer's last file completes it
         super()._save_checkpoint(model, trial)
 
