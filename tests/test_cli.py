@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conftest import make_plan
 from privgrad import data
@@ -429,6 +431,9 @@ def test_seeds_are_kept_apart(here: Here, tmp_path: Path):
     told = here("train", "one.toml", "--seed", 3).stdout  # it trains no more, and still says so
     assert "protects nobody" in " ".join(told.split())
     assert "--out" in here("train", "one.toml", code=2).stderr
+    shown = "".join(here("train", "one.toml", "--out", "private").stdout.split("\n"))
+    weights = torch.load(re.findall(r'torch.load\("([^"]*)"\)\["model"\]', shown)[0])["model"]
+    assert [tuple(value.shape) for value in weights.values()][-1] == (10,)
     private = last_json(here("train", "one.toml", "--out", "private", "--json"))
     assert private["research_seeds"] == []
     assert private["total_epsilon"] == pytest.approx(private["methods"][0]["epsilon"])

@@ -325,7 +325,7 @@ def test_the_total_is_told_in_words() -> None:
     )
     assert "no ε covers that" in total_text(total | {"by_training_loss": True}, tuned=True)
     assert "which they were not" in total_text(total | {"covered": False}, tuned=False)
-    assert total_text(total | {"runs": 1}, tuned=False) == "This training alone used the data: it cost ε = 41.20."
+    assert total_text(total | {"runs": 1}, tuned=False) == "Only this training is counted here: it cost ε = 41.20."
 
 
 def test_the_terminal_table_has_every_method_and_reads_no_markup() -> None:
@@ -575,10 +575,21 @@ def test_the_plots_are_pictures_with_something_on_them(tmp_path: Path, drawn: No
         assert {(0, 0x72, 0xB2), (0xD5, 0x5E, 0)} <= {color for _, color in colors}
 
 
+def test_one_private_training_has_its_interval_and_its_model(tmp_path: Path) -> None:
+    record = final("M", accuracy=0.9) | {"seed": None, "test_interval": [0.85, 0.935]}
+    page = write_report([record], {"model": 'load it by privgrad.Head.load("h")'}, tmp_path)
+    text = words(page.read_text(encoding="utf-8"))
+    assert "M reaches a test accuracy of 90.0 % (95 % interval 85.0 to 93.5) in one training." in text
+    assert 'Model load it by privgrad.Head.load("h")' in text
+    assert printed([record]).count("One training.") == 1
+
+
 def test_the_smallest_report_is_one_run_and_an_empty_metadata(tmp_path: Path) -> None:
     record = {"method": "M", "phase": "final", "lr": 0.1, "epsilon": 1.0, "delta": 1e-6, "test_accuracy": 0.5}
     page = write_report(iter([record]), {}, tmp_path / "deep" / "folder").read_text(encoding="utf-8")
-    assert "M reaches a test accuracy of 50.0 % over one seed;" in words(page)
+    assert "M reaches a test accuracy of 50.0 % in one training." in words(page)
+    assert "This training satisfies" in words(page)
+    assert "Mean ± one standard deviation over seeds" not in words(page)
     assert "not recorded" in page
     assert "None" not in page.split("</style>")[1]
     assert sorted(path.name for path in (tmp_path / "deep" / "folder").iterdir()) == ["accuracy.png", "index.html"]

@@ -182,4 +182,6 @@ def _report(
         )
     if metadata["total_epsilon"] is not None:
         STDOUT.print(Text(total_text(metadata["total_epsilon"], tuned=bool(in_phase(records, "tuning")))))
+    if metadata["model"] is not None:
+        STDOUT.print(Text(f"Model: {metadata['model']}"), soft_wrap=True)
     STDOUT.print(f"Report: {answer['report']}")

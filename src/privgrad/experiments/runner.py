@@ -23,8 +23,8 @@ from privgrad.errors import expected
 from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
-from privgrad.experiments.measures import measure, most_frequent, outcomes
-from privgrad.experiments.metrics import metrics_of
+from privgrad.experiments.measures import measure, most_frequent, outcomes, unit_scores
+from privgrad.experiments.metrics import interval, metrics_of
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
 from privgrad.experiments.sources import sizes_text
@@ -193,6 +193,8 @@ def _train_one(spec: Spec, run: Run, data: DataSet, out: Path, *, progress: bool
         board.close()
     _warn_of_raw(run, clipped.fraction)
     record = _record(spec, run, made, data, result, clipped.fraction, validated=validated)
+    if plan.seed is None and data.score is not None and not validated:
+        record["test_interval"] = interval(unit_scores(result.averaged or made.model, data.test, data))
     record |= _metrics(spec, result.averaged or made.model, data, record, validated=validated)
     if run.phase == "final":
         record["head"] = save_head(

@@ -41,6 +41,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
         "title": spec.title,
         "command": command,
         "data": records[0]["data"],
+        "model": _model(spec, records[0], out) if len(records) == 1 else None,
         "plan": asdict(plan)
         | {
             "seed": ", ".join(map(str, seeds)) or None,
@@ -59,6 +60,16 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def _model(spec: Spec, record: Record, out: Path) -> str:
+    """Return where the model of a single training is, and how to load it."""
+    if record.get("head") is not None:
+        return f'load it by privgrad.Head.load("{record["head"]}")'
+    (method,) = (method for method in spec.methods if method.name == record["method"])
+    name = Run(method, candidate_of(record), record["seed"], record["phase"]).name
+    key = "averaged" if spec.run.ema_decay else "model"
+    return f'torch.load("{out / "runs" / name / "checkpoint.pt"}")["{key}"] is its state dict; the file is private'
 
 
 def _place(method: MethodTable) -> str:

@@ -100,6 +100,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
             scored=any(record.get("score", "accuracy") is not None for record in records),
             on=measured_on(records),
             score=score,
+            one=records[0] if len(records) == 1 and records[0].get("seed") is None else None,
         )
         + f" {most_frequent_text(records)}".rstrip(),
         rows=method_texts(records),
@@ -225,9 +226,17 @@ def template(name: str) -> jinja2.Template:
 
 
 def _headline(
-    rows: Sequence[Mapping[str, Any]], *, scored: bool = True, on: str = "test", score: str = "accuracy"
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    scored: bool = True,
+    on: str = "test",
+    score: str = "accuracy",
+    one: Record | None = None,
 ) -> str:
-    """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows."""
+    """Return a sentence that names the best mean score, and claims no more than the spread over seeds allows.
+
+    `one` is the record of a single training without a research seed.
+    """
     ranked = sorted((r for r in rows if is_finite(r["test_accuracy_mean"])), key=lambda r: -r["test_accuracy_mean"])
     if not ranked:
         losses = sorted((r for r in rows if is_finite(r["test_loss_mean"])), key=lambda r: r["test_loss_mean"])
@@ -238,6 +247,10 @@ def _headline(
     best, *rest = ranked
     seeds = "one seed" if best["seeds"] == 1 else f"{best['seeds']} seeds"
     figures = f"{row_texts(best)['accuracy']} over {seeds}"
+    if not rest and one is not None:
+        ends = one.get("test_interval")
+        within = "" if ends is None else f" (95 % interval {100 * ends[0]:.1f} to {100 * ends[1]:.1f})"
+        return f"{best['method']} reaches a {on} {score} of {row_texts(best)['accuracy']}{within} in one training."
     if not rest:
         return f"{best['method']} reaches a {on} {score} of {figures}; there is no other method to compare it with."
     lead = f"{best['method']} has the best mean {on} {score}, {figures}"

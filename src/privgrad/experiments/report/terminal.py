@@ -101,7 +101,8 @@ def _widths(columns: Mapping[str, Sequence[str]]) -> tuple[list[int], int]:
 def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]) -> str:
     """Return the lines below the table: the measurement, the marks that occur, and the number of trainings."""
     counts = {row["seeds"] for row in rows}
-    over = {0: "", 1: "One seed."} if len(counts) == 1 else {}
+    one = "One seed." if any(record.get("seed") is not None for record in records) else "One training."
+    over = {0: "", 1: one} if len(counts) == 1 else {}
     seeds = over.get(next(iter(counts), 0), f"± one standard deviation over {_seeds(counts)}.")
     lines = [f"{seeds} Measured on {measured_on(records)} examples, without privacy for these."]
     lines += filter(None, [most_frequent_text(records)])

@@ -160,7 +160,7 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
         return f"{runs} trainings used the same data; together they have no finite ε{why}."
     given = "" if total.get("covered", True) else " if batches had been Poisson samples, which they were not"
     if runs == 1:
-        return f"This training alone used the data: it cost ε = {cost}{given}."
+        return f"Only this training is counted here: it cost ε = {cost}{given}."
     tuning = ", tuning included" if tuned else ""
     save = ", except the choice of learning rates: training losses without noise chose them, and no ε covers that"
     return (
