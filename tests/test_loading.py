@@ -146,7 +146,7 @@ def test_random_augmentation_of_a_private_run_has_no_predictable_seed(workers: i
         plan = make_plan(sample_rate=1.0, expected_batch_size=32, steps=2)
         return np.array(drawn(plan.batches(Augmented(), num_workers=workers))).reshape(-1, 4)[:, 1:]
 
-    assert not np.intersect1d(numbers(), numbers()).size
+    assert np.intersect1d(numbers(), numbers()).size < 5  # of 192; one equal pair by chance in 500 float32 tests
 
 
 def test_random_augmentation_in_collate_is_refused_for_what_it_is():
