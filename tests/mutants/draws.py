@@ -10,7 +10,7 @@ import torch
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
-from privgrad import loading, noise, rng, sampling
+from privgrad import loading, noise, reading, rng, sampling
 from privgrad.rng import RandomSource, Stream
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -369,7 +369,7 @@ SAMPLING = [
     ),
     Mutant(
         "rows that change with their companions",
-        lambda patch: everywhere(patch, loading._require_rows, lambda *_: None),
+        lambda patch: everywhere(patch, reading.require_rows, lambda *_: None),
         "test_plan_and_sampling.test_collating_an_example_may_not_depend_on_its_companions",
     ),
     Mutant(
