@@ -156,7 +156,14 @@ def test_the_page_on_models_is_written_from_the_records():
     files = {path.name: script["read"](path) for path in sorted(script["RECORDS"].glob("*.jsonl"))}
     assert files
     assert script["page"](files) == script["PAGE"].read_text(), "run scripts/models_page.py"
-    one, other, third = (dict(row) for row in files["cpu.jsonl"][:3])
+
+    def without(row: dict[str, Any]) -> dict[str, Any]:
+        kept = {
+            key: {k: v for k, v in row[key].items() if k != "opacus-ghost"} for key in ("ratio", "failed", "peak_mb")
+        }
+        return row | kept
+
+    one, other, third = map(without, files["cpu.jsonl"][:3])
     assert "Opacus" not in script["table"]([one, other, third])
     one["ratio"], other["failed"] = {**one["ratio"], "opacus-ghost": 2.5}, {"opacus-ghost": "an error"}
     _, _, *lines = script["table"]([one, other, third]).splitlines()
