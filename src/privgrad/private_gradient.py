@@ -204,8 +204,8 @@ class PrivateGradient:
             if plan.privacy_unit == "user":
                 remedy = (
                     "give perturb=privgrad.perturb.SampleGradient('user') if each row holds all data of one person, or "
-                    "privgrad.federated.LocalUpdate(...) for rows of by_user; a bridge takes it in private_options: "
-                    "private_options={'perturb': ...}"
+                    "privgrad.federated.LocalUpdate(...) for local training (docs/federated.md); a bridge takes it in "
+                    "private_options: private_options={'perturb': ...}"
                 )
             raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
         self._model, loss_fn = model, self._contribution.losses(loss_fn)

@@ -201,7 +201,7 @@ def _ask_about_rows(count: int, num_examples: int) -> None:
         warnings.warn(
             f"NOT PRIVATE: the plan declares {num_examples:,} people, and the data set has more than {_MANY_ROWS:g} "
             "times as many rows. Does each row hold all data of one person? If a person has several rows, group them "
-            "first, for example by privgrad.data.by_user. Otherwise a larger public num_examples gives a better model",
+            "first, for example by privgrad.data.by_user.",
             stacklevel=5,
         )
 

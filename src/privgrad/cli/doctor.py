@@ -194,6 +194,10 @@ def _imported(name: str, given: str) -> Any:
     """Return MODULE:NAME, imported from the current folder, or raise PrivacyError."""
     module_name, separator, attribute = given.partition(":")
     remedy = "give package.module:function, importable from the current folder"
+    if Path(given).exists():
+        remedy = (
+            "for data, give a TOML file whose table `data` names it (docs/own-data.md); for a model, MODULE:FUNCTION"
+        )
     if not separator or not attribute or not all(module_name.split(".")):
         raise expected("privgrad doctor", name, "to be MODULE:NAME", repr(given), remedy)
     sys.path.insert(0, os.getcwd())

@@ -26,7 +26,11 @@ OutFolder = Annotated[
     typer.Option("--out", help="Folder for report, ledgers and checkpoints. Default: runs/<name of SPEC or ITEM>."),
 ]
 Restart = Annotated[
-    bool, typer.Option("--restart", help="Move an existing folder aside and start again, instead of resuming.")
+    bool,
+    typer.Option(
+        "--restart",
+        help="Move an existing folder aside and start again, instead of resuming. Its epsilon still counts.",
+    ),
 ]
 
 
@@ -88,7 +92,10 @@ def move_aside(folder: Path) -> None:
     The folder keeps its ledgers. Their cost adds to that of the new trainings.
     """
     if aside := put_aside(folder):
-        STDERR.print(f"moved {folder} to {aside}")
+        text = f"moved {folder} to {aside}"
+        if any(path.stat().st_size for path in Path(aside).rglob("ledger.jsonl")):
+            text += ", whose releases still count: their epsilon adds to that of the new trainings on the same data"
+        STDERR.print(text)
 
 
 def _folder(spec: Path, out: Path | None) -> Path:
@@ -149,7 +156,8 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
         print_json(outcome)
         return
     STDOUT.print(Text(result_text(outcome, records)))
-    STDOUT.print(Text(f"Weights: {outcome['model']}\nReport: {outcome['report']}"))
+    head = f"Head: {outcome['head']} (pg.Head.load)\n" if outcome.get("head") else ""
+    STDOUT.print(Text(f"Weights: {outcome['model']}\n{head}Report: {outcome['report']}"))
 
 
 def _headline(record: Record) -> dict[str, Any]:

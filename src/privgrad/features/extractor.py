@@ -264,9 +264,11 @@ class Extractor(nn.Module, ABC):
     def _parts(self) -> list["Extractor"]:
         return [part for part in self.modules() if isinstance(part, Extractor)]
 
-    @torch.no_grad()
     def _features(self, rows: Any) -> Tensor:
-        return self.features(rows)
+        if torch.compiler.is_exporting():  # torch could not load a program with a block without gradients
+            return self.features(rows)
+        with torch.no_grad():
+            return self.features(rows)
 
     def _try(self, rows: Rows) -> None:
         """Raise PrivacyError if the features of a row depend on its companions or on earlier calls."""

@@ -145,7 +145,6 @@ class Head(nn.Module):
         epsilon = self.privacy["epsilon"]
         return math.inf if epsilon is None else epsilon
 
-    @torch.no_grad()
     def forward(self, rows: Rows) -> Tensor:
         """Return the outputs for rows, (n, outputs), float32.
 
@@ -157,9 +156,14 @@ class Head(nn.Module):
             PrivacyError: the rows are of another kind, or a row has features that are not finite. A row of a table
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
-        if torch.compiler.is_exporting():  # the checks need values; see docs/deploy.md
+        if torch.compiler.is_exporting():  # the checks need values, and torch cannot load a block without gradients
             features = rows if self.extractor is None else self.extractor(rows)
             return self.model(features)
+        with torch.no_grad():
+            return self._checked(rows)
+
+    def _checked(self, rows: Rows) -> Tensor:
+        """Return the outputs for rows, as `forward` describes them."""
         if self.image_shape is not None and not isinstance(rows, Tensor | np.ndarray):
             condition = f"to be images of shape (n, {', '.join(map(str, self.image_shape))})"
             remedy = "read each file by privgrad.data.read_image, and give torch.stack of the images"

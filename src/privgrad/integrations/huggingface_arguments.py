@@ -284,7 +284,9 @@ def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan, noise_
         group["noise_std"] = plan.noise_std  # as the first step will set it
     _LOG.warning(
         f"PrivateTrainer: learning_rate {args.learning_rate:g} is noise step {made.noise_step:.2g} under this plan; "
-        f"the default noise step is {NOISE_STEP:g}, and {HEAD_NOISE_STEP:g} for the head of a classifier."
+        f"without it the noise step is {HEAD_NOISE_STEP:g} for the head of a classifier, {POOLER_NOISE_STEP:g} for the "
+        f"pooler of a frozen encoder, and {NOISE_STEP:g} for other layers. A model with a much smaller one hardly "
+        "trains: leave learning_rate out, or give noise_step."
     )
 
 

@@ -95,12 +95,12 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
     else:
         lines = ["The plan has no delta. `privgrad statement ledger.jsonl --delta 1e-5` computes epsilon."]
     lines.append("Results on evaluation data in this card have no noise. Epsilon does not cover these data.")
-    rule = ledger.plan_facts.get("adaptive_clip")
+    rule, counted = ledger.plan_facts.get("adaptive_clip"), "people" if plan.privacy_unit == "user" else "rows"
     rows = {
         **({"epsilon": f"{found.numbers['epsilon']:.4g}"} if found is not None and _protects(plan, found) else {}),
         **({} if plan.delta is None else {"delta": f"{plan.delta:g}"}),
         "unit of protection": "one person" if plan.privacy_unit == "user" else "one row",
-        "rows in the data": f"{plan.num_examples:,} or more, as declared",
+        f"{counted} in the data": f"{plan.num_examples:,} or more, as declared",
         "noisy gradients": f"{ledger.releases:,} released, {plan.steps:,} planned",
         "updates of the model": f"{updates:,}" + _lost(ledger.releases - updates),
         "expected batch size": f"{plan.expected_batch_size:,}",
