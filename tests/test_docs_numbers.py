@@ -107,6 +107,17 @@ def test_the_defaults_without_tuning_stand_in_the_records():
         assert runs[0]["noise_step"] * runs[0]["input_norm"] == pytest.approx(float(product), abs=5e-3)
 
 
+def test_what_a_moving_c_reaches_without_tuning_stands_in_the_records():
+    (section,) = re.findall(r"(?s)## Defaults without tuning\n.*?(?=## )", CHOOSING.read_text())
+    found = re.findall(r"^\| (digits|sections|tags)[^|]* \| ([\d.]+) % \| [\d.]+ % \|$", section, re.MULTILINE)
+    assert len(found) == 3
+    for name, said in found:
+        lines = (ROOT / f"results/moving-c/{name}.jsonl").read_text().splitlines()
+        values = [100 * json.loads(line)["test_accuracy"] for line in lines]
+        assert len(values) == 3
+        assert printed(statistics.mean(values), said) == said
+
+
 def test_what_the_page_on_features_says_was_measured_stands_in_the_records():
     held = [json.loads(line) for line in (ROOT / "results/features/runs.jsonl").read_text().splitlines()]
     lines = re.findall(
