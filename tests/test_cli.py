@@ -494,7 +494,11 @@ def test_an_interruption_before_the_first_step_says_that_nothing_was_spent(here:
         "    os.kill(os.getpid(), 2)\n    return data.digits()\n"
     )
     (tmp_path / "one.toml").write_text(ONE.replace('name = "digits"', 'name = "slow:digits"', 1))
-    told = here("train", "one.toml", code=130).stderr
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    try:
+        told = here("train", "one.toml", code=130).stderr
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert told == "stopped: before the first training; nothing was spent. Run the same command again\n"
     assert not (tmp_path / "runs").exists()
 

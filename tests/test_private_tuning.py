@@ -391,6 +391,7 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
     assert f"{count} training persons or more" in published
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE. the plan declares")
 def test_a_number_of_people_that_is_far_too_small_is_noticed(tmp_path: Path):
     rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(600)]
     (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))

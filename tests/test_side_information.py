@@ -194,10 +194,10 @@ def test_what_is_reconstructed_is_compared_by_loss(tmp_path: Any, monkeypatch: p
     raw["tuning"]["by"] = "loss"
     del raw["data"]["elsewhere"]
     with pytest.raises(pg.PrivacyError, match="other public data"):
-        compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
+        compare(check_spec(raw, "test.toml"), tmp_path / "newer", progress=False)
     raw["methods"][1]["public"] = {"examples": 38}
     with pytest.raises(pg.PrivacyError, match="at most 37"):
-        compare(check_spec(raw, "test.toml"), tmp_path / "new", progress=False)
+        compare(check_spec(raw, "test.toml"), tmp_path / "newest", progress=False)
 
 
 def test_methods_with_side_information_run_side_by_side(tmp_path: Any):

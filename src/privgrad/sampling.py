@@ -26,7 +26,7 @@ from privgrad.rng import RandomSource, Stream
 from privgrad.types import Batch, PrivacyUnit, Sampling, SamplingScheme
 
 _COMPARED = 8  # number of data set items that processes compare
-_MANY_ROWS = 1.5  # rows per declared person from which a person may have several
+_MANY_ROWS = 2.0  # rows per declared person from which a person may have several
 _REPEATS = 20  # number of equal readings after which the items count as not random
 
 

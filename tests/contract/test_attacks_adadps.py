@@ -287,7 +287,7 @@ def test_a_state_of_something_else_is_refused():
         {},
     )
     for options in others:
-        with pytest.raises(pg.PrivacyError, match="resume with the same perturb and precondition"):
+        with pytest.raises(pg.PrivacyError, match="resume with the same perturb, precondition"):
             pg.PrivateGradient(model, linear_loss, plan, **options).load_state_dict(state)
     wrong = copy.deepcopy(state)
     wrong["precondition"] |= {"step": 3, "exp_avg": {}, "exp_avg_sq": {"weight": torch.ones(2, 4)}}

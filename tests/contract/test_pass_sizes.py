@@ -61,6 +61,7 @@ def test_all_passes_but_the_last_have_a_size_that_does_not_follow_the_drawn_batc
     assert len(sizes) == 1
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE. the plan declares")
 def test_users_are_split_by_the_expected_cohort(monkeypatch: pytest.MonkeyPatch):
     plan = pg.PrivacyPlan.for_users(
         num_users=10, expected_cohort_size=10, rounds=1, noise_multiplier=1.0, max_update_norm=1.0, delta=1e-3

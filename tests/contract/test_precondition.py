@@ -216,7 +216,7 @@ def test_noise_eps_is_ten_unless_eps_is_given_and_a_resumed_run_has_the_same():
     state = run_with().state_dict()
     run_with(noise_eps=10.0).load_state_dict(state)
     for options in ({"noise_eps": 9.0}, {"eps": 10.0}):
-        with pytest.raises(pg.PrivacyError, match="resume with the same perturb and precondition"):
+        with pytest.raises(pg.PrivacyError, match="resume with the same perturb, precondition"):
             run_with(**options).load_state_dict(state)
 
 

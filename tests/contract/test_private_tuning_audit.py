@@ -206,7 +206,7 @@ def test_a_published_loser_is_caught(losers: int, tmp_path: Path, monkeypatch: p
 
     def wrong(*published: Any) -> None:
         publish(*published)
-        out: Path = published[-1]
+        out: Path = published[-1].out
         for folder in sorted((out / "raw" / "runs").iterdir())[1 : 1 + losers]:  # all score 1, so the first one wins
             shutil.copytree(folder, out / "runs" / "loser")
 
