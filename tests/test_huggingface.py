@@ -1109,3 +1109,9 @@ def test_epsilon_is_next_to_the_loss_in_tensorboard_from_the_first_evaluation_on
     assert [step for step, _ in found["train/epsilon"]] == [4, 8, 12, 12]  # and at the end of training
     assert [step for step, _ in found["eval/loss"]][:4] == [0, 4, 8, 12]
     assert "train/loss" not in found
+
+
+def test_rows_with_several_texts_need_a_loss_of_their_own():
+    batch = {"input_ids": torch.zeros(2, 3, 5, dtype=torch.long), "labels": torch.zeros(2, dtype=torch.long)}
+    with pytest.raises(pg.PrivacyError, match="to be one text per row, got 3 dimensions; give loss_fn"):
+        classification_losses(torch.nn.Linear(1, 1), batch)

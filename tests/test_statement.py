@@ -172,3 +172,15 @@ def test_a_clipping_norm_that_moves_is_named():
     private_grad(next(iter(plan.batches(make_data()))))
     private_grad.ledger.close()
     assert "clipping norm 1, moved by TargetFraction(0.75, rate=0.5)" in str(statement([private_grad.ledger]))
+
+
+def test_several_budgets_are_refused_with_what_to_do(tmp_path: Path):
+    for name in ("a.jsonl", "b.jsonl"):
+        pg.Budget(tmp_path / name, total_epsilon=3.0, delta=1e-5, num_examples=100, privacy_unit="example")
+    both = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    found = CliRunner().invoke(app, ["statement", *both])
+    assert found.exit_code != 0
+    assert "give each budget alone" in str(found.exception)
+    found = CliRunner().invoke(app, ["epsilon", both[0]])
+    assert "run `privgrad budget` on it" in str(found.exception)
+    assert "left: nothing" not in CliRunner().invoke(app, ["budget", both[0]]).stdout

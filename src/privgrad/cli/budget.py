@@ -66,6 +66,9 @@ def budget(
             f"Quote epsilon {found.total_epsilon:g}, the budget.",
             highlight=False,
         )
+    if answer["left_for_one_release"] == 0:
+        STDOUT.print("left: nothing")
+        return
     STDOUT.print(
         f"left: one more Gaussian release of epsilon {left} alone. Epsilons do not simply add up", highlight=False
     )

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from privgrad import accounting
 from privgrad.accounting import Accountant, Release
+from privgrad.budget_file import is_budget
 from privgrad.cli.console import STDOUT, AsJson, print_answer, tell
 from privgrad.errors import expected
 from privgrad.ledger import Ledger
@@ -46,6 +47,9 @@ def epsilon(
     """
     answer: dict[str, Any] = {}
     if ledger and noise_multiplier is sample_rate is steps is None:
+        for path in filter(is_budget, ledger):
+            remedy = "run `privgrad budget` on it; epsilons of several budgets on the same people add up"
+            raise expected("privgrad epsilon", f"{path}", "to be a ledger", "a budget", remedy)
         records = {path: Ledger(path, read_only=True) for path in ledger}
         require_no_budget("privgrad epsilon", records.values())
         if delta is None:

@@ -43,6 +43,9 @@ def statement(
 
 def _not_alone(files: list[Path], delta: float | None) -> PrivacyError:
     """Return the error for a budget that is given with ledgers or a delta."""
+    if len(files) > 1 and all(map(is_budget, files)):
+        remedy = "give each budget alone. For people in several budgets, their epsilons add up, and their deltas too"
+        return expected("privgrad statement", "the files", "to be one budget", f"{len(files)} budgets", remedy)
     outside = [path for path in files if not is_budget(path) and Ledger(path, read_only=True).commitment is None]
     if outside:
         remedy = (

@@ -129,11 +129,15 @@ def classification_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tens
     """Compute the cross-entropy of each sequence's label, shape (B,).
 
     Raises:
-        PrivacyError: the labels are not integers; transformers would read them as several labels per sequence.
+        PrivacyError: the labels are not integers; transformers would read them as several labels per sequence. Or a row
+            holds several texts.
     """
     if _labels_of(batch).is_floating_point():
         remedy = "give one class per sequence, or pass loss_fn"
         raise expected("PrivateTrainer", "labels", "to be integers", str(batch["labels"].dtype), remedy)
+    if (ids := batch.get("input_ids")) is not None and ids.dim() > 2:
+        remedy = "give loss_fn for rows with several texts, as docs/integrations.md does for several texts per person"
+        raise expected("PrivateTrainer", "input_ids", "to be one text per row", f"{ids.dim()} dimensions", remedy)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return F.cross_entropy(model(**inputs).logits.float(), batch["labels"], reduction="none")
 
