@@ -1115,3 +1115,12 @@ def test_rows_with_several_texts_need_a_loss_of_their_own():
     batch = {"input_ids": torch.zeros(2, 3, 5, dtype=torch.long), "labels": torch.zeros(2, dtype=torch.long)}
     with pytest.raises(pg.PrivacyError, match="to be one text per row, got 3 dimensions; give loss_fn"):
         classification_losses(torch.nn.Linear(1, 1), batch)
+
+
+def test_the_trainer_moves_c_and_filters_gradients(tmp_path: Path):
+    options = {"adaptive_clip": pg.clip.TargetFraction(), "filter": pg.filters.EMA(0.5)}
+    trainer = make_trainer(tmp_path / "moved", bert(), texts(), private_options=options)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "moved" / "ledger.jsonl").read_text().splitlines()[1:]]
+    assert len({line["max_grad_norm"] for line in lines}) == STEPS
+    assert trainer.private_grad.settings["filter"] == "EMA(0.5)"

@@ -21,7 +21,10 @@ from privgrad.reading import Collate
 from privgrad.types import Batch, NoisyGradient
 
 _VERSION = 4
-PRIVATE_OPTIONS = ("perturb", "precondition", "clip", "engine", "microbatch_size", "memory_mb")
+PRIVATE_OPTIONS = (
+    *("perturb", "precondition", "clip", "engine", "microbatch_size", "memory_mb"),
+    *("norm_bins", "adaptive_clip", "filter"),
+)
 _PATIENCE = 10  # updates until every parameter must have moved: a warm-up may start with a learning rate of zero
 
 

@@ -77,8 +77,8 @@ class PrivateTrainer(Trainer):
         data_collator: as in the Trainer, but it must pad to a public length. None stacks the columns.
         selection_data: where the evaluations come from that choose the model: "public" or "released", as in
             EarlyStopping. Required with EarlyStoppingCallback and with load_best_model_at_end.
-        private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size and
-            memory_mb.
+        private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
+            memory_mb, norm_bins, adaptive_clip and filter.
         trainer_options: the Trainer's other arguments.
     Raises:
         PrivacyError: an argument contradicts the plan, would change the private step, or would reveal private

@@ -48,8 +48,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         plan: the public numbers; the Trainer's max_steps must be plan.steps.
         device: the device to train on; None takes the GPU if there is one.
         ledger: path of the ledger's file, which resuming needs; None keeps the ledger in memory.
-        private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size and
-            memory_mb.
+        private_options: options of PrivateGradient by name: perturb, precondition, clip, engine, microbatch_size,
+            memory_mb, norm_bins, adaptive_clip and filter.
     Raises:
         PrivacyError: (in fit) the Trainer or the module would change the private step, or train without it.
     Privacy:
