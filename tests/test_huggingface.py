@@ -852,11 +852,9 @@ def test_a_column_of_labels_is_asked_for_by_the_names_that_there_are(tmp_path: P
 
 def test_rows_that_may_not_be_persons_are_asked_about(tmp_path: Path):
     users = {"perturb": pg.perturb.SampleGradient("user")}
-    planned = {"seed": None, "privacy_unit": "user", "num_examples": 16, "sample_rate": 0.5}
+    planned = {"seed": None, "privacy_unit": "user", "num_examples": 12, "sample_rate": 2 / 3}
     trainer = make_trainer(tmp_path / "a", bert(), texts(), planned=planned, private_options=users)
-    with pytest.warns(
-        UserWarning, match=r"declares 16 people, .*1\.5 times as many rows\. Does each row hold all data"
-    ):
+    with pytest.warns(UserWarning, match=r"declares 12 people, .*2 times as many rows\. Does each row hold all data"):
         trainer.train()
     assert trainer.private_grad.ledger.releases == STEPS  # a question, no refusal
     enough = planned | {"num_examples": 24, "sample_rate": 1 / 3}
