@@ -185,7 +185,12 @@ def _own_model() -> dict[str, str]:
         "num_evaluations = 5": "num_evaluations = 1",
     }
     fashion = _written_otherwise("examples/fashion_mnist.toml", steps)
-    model = "import torch\n\n\ndef make_model():\n    return torch.nn.Linear(2, 2)\n"
+    model = (
+        "import torch\nimport torch.nn.functional as F\n\n\n"
+        "def make_model():\n    return torch.nn.Linear(2, 2)\n\n\n"
+        "def losses(model, batch):\n    return F.cross_entropy(model(batch[0]), batch[1], reduction='none')\n\n\n"
+        "def public_batch():\n    return losses, (torch.randn(8, 2), torch.randint(2, (8,)))\n"
+    )
     return {"examples/fashion_mnist.toml": fashion, "mypackage/models.py": model}
 
 
