@@ -215,8 +215,9 @@ class PrivateGradient:
         self._clip: Clipping = Flat() if clip is None else clip
         self._microbatch_size = microbatch_size
         self._filter = None if filter is None else filter.begun()
-        self._adaptive = None
-        self._statistic = chosen_slots(norm_bins, plan.max_grad_norm, plan.noise_std)
+        self._adaptive, self._statistic = None, None
+        if adaptive_clip is None and norm_bins is not None:
+            self._statistic = chosen_slots(norm_bins, plan.max_grad_norm, plan.noise_std)
         if adaptive_clip is not None:
             if not isinstance(adaptive_clip, AdaptiveClip):  # pyright: ignore[reportUnnecessaryIsInstance]
                 got, remedy = described(adaptive_clip), "give clip.TargetFraction()"
@@ -294,10 +295,8 @@ class PrivateGradient:
 
         `fit` and `integrations.external_loop` store it in their checkpoints.
         """
-        perturb, precondition = self._parts().get("perturb"), self._precondition
-        found = {"perturb": self._described(perturb), "precondition": repr(precondition), "clip": repr(self._clip)}
-        later = {"adaptive_clip": self._adaptive, "filter": self._filter}
-        return found | {name: repr(part) for name, part in later.items() if part is not None}
+        found = {"perturb": "None", "precondition": "None", "clip": repr(self._clip)}
+        return found | {name: self._described(part) for name, part in self._parts().items()}
 
     def explain(self) -> Explanation:
         """Say how the last step computed the gradient of each parameter; `print` shows it.
@@ -659,9 +658,12 @@ class PrivateGradient:
 
     def _parts(self) -> dict[str, _Part]:
         """Return the parts that may have a state by name, as far as they were given."""
-        perturb = None if type(self._contribution) is SampleGradient else self._contribution
-        parts = {"perturb": perturb, "precondition": self._precondition, "adaptive_clip": self._adaptive}
-        parts |= {"filter": self._filter}
+        parts = {
+            "perturb": None if type(self._contribution) is SampleGradient else self._contribution,
+            "precondition": self._precondition,
+            "adaptive_clip": self._adaptive,
+            "filter": self._filter,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     def _described(self, part: _Part | None) -> str:

@@ -120,9 +120,8 @@ class TargetFraction(AdaptiveClip):
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
     ) -> NormStatistic:
         noise_std = noise_multiplier * max_grad_norm / divisor
-        slots = chosen_slots(norm_bins or "auto", max_grad_norm, noise_std, fewest=_FEWEST)
-        assert slots is not None
-        return slots
+        bins = "auto" if norm_bins is None else norm_bins
+        return chosen_slots(bins, max_grad_norm, noise_std, fewest=_FEWEST)
 
     def update(self, distribution: NormDistribution) -> None:
         fraction = min(max(distribution.clip_fraction, 0.0), 1.0)

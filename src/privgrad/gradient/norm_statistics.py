@@ -151,8 +151,8 @@ class Histogram:
         return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0))
 
 
-def chosen_slots(norm_bins: NormBins, max_grad_norm: float, noise_std: float, fewest: int = 1) -> Slots | None:
-    """Return the slots for `norm_bins` of PrivateGradient; None without any.
+def chosen_slots(norm_bins: int | Literal["auto"], max_grad_norm: float, noise_std: float, fewest: int = 1) -> Slots:
+    """Return the slots for `norm_bins` of PrivateGradient.
 
     Args:
         norm_bins: the number of bins. "auto" is the largest number up to 64 at which a share has a standard deviation
@@ -163,8 +163,6 @@ def chosen_slots(norm_bins: NormBins, max_grad_norm: float, noise_std: float, fe
     Raises:
         PrivacyError: norm_bins is neither an integer >= 1 nor "auto", or C is infinite.
     """
-    if norm_bins is None:
-        return None
     if math.isinf(max_grad_norm):
         remedy = "leave norm_bins out: without a clipping norm there is nothing to divide"
         raise expected("PrivateGradient", "the plan's max_grad_norm", "to be finite for norm_bins", math.inf, remedy)
