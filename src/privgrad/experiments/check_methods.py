@@ -18,7 +18,7 @@ from privgrad import precondition, side_information
 from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.sources import is_own
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
-from privgrad.experiments.tables import AdaptiveClipTable, FilterTable, PreconditionTable
+from privgrad.experiments.tables import PreconditionTable
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments
@@ -44,15 +44,9 @@ def require_method(method: MethodTable, spec: Spec) -> None:
     _require_noise_for_scales(method, spec)
 
 
-def _parts_of(method: MethodTable) -> dict[str, AdaptiveClipTable | FilterTable]:
-    """Return the tables of a method for the rule for C and the filter, as far as they were given."""
-    tables = {"adaptive_clip": method.adaptive_clip, "filter": method.filter}
-    return {part: table for part, table in tables.items() if table is not None}
-
-
 def _require_parts(method: MethodTable) -> None:
     """Raise PrivacyError unless the rule for C and the filter have their options, and nothing that contradicts them."""
-    for part, table in _parts_of(method).items():
+    for part, table in method.part_tables.items():
         known = inspect.signature(table.kind).parameters
         for name in table.options:
             require_option(name, list(known), f"methods.{method.name}.{part}.options.{name}")
@@ -83,7 +77,7 @@ def _require_options(method: MethodTable, spec: Spec) -> None:
         part, _, option = name.partition(".")
         if method.precondition is not None and option and part == "precondition":
             require_option(option, _options_of(method.precondition), place)
-        elif option and (table := _parts_of(method).get(part)) is not None:
+        elif option and (table := method.part_tables.get(part)) is not None:
             require_option(option, list(inspect.signature(table.kind).parameters), place)
         else:
             require_option(name, valid, place)

@@ -149,15 +149,18 @@ class MethodTable(Table):
             return self.filter.point
         return None if self.perturb is None or candidate.radius is None else self.perturb.make(candidate.radius)
 
+    @property
+    def part_tables(self) -> dict[str, AdaptiveClipTable | FilterTable]:
+        """Return the given tables of the rule for C and of the filter, by name. `check_methods` reads it."""
+        tables = {"adaptive_clip": self.adaptive_clip, "filter": self.filter}
+        return {part: table for part, table in tables.items() if table is not None}
+
     def parts(self) -> dict[str, Any]:
         """Return the arguments of PrivateGradient that follow its releases: statistic, rule for C, filter.
 
         `one_training` passes them, and `check_methods` makes them once.
         """
-        made = {
-            name: None if table is None else table.kind(**table.options)
-            for name, table in (("adaptive_clip", self.adaptive_clip), ("filter", self.filter))
-        }
+        made = {name: table.kind(**table.options) for name, table in self.part_tables.items()}
         return {"norm_bins": self.norm_bins, **made}
 
     def make(
