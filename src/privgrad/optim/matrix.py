@@ -57,19 +57,17 @@ class Muon(PrivateOptimizer):
             for name, parameter in self._active(group):
                 state = self.state[parameter]
                 if not state:
-                    state["step"], state["noise_var"], state["momentum_buffer"] = 0, 0.0, widened(parameter)
-                state["step"] += 1
+                    state["momentum_buffer"] = widened(parameter)
                 state["momentum_buffer"].mul_(group["momentum"]).add_(gradient[name])
-                state["noise_var"] = group["momentum"] ** 2 * state["noise_var"] + gradient.noise_std_of(name) ** 2
                 whole = gathered(state["momentum_buffer"])
-                step = self._step_of(whole, group, name, state["step"], gathered(state["noise_var"]))
+                step = self._step_of(whole, group, state, name, gradient.noise_std_of(name))
                 parameter.add_(sharded_like(step.to(parameter.dtype), parameter), alpha=-group["lr"])
 
     def _step_of(
-        self, moment: Tensor, group: Mapping[str, Any], name: str, step: int, noise_var: float | Tensor
+        self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
     ) -> Tensor:
-        """Return the step of one parameter, whose momentum has noise of this variance."""
-        del name, step, noise_var
+        """Return the step of one parameter, given its momentum and the noise of its last gradient."""
+        del state, name, noise_std
         return orthogonalized(moment, group["iterations"])
 
 
@@ -99,9 +97,11 @@ class MuonBC(Muon):
         require_integer("MuonBC", "probes", group["probes"], 1)
 
     def _step_of(
-        self, moment: Tensor, group: Mapping[str, Any], name: str, step: int, noise_var: float | Tensor
+        self, moment: Tensor, group: Mapping[str, Any], state: dict[str, Any], name: str, noise_std: float | Tensor
     ) -> Tensor:
-        around = torch.zeros_like(moment)
+        step = state["step"] = state.get("step", 0) + 1
+        state["noise_var"] = group["momentum"] ** 2 * state.get("noise_var", 0.0) + noise_std**2
+        around, noise_var = torch.zeros_like(moment), gathered(state["noise_var"])
         # The same draws in each process and after a resume.
         seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:7], "big")
         generator = torch.Generator().manual_seed(seed)
