@@ -156,6 +156,23 @@ def require_rate(function: str, value: float) -> None:
         )
 
 
+def require_share(function: str, name: str, value: float, remedy: str, at_most: str) -> None:
+    """Raise PrivacyError unless value is in (0, 1].
+
+    `filters`, `gradient.perturb` and `optim.sparse` call it.
+
+    Args:
+        function: the name for errors.
+        name: of the number.
+        value: the number.
+        remedy: for a number that is not positive.
+        at_most: the remedy for a number above 1.
+    """
+    require_positive(function, name, value, remedy)
+    if value > 1:
+        raise expected(function, name, "to be at most 1", value, at_most)
+
+
 def require_delta(function: str, value: float) -> None:
     """Raise PrivacyError unless value is in (0, 1). `plan`, `accounting` and `audit.bounds` call it."""
     if not (isinstance(value, Real) and 0 < value < 1):

@@ -7,13 +7,14 @@ guarantee does not rest on this file, which uses released gradients and public n
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from privgrad.errors import described, expected, require_positive
+from privgrad.errors import described, expected, require_share
 from privgrad.threads import blocks
 from privgrad.types import NoiseStd, NoisyGradient
 
@@ -82,10 +83,10 @@ class LinearFilter:
         else:
             stds = {name: self._noise(name, given[name], correction) for name in gradient}
             noise_std = {name: float(std) if std.dim() == 0 else std for name, std in stds.items()}
+        filtered = NoisyGradient(values, noise_std, gradient.norm_distribution)
         # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
-        filtered, before = _size_of(noise_std, gradient), _size_of(given, gradient)
-        gain = before / filtered if filtered > 0 else 1.0
-        return NoisyGradient(values, noise_std, gradient.norm_distribution, gain)
+        before, after = (sum(map(one.noise_variance_of, one)) for one in (gradient, filtered))
+        return replace(filtered, noise_gain=math.sqrt(before / after) if after > 0 else 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the recursion, for a checkpoint."""
@@ -190,9 +191,8 @@ class EMA(LinearFilter):
     """
 
     def __init__(self, weight: float) -> None:
-        require_positive("EMA", "weight", weight, "0.1 averages about the last 20 gradients")
-        if weight > 1:
-            raise expected("EMA", "weight", "to be at most 1", weight, "1 keeps each gradient as it is")
+        usual = "0.1 averages about the last 20 gradients"
+        require_share("EMA", "weight", weight, usual, "1 keeps each gradient as it is")
         super().__init__([weight], [weight - 1])
 
     def __repr__(self) -> str:
@@ -215,9 +215,7 @@ class Innovation(LinearFilter):
     """
 
     def __init__(self, weight: float) -> None:
-        require_positive("Innovation", "weight", weight, "0.5 say")
-        if weight > 1:
-            raise expected("Innovation", "weight", "to be at most 1", weight, "1 keeps each gradient as it is")
+        require_share("Innovation", "weight", weight, "0.5 say", "1 keeps each gradient as it is")
         super().__init__([weight], [2 * (weight - 1), 1 - weight])
 
     def __repr__(self) -> str:
@@ -243,14 +241,3 @@ class DOPPLER(LinearFilter):
 
     def __repr__(self) -> str:
         return f"DOPPLER(b={self._b}, a={self._a})"
-
-
-def _size_of(noise_std: NoiseStd, gradient: NoisyGradient) -> float:
-    """Return the root mean square of the noise over all coordinates."""
-    if isinstance(noise_std, float | int):
-        return float(noise_std)
-    squares = count = 0.0
-    for name, value in gradient.items():
-        std = torch.as_tensor(noise_std[name], dtype=torch.float64)
-        squares, count = squares + float(std.square().mean()) * value.numel(), count + value.numel()
-    return math.sqrt(squares / count) if count else 0.0

@@ -297,6 +297,11 @@ class NoisyGradient(Mapping[str, Tensor]):
         """Return the standard deviation of the noise for one parameter. `optim.adaptive` and `diagnostics` call it."""
         return self.noise_std if isinstance(self.noise_std, float | int) else self.noise_std[name]
 
+    def noise_variance_of(self, name: str) -> float:
+        """Return the sum of the noise's variances over a parameter's coordinates. `filters` and diagnostics call it."""
+        variance = torch.as_tensor(self.noise_std_of(name), dtype=torch.float64) ** 2
+        return float(variance.mean()) * self.tensors[name].numel()
+
     def assign(self, model: nn.Module) -> None:
         """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from rich.table import Table
 
 from privgrad.diagnostics.moments import watch_from
@@ -42,12 +41,10 @@ class RawGradientStats:
         self._norms += float(norms_B.sum())
         self._kept += float(raw.clipping.raw_lengths.sum())
         for name, clean in raw.raw_mean.items():
-            released, variance = raw.released[name], raw.released.noise_std_of(name) ** 2
-            noise = variance.sum() if isinstance(variance, torch.Tensor) else variance * clean.numel()
             for sums, value in (
                 (self._signal, clean.double().square().sum()),
-                (self._noise, noise),
-                (self._released, released.double().square().sum()),
+                (self._noise, raw.released.noise_variance_of(name)),
+                (self._released, raw.released[name].double().square().sum()),
             ):
                 sums[name] = sums.get(name, 0.0) + float(value)
 

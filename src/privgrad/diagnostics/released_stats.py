@@ -7,8 +7,6 @@ released values only.
 import math
 from collections.abc import Mapping
 
-import torch
-
 from privgrad.diagnostics.moments import watch_from
 from privgrad.errors import described, expected
 from privgrad.private_gradient import PrivateGradient
@@ -46,8 +44,7 @@ class ReleasedStats:
             self._with_distribution += 1
             self._clip_fraction += gradient.norm_distribution.clip_fraction
         for name, value in gradient.items():
-            variance = torch.as_tensor(gradient.noise_std_of(name), dtype=torch.float64) ** 2
-            self._noise += float(variance.mean()) * value.numel()
+            self._noise += gradient.noise_variance_of(name)
             self._released += float(value.double().square().sum())
 
     def summary(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from privgrad.errors import described, expected, require_positive
+from privgrad.errors import described, expected, require_share
 from privgrad.gradient.contribution import Contribution, Engine, MeanGradient, Schedule
 from privgrad.gradient.factors.base import Factor
 from privgrad.gradient.module_state import replaced
@@ -164,9 +164,7 @@ class DiSK(Contribution):
     """
 
     def __init__(self, weight: float) -> None:
-        require_positive("DiSK", "weight", weight, "0.7 say")
-        if weight > 1:
-            raise expected("DiSK", "weight", "to be at most 1", weight, "1 is DP-SGD")
+        require_share("DiSK", "weight", weight, "0.7 say", "1 is DP-SGD")
         self.weight = float(weight)
         self._now: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_decays, require_integer, require_positive
+from privgrad.errors import require_decays, require_integer, require_positive, require_share
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
 from privgrad.optim.matrix import gathered, sharded_like
 from privgrad.types import NoisyGradient
@@ -58,9 +58,8 @@ class MicroAdam(PrivateOptimizer):
     def _require_options(self, group: Mapping[str, Any]) -> None:
         require_decays("MicroAdam", "betas", group["betas"], (0.9, 0.999))
         require_positive("MicroAdam", "eps", group["eps"], "give 1e-8, the usual value")
-        require_positive("MicroAdam", "density", group["density"], "0.01 is the paper's")
-        if group["density"] > 1:
-            raise expected("MicroAdam", "density", "to be at most 1", group["density"], "0.01 is the paper's")
+        usual = "0.01 is the paper's"
+        require_share("MicroAdam", "density", group["density"], usual, usual)
         require_integer("MicroAdam", "window", group["window"], 1)
 
     @torch.no_grad()
