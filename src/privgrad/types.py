@@ -299,8 +299,9 @@ class NoisyGradient(Mapping[str, Tensor]):
 
     def noise_variance_of(self, name: str) -> float:
         """Return the sum of the noise's variances over a parameter's coordinates. `filters` and diagnostics call it."""
-        variance = torch.as_tensor(self.noise_std_of(name), dtype=torch.float64) ** 2
-        return float(variance.mean()) * self.tensors[name].numel()
+        std = self.noise_std_of(name)
+        variance = float(std.double().square().mean()) if isinstance(std, Tensor) else std**2
+        return variance * self.tensors[name].numel()
 
     def assign(self, model: nn.Module) -> None:
         """Write the gradient to the `.grad` of the model's parameters, for any torch optimizer.
