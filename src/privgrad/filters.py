@@ -132,7 +132,8 @@ class LinearFilter:
     def _moved(self, name: str, given: Tensor, correction: float) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
 
-        The state z holds sums of past values: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}.
+        The state z holds sums of past values: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}. The memory of z_1
+        holds m and then the last z, so each pass moves the list on by one.
         """
         order = len(self._entry)
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
@@ -140,16 +141,13 @@ class LinearFilter:
         if state is None:
             state = self._states[name] = [torch.zeros_like(wide) for _ in range(order)]
         b, a = (list(values) + [0.0] * (order + 1 - len(values)) for values in (self._b, (1.0, *self._a)))
-        for g, m, *z in blocks(wide, out, *state):
-            torch.add(z[0], g, alpha=b[0], out=m)
-            for index in range(1, order + 1):
-                if index < order:
-                    torch.add(z[index], m, alpha=-a[index], out=z[index - 1])
-                else:
-                    torch.mul(m, -a[index], out=z[index - 1])
-                if b[index]:
-                    z[index - 1].add_(g, alpha=b[index])
-            m.div_(correction)
+        for g, y, *z in blocks(wide, out, *state):
+            m = z[0].add_(g, alpha=b[0])
+            for index in range(1, order):
+                _add(z[index].sub_(m, alpha=a[index]), g, b[index])
+            torch.div(m, correction, out=y)
+            _add(m.mul_(-a[order]), g, b[order])
+        state.append(state.pop(0))
         return out.to(given.dtype)
 
     def _noise(self, name: str, noise_std: float | Tensor, correction: float) -> Tensor:
@@ -160,9 +158,16 @@ class LinearFilter:
         if held is None:
             held = variance.new_zeros((len(entry), len(entry), *variance.shape))
         total = held[0, 0] + self._b[0] ** 2 * variance
-        moved = torch.einsum("ij,jk...,lk->il...", matrix, held, matrix)
-        self._noises[name] = moved + torch.einsum("i,j,...->ij...", entry, entry, variance)
+        # The covariance is symmetric, so both products may use its first dimension. Not einsum: it takes a millisecond.
+        moved = torch.tensordot(matrix, torch.tensordot(matrix, held, 1).transpose(0, 1), 1)
+        self._noises[name] = moved + torch.tensordot(torch.outer(entry, entry), variance, 0)
         return total.sqrt() / abs(correction)
+
+
+def _add(total: Tensor, given: Tensor, factor: float) -> None:
+    """Add factor times `given` in place, without a pass over the numbers if the factor is 0."""
+    if factor:
+        total.add_(given, alpha=factor)
 
 
 def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
