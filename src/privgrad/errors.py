@@ -4,7 +4,8 @@ Every message reads `<function>: expected <name> <condition>, got <value>; <reme
 
 The whole library calls this file. The privacy guarantee rests on the functions that check the numbers of a plan:
 `require_positive`, `require_nonnegative`, `require_max_grad_norm`, `require_rate`, `require_delta`, `require_integer`
-and `require_choice`, with their helpers. The other functions find mistakes and word messages; the guarantee does not rest on them.
+and `require_choice`, with their helpers. The other functions find mistakes and word messages; the guarantee does not
+rest on them.
 """
 
 import difflib

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from privgrad.threads import blocks
 from privgrad.types import NoiseStd, NoisyGradient
 
 __all__ = ["DOPPLER", "EMA", "Innovation", "LinearFilter"]
+_ALL = ""  # in place of a parameter's name: of all of them
 _STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how small it may be
 
 
@@ -38,8 +39,8 @@ class LinearFilter:
         a: coefficients of the outputs m, from the last one backwards.
     Raises:
         PrivacyError: a coefficient is not finite, the recursion is not stable, or c_t is 0 at some step or in the long
-            run, as that of a difference is. In use: the gradient is filtered already, or has other parameters than the
-            last one.
+            run, as that of a difference is. In use: the gradient is filtered already, has other parameters than the
+            last one, or gives its noise in another form.
     Privacy:
         Post-processing.
     """
@@ -58,7 +59,7 @@ class LinearFilter:
         self._require_correction()
         self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._states: dict[str, list[Tensor]] = {}  # by parameter
-        self._noises: dict[str, Tensor] = {}  # by parameter, or "" for all: the covariance of the noise in a state
+        self._noises: dict[str, Tensor] = {}  # by parameter, or _ALL: the covariance of the noise in a state
 
     def __repr__(self) -> str:
         return f"LinearFilter(b={self._b}, a={self._a})"
@@ -77,12 +78,9 @@ class LinearFilter:
         correction = self._b[0] + float(self._ones[0])
         self._ones = self._matrix @ self._ones + self._entry
         values = {name: self._moved(name, value, correction) for name, value in gradient.items()}
-        given = gradient.noise_std
-        if isinstance(given, float | int):
-            noise_std: NoiseStd = float(self._noise("", given, correction))
-        else:
-            stds = {name: self._noise(name, given[name], correction) for name in gradient}
-            noise_std = {name: float(std) if std.dim() == 0 else std for name, std in stds.items()}
+        moved = {name: self._noise(name, std, correction) for name, std in _stds_of(gradient).items()}
+        stds = {name: float(std) if std.dim() == 0 else std for name, std in moved.items()}
+        noise_std: NoiseStd = cast(float, stds[_ALL]) if _ALL in stds else stds
         filtered = NoisyGradient(values, noise_std, gradient.norm_distribution)
         # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
         before, after = (sum(map(one.noise_variance_of, one)) for one in (gradient, filtered))
@@ -128,6 +126,14 @@ class LinearFilter:
             remedy = "use one filter per model, and freeze parameters before the first step"
             condition = f"to have the {len(held)} parameters of the last step, with their shapes"
             raise expected(name, "gradient", condition, f"{len(gradient)} parameters", remedy)
+        # Noise in another form would start from 0, as if that of the earlier gradients were gone.
+        known = {name: noise.shape[2:] for name, noise in self._noises.items()}
+        stds = {name: torch.as_tensor(std).shape for name, std in _stds_of(gradient).items()}
+        if known and known != stds:
+            remedy = "give noise_std as one number in each step, or for each parameter in each step"
+            raise expected(
+                name, "noise_std", "to have the form of the last step", described(gradient.noise_std), remedy
+            )
 
     def _moved(self, name: str, given: Tensor, correction: float) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
@@ -163,6 +169,12 @@ class LinearFilter:
         moved = torch.einsum("ij,jk...,lk->il...", matrix, held, matrix)
         self._noises[name] = moved + torch.einsum("i,j,...->ij...", entry, entry, variance)
         return total.sqrt() / abs(correction)
+
+
+def _stds_of(gradient: NoisyGradient) -> dict[str, float | Tensor]:
+    """Return the noise of a gradient by parameter, or that of all under the name _ALL."""
+    given = gradient.noise_std
+    return {_ALL: given} if isinstance(given, float | int) else {name: given[name] for name in gradient}
 
 
 def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:

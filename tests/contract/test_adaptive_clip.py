@@ -168,7 +168,7 @@ def test_c_stays_within_a_million_of_its_start(far: float):
     )
     shares = torch.full((8,), far, dtype=torch.float64)
     for _ in range(20):
-        rule.update(NormDistribution(shares, shares, shares))
+        rule.update(NormDistribution(shares, shares, torch.tensor([2.0] + [1.0] * 7), 2.0))
     assert rule.max_grad_norm == pytest.approx(2e-6 if far else 2e6)
 
 
@@ -180,7 +180,7 @@ def test_c_stays_within_the_limits_of_a_plan(start: float, sigma: float, least: 
         )
         shares = torch.full((8,), share, dtype=torch.float64)
         for _ in range(20):
-            rule.update(NormDistribution(shares, shares, shares))
+            rule.update(NormDistribution(shares, shares, torch.tensor([2.0] + [1.0] * 7), 2.0))
         assert rule.max_grad_norm == pytest.approx(wanted)
         make_plan(max_grad_norm=rule.max_grad_norm, noise_multiplier=sigma)
 

@@ -168,6 +168,10 @@ def test_what_is_filtered_already_and_what_has_changed_is_refused():
         filters.EMA(0.1)(filtered)
     with pytest.raises(pg.PrivacyError, match="1 parameters of the last step"):
         own(NoisyGradient({"p": torch.zeros(3), "q": torch.zeros(2)}, 0.1))
+    for other in ({"p": 0.1}, {"p": torch.full((3,), 0.1)}):  # the noise of the earlier steps would be forgotten
+        with pytest.raises(pg.PrivacyError, match="form of the last step"):
+            own(NoisyGradient({"p": torch.zeros(3)}, other))
+    assert own(gradient).noise_std_of("p") < 0.08
     with pytest.raises(pg.PrivacyError, match="NoisyGradient"):
         own({"p": torch.zeros(3)})  # pyright: ignore[reportArgumentType]
     with pytest.raises(pg.PrivacyError, match="LinearFilter"):
