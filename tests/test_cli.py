@@ -165,7 +165,7 @@ tune = { "filter.weight" = [0.4, 0.8], "adaptive_clip.target" = [0.5] }
     assert len({step["max_grad_norm"] for step in steps}) > 1
     page = (tmp_path / "out/index.html").read_text()
     assert "Noise or clipping?" in page
-    assert "may be published with the model" in " ".join(page.split())
+    assert "as private as the trained model" in " ".join(page.split())
 
 
 @pytest.mark.usefixtures("without_rendering")

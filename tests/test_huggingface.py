@@ -1122,3 +1122,6 @@ def test_the_trainer_moves_c_and_filters_gradients(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "moved" / "ledger.jsonl").read_text().splitlines()[1:]]
     assert len({line["max_grad_norm"] for line in lines}) == STEPS
     assert trainer.private_grad.settings["filter"] == "EMA(0.5)"
+    trainer.save_model(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "| released with each gradient | noisy shares of gradients by length, Slots(" in card

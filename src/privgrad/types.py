@@ -235,7 +235,7 @@ def _not_scales(side: str, operand: object) -> Exception:
 
 @dataclass(frozen=True, eq=False)
 class NormDistribution:
-    """A released distribution of the norms of the gradients of one step. It may be published.
+    """A released distribution of the norms of the gradients of one step. It is as private as the released gradient.
 
     PrivateGradient makes it, from `norm_bins` or for `adaptive_clip`.
 
@@ -247,16 +247,18 @@ class NormDistribution:
         noise_std: standard deviation of the noise in each share, shape (K,).
         edges: the norms below which `shares` counts, shape (K,), falling. With `norm_bins`: C (1 - k / K) for k = 0 to
             K - 1.
+        max_grad_norm: C of the step.
     """
 
     shares: Tensor
     noise_std: Tensor
     edges: Tensor
+    max_grad_norm: float
 
     @property
     def clip_fraction(self) -> float:
-        """With `norm_bins`, the noisy share of gradients of norm C or more, which clipping shortens; see `shares`."""
-        return 1.0 - float(self.shares[0])
+        """The noisy share of gradients longer than C, which clipping shortens; nan if C is no edge. See `shares`."""
+        return 1.0 - float(self.shares[self.edges == self.max_grad_norm].mean())
 
 
 NoiseStd = float | Mapping[str, float | Tensor]

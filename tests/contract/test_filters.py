@@ -105,6 +105,14 @@ def test_gradients_of_a_larger_clipping_norm_do_not_outweigh_those_that_follow(n
         assert length == pytest.approx(bound, rel=1e-5)
 
 
+def test_noise_may_be_given_in_another_form_at_any_step():
+    own = filters.EMA(0.5)
+    forms: list[Any] = [0.3, {"p": 0.3}, {"p": torch.full((2,), 0.3)}, 0.3]
+    for form, variance in zip(forms, (1, 5 / 9, 21 / 49, 85 / 225), strict=True):
+        found = own(NoisyGradient({"p": torch.ones(2)}, form)).noise_std_of("p")
+        assert float(torch.as_tensor(found).max()) == pytest.approx(0.3 * variance**0.5)
+
+
 def test_noise_of_zero_leaves_the_mean():
     own = filters.EMA(0.5)
     own(NoisyGradient({"p": torch.zeros(2)}, 0.0))

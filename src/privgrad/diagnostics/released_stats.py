@@ -1,4 +1,4 @@
-"""Statistics of released gradients that show whether noise or clipping hurts a training more. They may be published.
+"""Statistics of released gradients that show whether noise or clipping hurts a training more.
 
 Users and `experiments.one_training` make a ReleasedStats. The privacy guarantee does not rest on this file, which uses
 released values only.
@@ -21,8 +21,8 @@ class ReleasedStats:
     Attributes:
         steps: number of observed steps.
     Privacy:
-        Released gradients and their private distributions of norms are the only input, so the results cost no epsilon
-        and may be published with them.
+        Released gradients and their distributions of norms are the only input. So the results cost no further epsilon,
+        and are as private as these gradients: where their epsilon is infinite, nothing is.
     """
 
     def __init__(self, private_grad: PrivateGradient | None = None) -> None:
@@ -51,7 +51,7 @@ class ReleasedStats:
         """Return the statistics over all steps.
 
         Returns:
-            "clip_fraction": the mean share of gradients that clipping shortened (nan without `norm_bins`);
+            "clip_fraction": the mean share of gradients that clipping shortened (nan without distributions of norms);
             "signal_to_noise": the estimated length of the clipped mean over that of its noise; "noise_share": the share
             of the released second moment that is noise. nan before the first step.
         """
@@ -63,7 +63,7 @@ class ReleasedStats:
         }
 
     def verdict(self) -> str:
-        """Return the summary in plain language, for users. It may be published."""
+        """Return the summary in plain language, for users. It may be published where the gradients may."""
         return released_verdict(self.summary())
 
 
@@ -74,7 +74,7 @@ def released_verdict(found: Mapping[str, float]) -> str:
         return "No gradient has been observed yet."
     sentences = [] if math.isnan(clipped) else [f"Clipping shortened about {min(max(clipped, 0.0), 1.0):.0%} of them."]
     if math.isinf(ratio):
-        return " ".join([*sentences, "There is no noise."])
+        return " ".join([*sentences, "There is no noise, so nothing of this is private."])
     sentences.append(f"The signal is about {ratio:.2g} times as long as the noise.")
     if ratio >= 1 and clipped > 0.95:
         sentences.append("Clipping hurts more than noise: try a larger max_grad_norm.")

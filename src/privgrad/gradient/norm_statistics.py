@@ -82,7 +82,8 @@ class Slots:
     def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
         height = max_grad_norm / math.sqrt(self.bins)
         edges_K = max_grad_norm * (1 - torch.arange(self.bins, dtype=torch.float64) / self.bins)
-        return NormDistribution(released_K / height, torch.full_like(edges_K, noise_std / height), edges_K)
+        std_K = torch.full_like(edges_K, noise_std / height)
+        return NormDistribution(released_K / height, std_K, edges_K, max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Count:
     def distribution(self, released_K: Tensor, noise_std: float, max_grad_norm: float) -> NormDistribution:
         unit = self.weight * max_grad_norm
         edge = torch.tensor([max_grad_norm], dtype=torch.float64)
-        return NormDistribution(released_K / unit + 0.5, torch.full_like(edge, noise_std / unit), edge)
+        return NormDistribution(released_K / unit + 0.5, torch.full_like(edge, noise_std / unit), edge, max_grad_norm)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Histogram:
         shares_K = (released_K / unit).cumsum(0)
         std_K = noise_std / unit * torch.arange(1, count + 1, dtype=torch.float64).sqrt()
         edges_K = torch.tensor([*(max_grad_norm * edge for edge in self.edges), math.inf], dtype=torch.float64)
-        return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0))
+        return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0), max_grad_norm)
 
 
 def chosen_slots(norm_bins: int | Literal["auto"], max_grad_norm: float, noise_std: float, fewest: int = 1) -> Slots:
