@@ -24,8 +24,6 @@ NOT_CHECKPOINTED = {
 # peft finds no linear layer, or refuses the model.
 NO_LORA = {"poolformer", "resnet_groupnorm", "mamba", "mamba2"}
 SINGLE_PRECISION = {"gpt_neo"}  # it computes its attention in single precision
-# What the engine refuses by name, with a part of its message. The remedy of each has a test of its own.
-REFUSED = {"hand_spectral_norm_head": "like spectral_norm's vectors, use engine='vmap'"}
 # Not accepted yet, by name, variant and kind of gradient. Remove an entry as soon as its tests pass.
 _WRITES = "peft writes the parameters of experts in the forward pass, and privgrad refuses that"
 KNOWN: dict[tuple[str, str, str], str] = {
@@ -93,17 +91,8 @@ def test_batch_norm_is_refused_by_name_and_with_a_remedy(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_names_a_remedy_that_works(name: str):
-    with pytest.raises(pg.PrivacyError, match=REFUSED[name]):
-        released(make(name), 1.0)
-    found = differences(make(name), make(name), "plain", engine="vmap")
-    assert max(found.values()) <= 1e-8
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "variant"), [pair for pair in VARIED if pair[0] not in REFUSED])
+@pytest.mark.parametrize(("name", "variant"), VARIED)
 def test_all_architectures(name: str, variant: str, kind: str, request: pytest.FixtureRequest):
     if reason := (KNOWN | SOMETIMES).get((name, variant, kind)):
         request.applymarker(pytest.mark.xfail(reason=reason, strict=(name, variant, kind) in KNOWN))
