@@ -242,7 +242,8 @@ class Capture:
             else:
                 self.record.enter(path, tensors)
             tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
-            output = forward(module, tap, *args, **kwargs)
+            moves = {} if self._displacements is None else {"displacements": self._displacements}
+            output = forward(module, tap, *args, **kwargs, **moves)
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
 
