@@ -49,6 +49,7 @@ from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.probes import gradients
+from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise, noise_generator
@@ -406,7 +407,7 @@ class PrivateGradient:
             so do some errors of the network between processes.
         """
         processes = self._processes
-        with self._turn, processes.unsharded(self._model):
+        with self._turn, processes.unsharded(self._model), advanced(self._model, keep=True):
             parameters = trainable(self._model)
             with processes.all_succeed():
                 self._admit(batch, parameters)
