@@ -46,7 +46,7 @@ def written_whole(place: Path, *, overwrite: bool) -> Generator[Path]:
     """Yield a new folder for the block to fill, which becomes `place` at the end of the block.
 
     If the block raises, `place` stays as it was. A reader finds the former folder, none for an instant, or the new one,
-    and never a mix. The former folder of a process that is killed in that instant stays next to it, under a hidden name.
+    and never a mix. The former folder of a process that is killed in that instant is next to it, under a hidden name.
 
     Args:
         place: as `require_place` returned it.
