@@ -462,8 +462,9 @@ def test_a_stopped_training_saves_and_says_how_to_go_on(here: Here, tmp_path: Pa
     assert "resuming after " in resumed.stderr
     done = here("train", "one.toml")
     assert "already complete: the training in runs/one; a new one needs another folder" in done.stderr
-    done = last_json(here("train", "one.toml", "--json"))
-    assert done["methods"][0]["updates"] == 400  # what the signal came amid was finished, and saved
+    done = here("train", "one.toml", "--json")
+    assert "already complete: the training in runs/one" in done.stderr  # also where no bar is shown
+    assert last_json(done)["methods"][0]["updates"] == 400  # what the signal came amid was finished, and saved
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
