@@ -247,16 +247,33 @@ class NormDistribution:
         noise_std: standard deviation of the noise in each share, shape (K,).
         edges: the norms below which `shares` counts, shape (K,), falling. With `norm_bins`: C (1 - k / K) for k = 0 to
             K - 1.
+        max_grad_norm: C of the step, which is one of the edges.
     """
 
     shares: Tensor
     noise_std: Tensor
     edges: Tensor
+    max_grad_norm: float
 
     @property
     def clip_fraction(self) -> float:
-        """With `norm_bins`, the noisy share of gradients of norm C or more, which clipping shortens; see `shares`."""
-        return 1.0 - float(self.shares[0])
+        """The noisy share of gradients of norm C or more, which clipping shortens; see `shares`."""
+        return 1.0 - float(self.shares[self._at_bound])
+
+    @property
+    def clip_fraction_std(self) -> float:
+        """The standard deviation of the noise in `clip_fraction`."""
+        return float(self.noise_std[self._at_bound])
+
+    def __repr__(self) -> str:
+        span = f"edges from {float(self.edges[-1]):.4g} to {float(self.edges[0]):.4g}"
+        share = f"clip_fraction={self.clip_fraction:.2g} +- {self.clip_fraction_std:.1g}"
+        return f"NormDistribution(bins={len(self.edges)}, {span}, max_grad_norm={self.max_grad_norm:.4g}, {share})"
+
+    @property
+    def _at_bound(self) -> int:
+        """Return the position of C in `edges`."""
+        return int((self.edges - self.max_grad_norm).abs().argmin())
 
 
 NoiseStd = float | Mapping[str, float | Tensor]
