@@ -10,7 +10,7 @@ Shape suffixes: B contributions, K coordinates of the statistic.
 import math
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -161,8 +161,9 @@ def require_bins(function: str, name: str, value: object) -> None:
 
     `experiments.check_methods` calls it too.
     """
-    is_number = isinstance(value, Integral) and not isinstance(value, bool)
-    if value != "auto" and not (is_number and 1 <= int(cast("int", value)) <= _LIMIT):
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LIMIT:
         condition = f"to be an integer from 1 to {_LIMIT}, or 'auto'"
         raise expected(function, name, condition, described(value), "'auto' is a good choice")
 
