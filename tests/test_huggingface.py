@@ -1122,3 +1122,11 @@ def test_the_trainer_moves_c_and_filters_gradients(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "moved" / "ledger.jsonl").read_text().splitlines()[1:]]
     assert len({line["max_grad_norm"] for line in lines}) == STEPS
     assert trainer.private_grad.settings["filter"] == "EMA(0.5)"
+
+
+@pytest.mark.parametrize("name", ["adaptive_clip", "norm_bins", "filter"])
+def test_an_option_of_private_gradient_in_the_wrong_place_is_named(tmp_path: Path, name: str):
+    words = rf"{name}, an option of PrivateGradient; give private_options={{'{name}': \.\.\.}}"
+    misplaced: dict[str, Any] = {name: "auto"}
+    with pytest.raises(pg.PrivacyError, match=words):
+        make_trainer(tmp_path, bert(), texts(), **misplaced)
