@@ -41,6 +41,15 @@ configurations, with random weights. `tests/zoo` has the others, written as peop
 The records are in [results/zoo/](../results/zoo/).
 """
 
+ADAPTERS = """## LoRA on routed experts
+
+peft stacks the adapters of all experts, and of the router. In each forward pass it makes the experts' parameter a
+parametrization, and removes it again. Both write to the parameter, with the values that it has. privgrad refuses every
+write to a parameter: it cannot tell such a write from one of an example's values without a copy of all experts. So
+`target_modules="all-linear"` is refused for Mixtral, OLMoE and Qwen3-MoE. Name linear layers, such as
+`target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]`. This is exact, with preconditioning and with BAM too.
+"""
+
 
 def read(path: Path) -> list[Row]:
     """The rows of one file."""
@@ -58,6 +67,7 @@ def page(files: dict[str, list[Row]]) -> str:
         parts += [f"## {title(rows)}\n", summary(rows) + "\n", table(rows), f"Records: `{name}`.\n"]
     refused = list(refusals(next(iter(files.values()))))
     parts += ["## Refused\n", *(f"- {line}" for line in refused), ""] if refused else []
+    parts.append(ADAPTERS)
     return "\n".join(parts)
 
 

@@ -221,7 +221,7 @@ def a_failure_is_everyones(processes: Processes, folder: Path) -> Any:
 
 def refusals(processes: Processes, folder: Path) -> Any:
     """What each of these says, in every process."""
-    plan, model, data = make_plan(seed=0), small_model(), DATA
+    plan, model, data, rule = make_plan(seed=0), small_model(), DATA, pg.clip.TargetFraction()
 
     def untold() -> None:
         pg.PrivateGradient(model, loss_fn, plan)
@@ -272,6 +272,14 @@ def refusals(processes: Processes, folder: Path) -> Any:
     def not_private() -> None:
         pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.RawSAM(0.1), processes=processes)
 
+    def other_bound() -> None:
+        """C of the first process, for which the noise is made, is half of that of the others."""
+        private_grad = pg.PrivateGradient(model, loss_fn, plan, processes=processes, adaptive_clip=rule)
+        if processes.rank == 0:
+            state = private_grad.state_dict()
+            private_grad.load_state_dict(state | {"adaptive_clip": state["adaptive_clip"] | {"max_grad_norm": 0.5}})
+        private_grad(next(plan.batches(data, processes=processes)))
+
     def fixed() -> None:
         next(make_plan(sampling="fixed").batches(data, processes=processes))
 
@@ -286,7 +294,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
         wrapped_inside,
         wrapped_by_fsdp1,
     ]
-    cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, fixed]
+    cases += [part_of_the_world, other_order, other_length, changing, groups, not_private, other_bound, fixed]
     for case in cases:
         try:
             case()

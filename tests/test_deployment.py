@@ -3,10 +3,11 @@
 import copy
 import json
 import math
+import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -407,3 +408,98 @@ def test_a_trained_model_runs_as_onnx(kind: str, tmp_path: Path):
     assert rows[:2].numpy().tobytes() not in path.read_bytes()
     (found,) = onnxruntime.InferenceSession(path).run(None, {"rows": rows.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(rows).detach(), atol=1e-4, rtol=1e-4)
+
+
+# A folder that is saved again
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+def test_saved_files_have_the_mode_of_other_files(tmp_path: Path):
+    model, private_grad, _ = trained()
+    head = head_of(torch.rand(300, 7))
+    head.extractor = Whitened(Hog(places=(2,)), silhouettes(50, size=8))
+    before = os.umask(0o027)
+    try:
+        pg.save(model, tmp_path / "model", ledger=private_grad.ledger)
+        head.save(tmp_path / "head")
+    finally:
+        os.umask(before)
+    assert len(list((tmp_path / "head").rglob("*.safetensors"))) == 2
+    assert modes(tmp_path) == {0o640}
+    assert (tmp_path / "model").stat().st_mode & 0o777 == (tmp_path / "head").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_saved_model_is_replaced_on_request_only(tmp_path: Path):
+    model, private_grad, _ = trained()
+    place = tmp_path / "saved"
+    pg.save(model, place, ledger=private_grad.ledger)
+    again, other, _ = trained()
+    with pytest.raises(pg.PrivacyError, match=r"new or empty, got .*saved, which exists; .*give overwrite=True to rep"):
+        pg.save(again, place, ledger=other.ledger)
+    (tmp_path / "link").symlink_to(place)
+    said = pg.save(again, tmp_path / "link", ledger=other.ledger, overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    served = make_model()
+    assert pg.load(served, place) == said
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in served.state_dict().items())
+    assert files(place) == ["model.safetensors", "statement.json", "statement.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "saved"]
+
+
+def test_a_folder_that_is_not_as_it_was_saved_is_kept(tmp_path: Path):
+    model, private_grad, _ = trained()
+    kept = dict[str, Any](ledger=private_grad.ledger, overwrite=True)
+    cases: dict[str, Callable[[Path], object]] = {
+        "more": lambda place: (place / "notes.txt").write_text("mine"),
+        "fewer": lambda place: (place / "statement.txt").unlink(),
+        "changed": lambda place: save_file({"a": torch.ones(1)}, place / "model.safetensors"),
+        "damaged": lambda place: (place / "statement.json").write_text("[]"),
+    }
+    for name, change in cases.items():
+        pg.save(model, tmp_path / name, **kept)
+        change(tmp_path / name)
+        before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        with pytest.raises(pg.PrivacyError, match=r"new, empty, or as save wrote it, .* something else; choose ano"):
+            pg.save(model, tmp_path / name, **kept)
+        assert before == {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(pg.PrivacyError, match="something else"):
+        pg.save(model, tmp_path / "file", **kept)
+    with pytest.raises(pg.PrivacyError, match="overwrite to be True or False, got 'yes'"):
+        pg.save(model, tmp_path / "new", ledger=private_grad.ledger, overwrite=cast(Any, "yes"))
+
+
+def test_a_failed_save_leaves_the_former_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model, private_grad, _ = trained()
+    pg.save(model, tmp_path / "saved", ledger=private_grad.ledger)
+    before = {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    replaced = Path.replace
+
+    def fails(path: Path, target: Path) -> Path:
+        if path.name == "made":
+            raise OSError("disk full")
+        return replaced(path, target)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        pg.save(model, tmp_path / "saved", ledger=private_grad.ledger, overwrite=True)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_saved_head_is_replaced_on_request_only(tmp_path: Path):
+    head, other = head_of(torch.rand(300, 7)), head_of(torch.rand(300, 7))
+    head.save(tmp_path / "head")
+    with pytest.raises(pg.PrivacyError, match=r"Head.save: expected folder to be new or empty, .* overwrite=True"):
+        other.save(tmp_path / "head")
+    other.save(tmp_path / "head", overwrite=True)
+    loaded = Head.load(tmp_path / "head")
+    assert torch.equal(loaded.model.linear.weight, other.model.linear.weight)
+    with pytest.raises(pg.PrivacyError, match="folder to keep its statement, got a head of unknown training"):
+        loaded.save(tmp_path / "head", overwrite=True)
+    (tmp_path / "head" / "notes.txt").write_text("mine")
+    with pytest.raises(pg.PrivacyError, match=r"new, empty, or as Head\.save wrote it"):
+        other.save(tmp_path / "head", overwrite=True)

@@ -162,6 +162,7 @@ REFUSED = {
     "part_of_the_world": "to hold every process",
     "other_order": "in the same order",
     "other_length": "in the same order",
+    "other_bound": "to be 0.5 in all processes",
     "groups": "train in one process",
     "not_private": "train in one process",
     "fixed": "draw Poisson batches",

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import privgrad as pg
+from privgrad import data
 from privgrad.cli import app
 from privgrad.data.findings import RawFinding, raw_findings
 
@@ -125,8 +126,17 @@ def test_copies_and_damaged_images_are_found(tmp_path: Path):
     shown = CliRunner().invoke(app, ["doctor", path])
     assert (shown.exit_code, "well/3.png" in shown.output, "ill/2.png" in shown.output) == (0, True, False)
     (tmp_path / "xrays/well/3.png").unlink()
+    before = (tmp_path / "data.toml").read_text()
     clean = CliRunner().invoke(app, ["doctor", path])
     assert (clean.exit_code, "each image can be read, and none is repeated" in clean.output) == (0, True)
+    assert "xrays, NOT PRIVATE: 2 images in 1 of 2 declared classes; 2 images in the training part." in clean.output
+    (tmp_path / "data.toml").write_text(before + PRIVACY.format(3))
+    assert CliRunner().invoke(app, ["doctor", path]).exit_code == 1
+    (tmp_path / "data.toml").write_text(before)
+    (tmp_path / "xrays" / "dead").mkdir()
+    with pytest.raises(pg.PrivacyError, match=r"sub-folders of xrays to be among classes, ill, well, got 'dead'"):
+        raise CliRunner().invoke(app, ["doctor", path]).exception or AssertionError
+    (tmp_path / "xrays" / "dead").rmdir()
     for name in range(7):  # more than the examples of other findings
         whole = (tmp_path / "xrays/ill/1.png").read_bytes()
         (tmp_path / f"xrays/well/{name}.png").write_bytes(whole[: 40 + name])
@@ -139,6 +149,81 @@ def test_copies_and_damaged_images_are_found(tmp_path: Path):
     refused = CliRunner().invoke(app, ["doctor", path])
     with pytest.raises(pg.PrivacyError, match="size to be a whole number >= 1"):
         raise refused.exception or AssertionError(refused.output)
+
+
+PRIVACY = "\n[privacy]\nnum_examples = {}"
+PEOPLE = """file = "people.csv"
+label = "returned"
+classes = ["no", "yes", "lost"]
+columns = { age = { kind = "number", range = [18, 100] } }
+"""
+
+
+def people(folder: Path) -> None:
+    """A table of 300 rows of 100 persons."""
+    rows = [f"p{row % 100},{18 + row % 80},{('no', 'yes')[row % 2]}" for row in range(300)]
+    (folder / "people.csv").write_text("\n".join(["person,age,returned", *rows]))
+
+
+def told(path: str) -> dict[str, Any]:
+    return json.loads(CliRunner().invoke(app, ["doctor", path, "--json"]).stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("unit", "units"), [('unit = "person"\nmax_rows = 4\n', "persons"), ('unit = "row"\nrow_id = "row"\n', "rows")]
+)
+def test_the_public_count_is_compared_with_the_training_part(tmp_path: Path, unit: str, units: str):
+    people(tmp_path)
+    if units == "rows":
+        lines = (tmp_path / "people.csv").read_text().splitlines()
+        numbered = [f"{line},{'row' if row == 0 else row}" for row, line in enumerate(lines)]
+        (tmp_path / "people.csv").write_text("\n".join(numbered))
+    lines = f"{PEOPLE}{unit}test_share = 0.25\nvalidation_share = 0.125\n"
+    path = written(tmp_path, lines)
+    named: dict[str, Any] = (
+        {"unit": "person", "max_rows": 4} if units == "persons" else {"unit": "row", "row_id": "row"}
+    )
+    columns = {"age": {"kind": "number", "range": [18, 100]}}
+    loaded = data.table(
+        tmp_path / "people.csv",
+        columns=columns,
+        label="returned",
+        classes=["no", "yes", "lost"],
+        test_share=0.25,
+        validation_share=0.125,
+        **named,
+    )
+    size = told(path)["raw_sizes"]["people.csv"]
+    assert size == {
+        "rows": 300,
+        "kind": "rows",
+        "units": 100 if units == "persons" else None,
+        "classes": 2,
+        "declared": 3,
+        "training": len(loaded.train),
+    }
+    assert 0 < size["training"] < 300
+    for count, words in {
+        size["training"]: "",
+        size["training"] + 1: f"fewer {units} in the training part than num_examples = {size['training'] + 1}",
+        size["training"] // 5: f"{units} in the training part, more than 4 times num_examples",
+    }.items():
+        path = written(tmp_path, lines + PRIVACY.format(count))
+        shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"})
+        assert words in shown.output
+        assert shown.exit_code == int(count > size["training"])
+        assert f"num_examples = {count} was compared" in shown.output
+        assert f"{size['training']} {units} in the training part" in shown.output
+
+
+def test_a_clean_file_says_what_was_looked_at(tmp_path: Path):
+    people(tmp_path)
+    (tmp_path / "later.csv").write_text("person,age,returned\nq1,40,no\n")
+    path = written(tmp_path, f'{PEOPLE}unit = "person"\nmax_rows = 4\ntest = "later.csv"')
+    shown = CliRunner().invoke(app, ["doctor", path], env={"COLUMNS": "300"}).output
+    assert "people.csv, NOT PRIVATE: 300 rows of 100 persons in 2 of 3 declared classes; 100 persons in the tr" in shown
+    assert "later.csv, NOT PRIVATE: 1 rows of 1 persons in 1 of 3 declared classes; the test part." in shown
+    assert "privacy.num_examples is not given: nothing was compared" in shown
 
 
 @pytest.mark.parametrize(

@@ -571,6 +571,25 @@ def test_what_the_plan_decides_can_be_left_out(tmp_path: Path):
     assert {rate for name, rate in rates.items() if "classifier" not in name} == {NOISE_STEP}
 
 
+def test_defaults_that_the_plan_replaces_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    plan = make_plan(steps=20, sample_rate=0.5, expected_batch_size=16, delta=1e-3, max_grad_norm=0.5)
+    typed: dict[str, Any] = {"num_train_epochs": 3, "per_device_train_batch_size": 8, "max_grad_norm": 1.0}
+
+    def said(**arguments: Any) -> list[str]:
+        caplog.clear()
+        args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **arguments)
+        PrivateTrainer(bert(), args, plan=plan, train_dataset=texts()).private_grad.ledger.close()
+        return [one.getMessage() for one in caplog.records if "the plan decides" in one.getMessage()]
+
+    assert said(**typed) == [
+        "PrivateTrainer: the plan decides: steps=20 (10 epochs), not num_train_epochs=3; "
+        "expected_batch_size=16, not per_device_train_batch_size=8; "
+        "max_grad_norm=0.5 for each example, not max_grad_norm=1 of the arguments."
+    ]
+    assert said() == said(**typed)
+    assert said(max_steps=20, per_device_train_batch_size=16, max_grad_norm=0.5) == []
+
+
 def test_a_pooler_has_a_rate_of_its_own_if_the_encoder_is_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def rates(folder: str, *frozen: str, **options: Any) -> dict[str, float]:
         model = bert()
@@ -853,13 +872,19 @@ def test_a_column_of_labels_is_asked_for_by_the_names_that_there_are(tmp_path: P
 def test_rows_that_may_not_be_persons_are_asked_about(tmp_path: Path):
     users = {"perturb": pg.perturb.SampleGradient("user")}
     planned = {"seed": None, "privacy_unit": "user", "num_examples": 12, "sample_rate": 2 / 3}
-    trainer = make_trainer(tmp_path / "a", bert(), texts(), planned=planned, private_options=users)
-    with pytest.warns(UserWarning, match=r"declares 12 people, .*2 times as many rows\. Does each row hold all data"):
+    asks = r"declares 12 people, .*2 times as many rows\. Does each row hold all data"
+    with pytest.warns(UserWarning, match=asks):  # before anything is spent
+        trainer = make_trainer(tmp_path / "a", bert(), texts(), planned=planned, private_options=users)
+    assert trainer.private_grad.ledger.releases == 0
+    with pytest.warns(UserWarning, match=asks):  # from the same line: Python's default is to print it once
         trainer.train()
     assert trainer.private_grad.ledger.releases == STEPS  # a question, no refusal
     enough = planned | {"num_examples": 24, "sample_rate": 1 / 3}
     make_trainer(tmp_path / "b", bert(), texts(), planned=enough, private_options=users).train()
-    with pytest.raises(pg.PrivacyError, match=r"private_options=\{'perturb': \.\.\.\}"):
+    with (
+        pytest.warns(UserWarning, match=asks),
+        pytest.raises(pg.PrivacyError, match=r"private_options=\{'perturb': \."),
+    ):
         make_trainer(tmp_path / "c", bert(), texts(), planned=planned)
 
 
@@ -1122,6 +1147,9 @@ def test_the_trainer_moves_c_and_filters_gradients(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "moved" / "ledger.jsonl").read_text().splitlines()[1:]]
     assert len({line["max_grad_norm"] for line in lines}) == STEPS
     assert trainer.private_grad.settings["filter"] == "EMA(0.5)"
+    trainer.save_model(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "| released with each gradient | noisy shares of gradients by length, Slots(" in card
 
 
 @pytest.mark.parametrize("name", ["adaptive_clip", "norm_bins", "filter"])

@@ -174,6 +174,25 @@ def test_a_clipping_norm_that_moves_is_named():
     assert "clipping norm 1, moved by TargetFraction(0.75, rate=0.5)" in str(statement([private_grad.ledger]))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"norm_bins": 6}, "noisy shares of gradients by length, Slots(bins=6)"),
+        ({"adaptive_clip": pg.clip.Quantile(count_std=5.0)}, "a noisy count of gradients within C, Count(weight=0.2"),
+        ({"adaptive_clip": pg.clip.SquaredError()}, "a noisy histogram of the gradients' norms, Histogram("),
+        ({}, None),
+    ],
+)
+def test_what_is_released_with_each_gradient_is_named(options: dict[str, Any], words: str | None):
+    plan = make_plan(delta=1e-5)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, **options)
+    private_grad(next(iter(plan.batches(make_data()))))
+    private_grad.ledger.close()
+    text = str(statement([private_grad.ledger]))
+    assert ("Each gradient was released with" in text) == (words is not None)
+    assert words is None or f"Each gradient was released with {words}" in text
+
+
 def test_several_budgets_are_refused_with_what_to_do(tmp_path: Path):
     for name in ("a.jsonl", "b.jsonl"):
         pg.Budget(tmp_path / name, total_epsilon=3.0, delta=1e-5, num_examples=100, privacy_unit="example")

@@ -76,7 +76,7 @@ SIGNATURES = {
     pg.release_histogram: "rows num_bins noise_multiplier num_examples bound privacy_unit delta ledger budget name "
     "seed",
     pg.Head.load: "folder modules",
-    pg.save: "model folder ledger delta post_processing",
+    pg.save: "model folder ledger delta post_processing overwrite",
     pg.load: "model folder",
     pg.fit_head: "features labels num_classes bounds extractor source plan target_epsilon delta num_examples "
     "privacy_unit budget steps expected_batch_size max_grad_norm noise_step schedule momentum output_dir seed progress",

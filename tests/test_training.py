@@ -31,7 +31,7 @@ from privgrad.diagnostics import RawGradientStats
 from privgrad.integrations.distributed import Distributed
 from privgrad.private_gradient import RawStep
 from privgrad.processes import Processes
-from privgrad.progress import bars
+from privgrad.progress import bars, notes_only
 from privgrad.training_run import FitResult
 
 STEPS = 60
@@ -108,6 +108,26 @@ def test_fit_says_where_it_resumes_and_what_is_complete(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.startswith("already complete: 60 of 60 steps\n")
     run(tmp_path)
     assert capsys.readouterr().err == ""
+
+
+def test_without_bars_a_resumed_run_says_so_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, evaluate=interrupted(), progress=notes_only())
+    run(tmp_path, progress=notes_only())
+    assert capsys.readouterr().err == "resuming after 20 of 60 steps\n"
+
+
+def test_rows_that_may_not_be_persons_are_asked_about_before_anything_else():
+    plan = make_plan(privacy_unit="user", num_examples=12, sample_rate=2 / 3)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, perturb=pg.perturb.SampleGradient("user"))
+    optimizer = pg.optim.SGD(private_grad.model.named_parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="declares 12 people"), pytest.raises(KeyboardInterrupt):
+        pg.fit(private_grad, optimizer, make_data(), evaluate=interrupts, num_evaluations=1, progress=False)
+    assert private_grad.ledger.releases == 0
+
+
+def interrupts(model: nn.Module) -> dict[str, float]:
+    raise KeyboardInterrupt
 
 
 def interrupted() -> Callable[[nn.Module], dict[str, float]]:

@@ -36,4 +36,4 @@ def main(folder: str = "runs/features/clothing", examples: int = 60_000) -> pg.H
 
 
 if __name__ == "__main__":
-    main().save("runs/clothing-head")  # pg.Head.load(...) predicts from pixels, in another program
+    main().save("runs/clothing-head", overwrite=True)  # pg.Head.load(...) predicts from pixels, in another program

@@ -1,4 +1,7 @@
-"""Write images/: pictures of Fashion-MNIST as PNG files in one folder per class, for images_frozen_encoder.toml."""
+"""Write images/: pictures of Fashion-MNIST as PNG files in one folder per class, for two recipes.
+
+images_no_encoder.toml and images_frozen_encoder.toml train on them.
+"""
 
 import tomllib
 from pathlib import Path

@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from privgrad.errors import described, expected, require_path
 from privgrad.heads import Head
 from privgrad.ledger import Ledger
 from privgrad.private_gradient import ledgers_of, require_model
+from privgrad.saved_folder import require_place, usual_mode, written_whole
 from privgrad.statement import Section, Statement, budget_statement, statement
 
 _FORMAT = 1  # of statement.json
@@ -39,6 +39,7 @@ def save(
     ledger: Record | Sequence[Record],
     delta: float | None = None,
     post_processing: str | None = None,
+    overwrite: bool = False,
 ) -> Statement:
     """Write a trained model for publication: its weights, and the statement on the training.
 
@@ -47,13 +48,15 @@ def save(
 
     Args:
         model: a trained module.
-        folder: a new or empty folder.
+        folder: a new or empty folder, or with `overwrite` one that `save` wrote.
         ledger: of the training, or its file; or the budget, or its file, if a budget holds the releases. A sequence of
             ledgers if several trainings made the weights.
         delta: in (0, 1). None: the delta that the ledgers record.
         post_processing: what changed the weights after the training, in a few words: "merged the adapters", say. It
             is stated as declared. None: nothing did, and the weights are compared with checkpoint.pt in the folder of
             the ledger, if there is one.
+        overwrite: replace a folder that `save` wrote, as a whole, if nothing in it was added or changed since. Any
+            other folder with files is refused.
     Returns:
         The statement, with a section on the weights. A research seed, a simulated plan or batches of a fixed size are
         named in its first section, because then there is no guarantee.
@@ -70,7 +73,7 @@ def save(
     if isinstance(model, Head):
         remedy = "call head.save(folder): it also writes the extractor and the statement"
         raise expected("save", "model", "to be no Head", "a Head", remedy)
-    place = _new_folder(folder)
+    place = require_place("save", folder, overwrite=overwrite, is_own=_is_saved)
     if post_processing is not None and not post_processing.strip():
         raise expected("save", "post_processing", "to be a few words", described(post_processing), "leave it out")
     records = [_opened(record) for record in ([ledger] if isinstance(ledger, _ONE) else ledger)]
@@ -80,11 +83,9 @@ def save(
     origin = Section("Weights", _origin(model, records, post_processing))
     said = replace(said, sections=(*said.sections, origin))
     state = _plain_state(model)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
-        partial = Path(scratch) / "saved"
-        partial.mkdir()
-        _safetensors().save_model(model, str(partial / WEIGHTS))
+    with written_whole(place, overwrite=overwrite) as partial:
+        with usual_mode(partial / WEIGHTS):
+            _safetensors().save_model(model, str(partial / WEIGHTS))
         (partial / TEXT).write_text(f"{said}\n", encoding="utf-8")
         facts = {
             "format": _FORMAT,
@@ -94,7 +95,6 @@ def save(
             "statement": [asdict(section) for section in said.sections],
         }
         (partial / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        partial.replace(place)
     return said
 
 
@@ -144,13 +144,15 @@ def load(model: nn.Module, folder: str | os.PathLike[str]) -> Statement:
 _ONE = (Ledger, Budget, str, os.PathLike)
 
 
-def _new_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return the path of a new or empty folder, or raise PrivacyError."""
-    require_path("save", "folder", folder, "give the path of a new folder")
-    place = Path(folder)
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise expected("save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
-    return place
+def _is_saved(place: Path) -> bool:
+    """Return whether a folder holds what `save` wrote, unchanged, and nothing else."""
+    if {path.name for path in place.iterdir()} != {WEIGHTS, TEXT, FACTS}:
+        return False
+    try:
+        facts = json.loads((place / FACTS).read_text(encoding="utf-8"))
+        return facts["format"] == _FORMAT and facts["weights"]["sha256"] == _digest(place / WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _opened(record: object) -> Ledger | Budget:

@@ -3,8 +3,9 @@
 Every message reads `<function>: expected <name> <condition>, got <value>; <remedy>.` See `expected`.
 
 The whole library calls this file. The privacy guarantee rests on the functions that check the numbers of a plan:
-`require_positive`, `require_nonnegative`, `require_rate`, `require_delta`, `require_integer` and `require_choice`, with
-their helper `_is_finite`. The other functions find mistakes and word messages; the guarantee does not rest on them.
+`require_positive`, `require_nonnegative`, `require_max_grad_norm`, `require_rate`, `require_delta`, `require_integer`
+and `require_choice`, with their helpers. The other functions find mistakes and word messages; the guarantee does not
+rest on them.
 """
 
 import difflib
@@ -15,6 +16,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
+_SMALLEST_NORM = 1e-10  # of a clipping norm
+_LARGEST_NOISE_STD = 1e15  # float32 can hold its square
 # Names that users give for an option that is spelled differently, by the name without hyphens and underscores.
 _SYNONYMS: dict[str, tuple[str, ...]] = {
     "gpu": ("cuda",),  # by its spelling alone, "gpu" is nearest to "cpu"
@@ -128,6 +131,23 @@ def require_positive(function: str, name: str, value: float, remedy: str) -> Non
     """Raise PrivacyError unless value is a positive finite number."""
     if not (_is_finite(value) and value > 0):
         raise expected(function, name, "to be a positive finite number", described(value), remedy)
+
+
+def require_max_grad_norm(function: str, value: float, noise_multiplier: float) -> None:
+    """Raise PrivacyError unless a clipping norm, of a plan or of one step, is within `limits_of_norm`."""
+    require_positive(function, "max_grad_norm", value, "give the clip norm C")
+    least, most = limits_of_norm(noise_multiplier)
+    if value < least:
+        remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
+        raise expected(function, "max_grad_norm", f"to be at least {least:g}", value, remedy)
+    if value > most:
+        name, condition = "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}"
+        raise expected(function, name, condition, noise_multiplier * value, "lower one of the two")
+
+
+def limits_of_norm(noise_multiplier: float) -> tuple[float, float]:
+    """Return the smallest and the largest clipping norm with which float32 computes. `adaptive_clip` calls it."""
+    return _SMALLEST_NORM, _LARGEST_NOISE_STD / noise_multiplier if noise_multiplier > 0 else math.inf
 
 
 def require_nonnegative(function: str, name: str, value: float, remedy: str) -> None:

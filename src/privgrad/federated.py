@@ -20,6 +20,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.local_training import LocalUpdate, ReportedUpdate
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.precondition import Preconditioner, require_scales_only
+from privgrad.gradient.spectral_norm import advanced
 from privgrad.types import LossFunction
 
 __all__ = ["LocalUpdate", "ReportedUpdate", "local_update"]
@@ -68,8 +69,9 @@ def local_update(
         inverse_scales = require_scales_only(transform)
     engine = Factored(model, local.losses(loss_fn))
     accumulator = ClippingAccumulator(like=trainable(model), clip=Flat(), max_grad_norm=max_update_norm)
-    for _, update in local.chunks(engine, user, 1, step, inverse_scales):
-        accumulator.add(update)
+    with advanced(model, keep=False):
+        for _, update in local.chunks(engine, user, 1, step, inverse_scales):
+            accumulator.add(update)
     clipped, _ = accumulator.result()
     return dict(clipped.values)
 

@@ -7,7 +7,6 @@ guarantee does not rest on this file, which uses released gradients and public n
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from privgrad.errors import described, expected, require_share
 from privgrad.threads import blocks
-from privgrad.types import NoiseStd, NoisyGradient
+from privgrad.types import NoisyGradient
 
 __all__ = ["DOPPLER", "EMA", "Innovation", "LinearFilter"]
 _STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how small it may be
@@ -25,17 +24,19 @@ _STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how sma
 class LinearFilter:
     """A linear recursion over the released gradients g_t, given by its coefficients.
 
-    Computes: m_t = sum of b_j g_{t-j} (j >= 0) - sum of a_j m_{t-j} (j >= 1), and y_t = m_t / c_t where c_t is the same
-    recursion on ones, all from zeros. So y_t is a weighted mean of the gradients so far, with weights that may be
-    negative.
+    Computes: m_t = sum of b_j g_{t-j} / s_{t-j} (j >= 0) - sum of a_j m_{t-j} (j >= 1), and y_t = s_t m_t / c_t, where
+    s_t is the standard deviation of the noise in g_t, and c_t is the same recursion on ones, all from zeros. While the
+    noise keeps its size, y_t is a weighted mean of the gradients so far, with weights that may be negative. If it
+    changes, for instance with C, each gradient counts in units of its own noise. So gradients of a larger C, which are
+    longer and noisier, do not outweigh those that follow.
 
-    `noise_std` of the output is that of y_t, exactly, at start-up and for noise that changes over time too:
-    var(y_t) = sum of h_k^2 s_{t-k}^2 / c_t^2, where h is the response of m to a single gradient. `noise_gain` of the
-    output says how much farther the sum of the outputs spreads than that of independent noise of this size.
+    `noise_std` of the output is that of y_t, exactly, from the first step and for noise that changes over time too:
+    s_t times the root of the sum of h_k^2, over |c_t|, where h is the response of m to a single gradient. `noise_gain`
+    of the output says how much farther the sum of the outputs spreads than that of independent noise of this size.
 
     Args:
         b: coefficients of the gradients, from the present one backwards; at least one.
-        a: coefficients of the outputs m, from the last one backwards.
+        a: coefficients of the outputs m, from the last one backwards, without the leading 1 of scipy's form.
     Raises:
         PrivacyError: a coefficient is not finite, the recursion is not stable, or c_t is 0 at some step or in the long
             run, as that of a difference is. In use: the gradient is filtered already, or has other parameters than the
@@ -46,19 +47,24 @@ class LinearFilter:
 
     def __init__(self, b: Sequence[float], a: Sequence[float] = ()) -> None:
         name = type(self).__name__
-        self._b, self._a = tuple(map(float, b)), tuple(map(float, a))
+        try:
+            self._b, self._a = tuple(map(float, b)), tuple(map(float, a))
+        except (TypeError, ValueError) as error:
+            remedy = "give them as lists, for instance LinearFilter([0.2], [-0.8])"
+            raise expected(name, "b and a", "to be sequences of numbers", f"{b!r} and {a!r}", remedy) from error
         if not self._b or not all(map(math.isfinite, self._b + self._a)):
-            remedy = "give finite numbers, at least one b"
-            raise expected(name, "coefficients", "to be finite", f"b {self._b} and a {self._a}", remedy)
+            condition, remedy = "to be finite, and b not to be empty", "LinearFilter([0.2], [-0.8]) is EMA(0.2)"
+            raise expected(name, "b and a", condition, f"b {self._b} and a {self._a}", remedy)
         radius = max((abs(root) for root in np.roots((1.0, *self._a))), default=0.0)
         if radius >= 1 - 1e-9:
             remedy = "choose a whose polynomial 1 + a_1 z^-1 + ... has its zeros inside of the unit circle"
+            if self._a[0] == 1:
+                remedy += "; if a is in scipy's form, leave out its leading 1"
             raise expected(name, "the recursion", "to be stable", f"a zero of size {radius:.4g}", remedy)
         self._matrix, self._entry = _companion(self._b, self._a)
         self._require_correction()
-        self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._states: dict[str, list[Tensor]] = {}  # by parameter
-        self._noises: dict[str, Tensor] = {}  # by parameter, or "" for all: the covariance of the noise in a state
+        self._restart()
 
     def __repr__(self) -> str:
         return f"LinearFilter(b={self._b}, a={self._a})"
@@ -68,30 +74,23 @@ class LinearFilter:
     def begun(self) -> "LinearFilter":
         """Return a copy with fresh state; PrivateGradient calls it."""
         own = copy.copy(self)
-        own._states, own._noises, own._ones = {}, {}, torch.zeros_like(self._ones)
+        own._restart()
         return own
 
     def __call__(self, gradient: NoisyGradient) -> NoisyGradient:
         """Return the filtered gradient, and move on by one step. PrivateGradient and users call it."""
         self._require(gradient)
-        correction = self._b[0] + float(self._ones[0])
-        self._ones = self._matrix @ self._ones + self._entry
-        values = {name: self._moved(name, value, correction) for name, value in gradient.items()}
-        given = gradient.noise_std
-        if isinstance(given, float | int):
-            noise_std: NoiseStd = float(self._noise("", given, correction))
-        else:
-            stds = {name: self._noise(name, given[name], correction) for name in gradient}
-            noise_std = {name: float(std) if std.dim() == 0 else std for name, std in stds.items()}
-        filtered = NoisyGradient(values, noise_std, gradient.norm_distribution)
+        correction, spread = self._moved_on()
+        values = {name: self._moved(name, gradient, correction) for name in gradient}
+        given, share = gradient.noise_std, spread / abs(correction)
+        stds = given * share if isinstance(given, float | int) else {name: given[name] * share for name in gradient}
         # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
-        before, after = (sum(map(one.noise_variance_of, one)) for one in (gradient, filtered))
-        return replace(filtered, noise_gain=math.sqrt(before / after) if after > 0 else 1.0)
+        return NoisyGradient(values, stds, gradient.norm_distribution, noise_gain=1 / share)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the recursion, for a checkpoint."""
         states = {name: [value.clone() for value in values] for name, values in self._states.items()}
-        return {"states": states, "noises": dict(self._noises), "ones": self._ones}
+        return {"states": states, "ones": self._ones, "covariance": self._covariance}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
@@ -99,9 +98,22 @@ class LinearFilter:
         if not isinstance(ones, Tensor) or ones.shape != self._ones.shape:
             remedy = "load a state that a filter of the same coefficients saved"
             raise expected(type(self).__name__, "state", f"of order {len(self._ones)}", described(ones), remedy)
-        self._ones = ones.clone()
+        self._ones, self._covariance = ones.clone(), state["covariance"].clone()
         self._states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
-        self._noises = {name: value.clone() for name, value in state["noises"].items()}
+
+    def _restart(self) -> None:
+        """Set the state to that before the first gradient."""
+        self._states = {}
+        self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
+        self._covariance = torch.zeros_like(self._matrix)  # of a state, for noise of variance 1
+
+    def _moved_on(self) -> tuple[float, float]:
+        """Return c_t and the standard deviation of the noise in m_t, and move both recursions by one step."""
+        correction = self._b[0] + float(self._ones[0])
+        spread = math.sqrt(float(self._covariance[0, 0]) + self._b[0] ** 2)
+        self._ones = self._matrix @ self._ones + self._entry
+        self._covariance = self._matrix @ self._covariance @ self._matrix.T + torch.outer(self._entry, self._entry)
+        return correction, spread
 
     def _require_correction(self) -> None:
         """Raise PrivacyError unless c_t is far from 0 at each step."""
@@ -129,39 +141,43 @@ class LinearFilter:
             condition = f"to have the {len(held)} parameters of the last step, with their shapes"
             raise expected(name, "gradient", condition, f"{len(gradient)} parameters", remedy)
 
-    def _moved(self, name: str, given: Tensor, correction: float) -> Tensor:
+    def _moved(self, name: str, gradient: NoisyGradient, correction: float) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
 
-        The state z holds sums of past values: m = b_0 g + z_1, then z_i = b_i g - a_i m + z_{i+1}. The memory of z_1
-        holds m and then the last z, so each pass moves the list on by one.
+        The state z holds sums of past values: m = b_0 g / s + z_1, then z_i = b_i g / s - a_i m + z_{i+1}. The memory
+        of z_1 holds m and then the last z, so each pass moves the list on by one.
         """
-        order = len(self._entry)
+        given, order = gradient[name], len(self._entry)
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
-        out, state = torch.empty_like(wide), self._states.get(name)
+        unit = _unit_of(gradient.noise_std_of(name))
+        if isinstance(unit, Tensor):
+            unit = unit.to(wide.dtype)
+            wide, by, unit = wide / unit, unit / correction, 1.0
+        else:
+            by = unit / correction
+        b, a = (
+            [value * by_noise for value in (*values, *[0.0] * (order + 1 - len(values)))]
+            for values, by_noise in ((self._b, 1 / unit), ((1.0, *self._a), 1.0))
+        )
+        state = self._states.get(name)
         if state is None:
             state = self._states[name] = [torch.zeros_like(wide) for _ in range(order)]
-        b, a = (list(values) + [0.0] * (order + 1 - len(values)) for values in (self._b, (1.0, *self._a)))
-        for g, y, *z in blocks(wide, out, *state):
+        out = torch.empty_like(wide)
+        for g, y, factor, *z in blocks(wide, out, by, *state):
             m = z[0].add_(g, alpha=b[0])
             for index in range(1, order):
                 _add(z[index].sub_(m, alpha=a[index]), g, b[index])
-            torch.div(m, correction, out=y)
+            torch.mul(m, factor, out=y)
             _add(m.mul_(-a[order]), g, b[order])
         state.append(state.pop(0))
         return out.to(given.dtype)
 
-    def _noise(self, name: str, noise_std: float | Tensor, correction: float) -> Tensor:
-        """Return the standard deviation of the noise in y_t, and move the covariance of the noise in the state."""
-        variance = torch.as_tensor(noise_std, dtype=torch.float64) ** 2
-        matrix, entry = self._matrix.to(variance.device), self._entry.to(variance.device)
-        held = self._noises.get(name)
-        if held is None:
-            held = variance.new_zeros((len(entry), len(entry), *variance.shape))
-        total = held[0, 0] + self._b[0] ** 2 * variance
-        # The covariance is symmetric, so both products may use its first dimension. Not einsum: it takes a millisecond.
-        moved = torch.tensordot(matrix, torch.tensordot(matrix, held, 1).transpose(0, 1), 1)
-        self._noises[name] = moved + torch.tensordot(torch.outer(entry, entry), variance, 0)
-        return total.sqrt() / abs(correction)
+
+def _unit_of(noise_std: float | Tensor) -> float | Tensor:
+    """Return the unit of a gradient: the standard deviation of its noise, or 1 where it has no noise."""
+    if not isinstance(noise_std, Tensor):
+        return noise_std or 1.0
+    return noise_std.where(noise_std > 0, 1.0) if noise_std.dim() else float(noise_std) or 1.0
 
 
 def _add(total: Tensor, given: Tensor, factor: float) -> None:

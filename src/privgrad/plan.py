@@ -181,7 +181,7 @@ class PrivacyPlan:
                 sample_rate = K / n, independently of all else.
             rounds: T >= 1, the number of releases.
             max_update_norm: C, the bound on one user's whole update.
-            delta: in (0, 1); at most 1 / num_users.
+            delta: in (0, 1); at most 1 / num_users, better a tenth of it, as docs/federated.md explains.
             target_epsilon: the epsilon that all rounds together may cost. Give this or noise_multiplier, not both.
             noise_multiplier: sigma, as in PrivacyPlan.
             sampling: as in PrivacyPlan.

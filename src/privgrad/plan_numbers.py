@@ -16,6 +16,7 @@ from privgrad.errors import (
     require_choice,
     require_delta,
     require_integer,
+    require_max_grad_norm,
     require_nonnegative,
     require_positive,
     require_rate,
@@ -24,8 +25,6 @@ from privgrad.types import PrivacyUnit, SamplingScheme
 
 if TYPE_CHECKING:
     from privgrad.plan import PrivacyPlan
-
-_LARGEST_NOISE_STD = 1e15  # float32 can hold its square
 
 
 def require_numbers(plan: "PrivacyPlan") -> None:
@@ -40,15 +39,7 @@ def require_numbers(plan: "PrivacyPlan") -> None:
     require_integer(function, "num_examples", plan.num_examples, 1)
     require_nonnegative(function, "noise_multiplier", plan.noise_multiplier, "give sigma, or use for_budget")
     if not (plan.noise_multiplier == 0 and is_infinite(plan.max_grad_norm)):
-        require_positive(function, "max_grad_norm", plan.max_grad_norm, "give the clip norm C")
-    if plan.max_grad_norm < 1e-10:
-        remedy = "rescale the loss: float32 rounds the squares of such small gradients to 0, which breaks the bound"
-        raise expected(function, "max_grad_norm", "to be at least 1e-10", plan.max_grad_norm, remedy)
-    if plan.noise_multiplier > 0 and plan.noise_multiplier * plan.max_grad_norm > _LARGEST_NOISE_STD:
-        got, remedy = plan.noise_multiplier * plan.max_grad_norm, "lower one of the two"
-        raise expected(
-            function, "noise_multiplier * max_grad_norm", f"to be at most {_LARGEST_NOISE_STD:g}", got, remedy
-        )
+        require_max_grad_norm(function, plan.max_grad_norm, plan.noise_multiplier)
     if abs(plan.sample_rate * plan.num_examples - plan.expected_batch_size) > 1:
         raise expected(
             function,

@@ -31,6 +31,7 @@ from privgrad.errors import (
     require_callable,
     require_choice,
     require_integer,
+    require_max_grad_norm,
     require_positive,
 )
 from privgrad.filters import EMA, LinearFilter
@@ -49,6 +50,7 @@ from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
 from privgrad.gradient.perturb import DiSK
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.probes import gradients
+from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
 from privgrad.noise import add_noise, noise_generator
@@ -241,7 +243,7 @@ class PrivateGradient:
                 raise expected("PrivateGradient", "adaptive_clip", "to be an AdaptiveClip", got, remedy)
             self._adaptive = adaptive_clip.begun(
                 max_grad_norm=plan.max_grad_norm,
-                noise_multiplier=plan.noise_multiplier,
+                noise_multiplier=plan.noise_std * plan.divisor / plan.max_grad_norm,
                 divisor=plan.divisor,
                 norm_bins=norm_bins,
                 size=sum(parameter.numel() for parameter in trainable(model).values()),
@@ -422,15 +424,17 @@ class PrivateGradient:
             so do some errors of the network between processes.
         """
         processes = self._processes
-        with self._turn, processes.unsharded(self._model):
+        with self._turn, processes.unsharded(self._model), advanced(self._model, keep=True):
             parameters = trainable(self._model)
             with processes.all_succeed():
                 self._admit(batch, parameters)
             # Under a seed, a draw has a fixed position in the streams, whichever process computes it.
             step = self._step if self._plan.seed is None else batch.sampling.step
             try:
-                seed = processes.broadcast_object(int(self._dropout_stream.uint64(step, 1)[0] >> 1))
+                mine = int(self._dropout_stream.uint64(step, 1)[0] >> 1), self.max_grad_norm
+                seed, bound = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
+                    self._require_bound(bound)
                     clipped, clipping = self._clipped_sum(batch, step, seed, parameters)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
@@ -460,6 +464,8 @@ class PrivateGradient:
         # A draw is used once. Under a seed, a release that was lost may be computed again.
         repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
         self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
+        if self._adaptive is not None:  # a rule of the user's may choose any C
+            require_max_grad_norm("PrivateGradient", self.max_grad_norm, self._plan.noise_multiplier)
         require_supported(self._model)
         found = frozenset(parameters), configuration(self._model)
         if batch.size > 0 and found not in self._checked:
@@ -492,6 +498,7 @@ class PrivateGradient:
                 self._require_rows(rows, chunk, parameters)
                 chunk = with_mapped_inputs(chunk, transform.input_maps)
                 accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk)
+                del chunk  # before the next one is computed: only one is in memory
         return accumulator.result()
 
     def _chunks(
@@ -515,7 +522,10 @@ class PrivateGradient:
         for group_size, part in split_by_group(batch.examples, groups, size):
             rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
             self._require_rows(count_examples(part), rows, trainable(self._model))
-            yield count_examples(part) // group_size, group_means(rows, group_size)
+            means = count_examples(part) // group_size, group_means(rows, group_size)
+            del rows, part
+            yield means
+            del means
 
     def _require_rows(self, rows: int, chunk: Mapping[str, Factor], parameters: Mapping[str, Tensor]) -> None:
         """Raise PrivacyError unless a chunk has one row per example, because each row is clipped by itself.
@@ -584,6 +594,12 @@ class PrivateGradient:
                 got = f"group_size = {plan.group_size}" if plan.group_size > 1 else f"{sorted(self._not_private)}"
                 condition = "to train without groups and without parts that are NOT private"
                 raise expected("PrivateGradient", "several processes", condition, got, "train in one process")
+
+    def _require_bound(self, first: float) -> None:
+        """Raise PrivacyError unless this process clips to the C of the first one, for which the noise is made."""
+        if self.max_grad_norm != first:
+            condition, remedy = f"to be {first:g} in all processes", "load the same state in every process"
+            raise expected("PrivateGradient", "max_grad_norm", condition, f"{self.max_grad_norm:g}", remedy)
 
     def _other_plan(self, first: Mapping[str, Any], own: Mapping[str, Any]) -> Exception:
         """Return the error for a process whose plan differs from the first process's plan."""

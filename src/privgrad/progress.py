@@ -11,12 +11,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 _REMEMBERED_SECONDS = 24 * 3600.0
 
 
-def bars(*, shown: bool) -> Progress:
+class _Notes(Progress):
+    """A Progress that shows no bars, and prints notes."""
+
+
+def bars(*, shown: bool | Progress) -> Progress:
     """Return progress bars. Create each task with a field `note`, the text at the end of its line.
 
     Args:
-        shown: whether to show them. If standard error is not a terminal, only the final state is printed.
+        shown: whether to show them. If standard error is not a terminal, only the final state is printed. A Progress is
+            returned as it is.
     """
+    if isinstance(shown, Progress):
+        return shown
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=12),
@@ -28,7 +35,12 @@ def bars(*, shown: bool) -> Progress:
     return Progress(*columns, console=console, disable=not shown, speed_estimate_period=_REMEMBERED_SECONDS)
 
 
+def notes_only() -> Progress:
+    """Return a Progress that shows no bars, and prints notes on standard error. `cli` takes it for `--json`."""
+    return _Notes(console=Console(stderr=True), disable=True)
+
+
 def note(bar: Progress, text: str) -> None:
-    """Print one line above the bars; nothing where they are not shown."""
-    if not bar.disable:
+    """Print one line above the bars; nothing where neither they nor notes are shown."""
+    if not bar.disable or isinstance(bar, _Notes):
         bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

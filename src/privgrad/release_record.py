@@ -4,12 +4,13 @@
 values before it returns them.
 
 A release is charged once. Called again with the same ledger, or with the same name in the same budget, a function of
-`releases` returns the recorded values and draws nothing, even if the data have changed.
+`releases` returns the recorded values and draws nothing, even if the data have changed. A warning says so.
 """
 
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +161,7 @@ def release_once(planned: Planned, compute: Callable[[], Tensor], where: Where) 
         found = None if own is None else own.values.get(_DRAW)
         if budget is not None and name is not None:
             found = budget.released(name) or found
+        is_recorded = found is not None
         if found is None:
             found = _noisy(compute(), planned, f"{function} {name}", seed)
         if budget is not None and name is not None:
@@ -167,6 +169,8 @@ def release_once(planned: Planned, compute: Callable[[], Tensor], where: Where) 
         if len(found) != planned.size:
             remedy = "give each release a ledger and a name of its own"
             raise expected(function, "the recorded values", f"to be {planned.size} numbers", len(found), remedy)
+        if is_recorded:
+            _say_that_it_is_recorded(function, where, own)
         if own is not None and _DRAW not in own.values:
             digest = None if seed is None else hashlib.sha256(np.array(found).tobytes()).hexdigest()[:32]
             own.charge(release, draw=_DRAW, limit=1, digest=digest, values=found)
@@ -174,6 +178,20 @@ def release_once(planned: Planned, compute: Callable[[], Tensor], where: Where) 
         if own is not None and not is_given:
             own.close()
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _say_that_it_is_recorded(function: str, where: Where, own: Ledger | None) -> None:
+    """Warn that a release returns a recorded value, which other rows do not change."""
+    path = None if own is None else own.path
+    record = f"{path}" if path is not None else "the release of this ledger"
+    other = "ledger"
+    if where.budget is not None:
+        record, other = f"{where.name!r} of {where.budget.path}", "name"
+    warnings.warn(
+        f"{function}: {record} was released before; its recorded value is returned, whatever the rows are now. For a "
+        f"new release, which is charged again, give another {other}",
+        stacklevel=5 if function in ("release_sum", "release_mean") else 4,  # the line of the user's call
+    )
 
 
 def _noisy(total: Tensor, planned: Planned, name: str, seed: int | None) -> list[float]:

@@ -2,12 +2,12 @@
 
 `PrivacyPlan` calls `batches` and `BatchSampler`; `loading` loads what they draw. The privacy guarantee rests on this
 file: the sample rate that draws a batch is the one that the ledger charges. It does not rest on `_other_container`,
-`_is_column` and `_ask_about_rows`, which find mistakes of usage.
+`_is_column` and `ask_about_rows`, which find mistakes of usage.
 """
 
 import hashlib
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,8 +130,7 @@ class BatchSampler(Sampler[Draw]):
         self._relative = dataset.relative if isinstance(dataset, ClassRates) else None
         self.dataset = Examples(dataset.dataset if isinstance(dataset, ClassRates) else dataset, collate)
         self._count = len(cast("Sequence[Any]", dataset))
-        if privacy_unit == "user":
-            _ask_about_rows(self._count, num_examples)
+        ask_about_rows(dataset, num_examples, privacy_unit)
         if processes.count > 1:
             _require_same_data(self.dataset.take, self._count, processes)
         self._steps = range(start, steps)
@@ -195,14 +194,19 @@ def _require_samplable(
         raise expected(function, "sampling", condition, "'fixed'", remedy, SamplingError)
 
 
-def _ask_about_rows(count: int, num_examples: int) -> None:
-    """Warn if a data set has many more items than the plan declares people. The warning is NOT private."""
+def ask_about_rows(dataset: object, num_examples: int, privacy_unit: PrivacyUnit) -> None:
+    """Warn if a data set has many more items than the plan declares people. The warning is NOT private.
+
+    `fit` and the bridges call it as soon as they have the data, before anything is spent. All calls warn from one line,
+    so that Python prints the same warning once.
+    """
+    count = len(dataset) if privacy_unit == "user" and isinstance(dataset, Sized) else 0
     if count > _MANY_ROWS * num_examples:
         warnings.warn(
             f"NOT PRIVATE: the plan declares {num_examples:,} people, and the data set has more than {_MANY_ROWS:g} "
             "times as many rows. Does each row hold all data of one person? If a person has several rows, group them "
             "first, for example by privgrad.data.by_user.",
-            stacklevel=5,
+            stacklevel=1,
         )
 
 

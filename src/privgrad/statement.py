@@ -7,7 +7,7 @@ so each one must be true.
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -315,7 +315,23 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
             f"Noise multiplier {fact['noise_multiplier']:.4g}, clipping norm {fact['max_grad_norm']:.4g}{moved}, "
             f"sampling rate {fact['sample_rate']:.4g}, noise from {generator}."
         )
+        if (beside := released_beside(fact)) is not None:
+            lines.append(f"Each gradient was released with {beside}. Gradient and numbers share the noise multiplier.")
     return tuple(lines)
+
+
+def released_beside(fact: Mapping[str, Any]) -> str | None:
+    """Return what each gradient was released with, by a ledger's `norm_statistic`; None if it was released alone.
+
+    `integrations.model_card` calls it too.
+    """
+    recorded = fact.get("norm_statistic")
+    if not recorded:
+        return None
+    kinds = {"Slots": "noisy shares of gradients by length", "Count": "a noisy count of gradients within C"}
+    kinds["Histogram"] = "a noisy histogram of the gradients' norms"
+    kind = str(recorded).partition("(")[0]
+    return f"{kinds.get(kind, 'noisy numbers on their norms')}, {recorded}"
 
 
 def _sources(facts: Sequence[dict[str, Any]]) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.private_gradient import PrivateGradient
 from privgrad.progress import bars, note
 from privgrad.reading import Collate
+from privgrad.sampling import ask_about_rows
 from privgrad.schedule import Decay, Schedule
 from privgrad.training_run import FitResult, TrainingRun
 
@@ -112,7 +113,7 @@ def fit(
     The first process writes ledger and checkpoint, with whole tensors, so another number of processes can resume. Under
     a research seed, if steps were lost, only the same number can: the lost steps must be computed identically.
     """
-    _require_arguments(private_grad, optimizer, evaluate, on_evaluate)
+    _require_arguments(private_grad, optimizer, evaluate, on_evaluate, train_set)
     scheduler = _scheduler_of(scheduler, optimizer, private_grad.plan.steps)
     _require_schedule(num_evaluations, output_dir, save_seconds)
     require_loading("fit", num_workers, prefetch_factor, pin_memory)
@@ -179,8 +180,9 @@ def _require_arguments(
     optimizer: object,
     evaluate: object,
     on_evaluate: object,
+    train_set: object,
 ) -> None:
-    """Raise PrivacyError unless these fit together."""
+    """Raise PrivacyError unless these fit together; warn of rows that may not be persons."""
     if not isinstance(private_grad, PrivateGradient):
         remedy = "make one: fit(PrivateGradient(model, loss_fn, plan), optimizer, train_set)"
         raise expected("fit", "private_grad", "to be a PrivateGradient", described(private_grad), remedy)
@@ -199,6 +201,7 @@ def _require_arguments(
         remedy = "give it model.named_parameters(), or freeze these by requires_grad_(False): they would get noise only"
         got = f"an optimizer without {', '.join(left_out)}"
         raise expected("fit", "optimizer", "to update every trainable parameter", got, remedy)
+    ask_about_rows(train_set, private_grad.plan.num_examples, private_grad.plan.privacy_unit)
 
 
 def _settings(
@@ -318,7 +321,7 @@ def _progress_bar(
 ) -> Generator[Callable[[FitResult], None]]:
     """Show a progress bar, or a task in a given one: epsilon, speed and the first number of the last evaluation."""
     plan = private_grad.plan
-    bar = progress if isinstance(progress, Progress) else bars(shown=progress)
+    bar = bars(shown=progress)
     of_users = plan.privacy_unit == "user"
     unit = "round" if of_users else "step"
     task = bar.add_task(f"{unit}s", total=plan.steps, completed=start, note="")

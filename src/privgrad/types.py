@@ -235,7 +235,7 @@ def _not_scales(side: str, operand: object) -> Exception:
 
 @dataclass(frozen=True, eq=False)
 class NormDistribution:
-    """A released distribution of the norms of the gradients of one step. It may be published.
+    """A released distribution of the norms of the gradients of one step. It is as private as the released gradient.
 
     PrivateGradient makes it, from `norm_bins` or for `adaptive_clip`.
 
@@ -257,23 +257,18 @@ class NormDistribution:
 
     @property
     def clip_fraction(self) -> float:
-        """The noisy share of gradients of norm C or more, which clipping shortens; see `shares`."""
-        return 1.0 - float(self.shares[self._at_bound])
+        """The noisy share of gradients longer than C, which clipping shortens; nan if C is no edge. See `shares`."""
+        return 1.0 - float(self.shares[self.edges == self.max_grad_norm].mean())
 
     @property
     def clip_fraction_std(self) -> float:
         """The standard deviation of the noise in `clip_fraction`."""
-        return float(self.noise_std[self._at_bound])
+        return float(self.noise_std[self.edges == self.max_grad_norm].mean())
 
     def __repr__(self) -> str:
         span = f"edges from {float(self.edges[-1]):.4g} to {float(self.edges[0]):.4g}"
         share = f"clip_fraction={self.clip_fraction:.2g} +- {self.clip_fraction_std:.1g}"
         return f"NormDistribution(bins={len(self.edges)}, {span}, max_grad_norm={self.max_grad_norm:.4g}, {share})"
-
-    @property
-    def _at_bound(self) -> int:
-        """Return the position of C in `edges`."""
-        return int((self.edges - self.max_grad_norm).abs().argmin())
 
 
 NoiseStd = float | Mapping[str, float | Tensor]

@@ -169,8 +169,60 @@ def test_c_stays_within_a_million_of_its_start(far: float):
     )
     shares = torch.full((8,), far, dtype=torch.float64)
     for _ in range(20):
-        rule.update(NormDistribution(shares, shares, shares, 1.0))
+        rule.update(NormDistribution(shares, shares, torch.tensor([2.0] + [1.0] * 7), 2.0))
     assert rule.max_grad_norm == pytest.approx(2e-6 if far else 2e6)
+
+
+@pytest.mark.parametrize(("start", "sigma", "least", "most"), [(1e-9, 1.0, 1e-10, 1e-3), (1e12, 10.0, 1e6, 1e14)])
+def test_c_stays_within_the_limits_of_a_plan(start: float, sigma: float, least: float, most: float):
+    for share, wanted in ((1.0, least), (0.0, most)):
+        rule = pg.clip.TargetFraction(rate=10.0).begun(
+            max_grad_norm=start, noise_multiplier=sigma, divisor=100, norm_bins=None, size=5
+        )
+        shares = torch.full((8,), share, dtype=torch.float64)
+        for _ in range(20):
+            rule.update(NormDistribution(shares, shares, torch.tensor([2.0] + [1.0] * 7), 2.0))
+        assert rule.max_grad_norm == pytest.approx(wanted)
+        make_plan(max_grad_norm=rule.max_grad_norm, noise_multiplier=sigma)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0, 1e-300, 1e30, "2.5", None])
+def test_a_state_with_a_c_that_no_rule_saves_is_refused(bad: Any):
+    private_grad = private_grad_with(pg.clip.TargetFraction())
+    state = private_grad.state_dict()
+    with pytest.raises(pg.PrivacyError, match="max_grad_norm from 1e-06 to 1e"):
+        private_grad.load_state_dict(state | {"adaptive_clip": state["adaptive_clip"] | {"max_grad_norm": bad}})
+    assert private_grad.max_grad_norm == 1.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0, 1e-44, 1e30])
+def test_a_rule_of_the_users_that_leaves_the_limits_releases_nothing(bad: float):
+    class Leaving(pg.clip.TargetFraction):
+        def update(self, distribution: NormDistribution) -> None:
+            self.max_grad_norm = bad
+
+    plan = make_plan()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=Leaving())
+    first, second, *_ = plan.batches(make_data())
+    private_grad(first)
+    with pytest.raises(pg.PrivacyError, match="max_grad_norm"):
+        private_grad(second)
+    assert private_grad.ledger.releases == 1
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_know_the_noise_of_groups(name: str):
+    """The sum over groups of two examples has twice the sensitivity, and so twice the noise."""
+    rule = pg.clip.Quantile(count_std=20.0) if name == "quantile" else RULES[name]()
+    plan = make_plan(expected_batch_size=1000, num_examples=4000, noise_multiplier=8.0, group_size=2)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=rule)
+    twice = rule.begun(max_grad_norm=1.0, noise_multiplier=16.0, divisor=500, norm_bins=None, size=39)
+    assert private_grad._adaptive is not None
+    assert vars(private_grad._adaptive) == vars(twice)
+    if name == "quantile":
+        found = private_grad(next(plan.batches(make_data(4000)))).norm_distribution
+        assert found is not None
+        assert float(found.noise_std) * plan.divisor == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ FILTERS: dict[str, Any] = {
 AVERAGING = ["EMA", "DOPPLER", "innovation", "third order"]
 
 
-def by_loop(b: tuple[float, ...], a: tuple[float, ...], values: list[Tensor]) -> list[Tensor]:
+def by_loop(b: tuple[float, ...], a: tuple[float, ...], values: list[Tensor], stds: list[float]) -> list[Tensor]:
     """Return y_t, by the formula, over lists."""
 
     def recursion(given: list[Tensor]) -> list[Tensor]:
@@ -36,15 +36,17 @@ def by_loop(b: tuple[float, ...], a: tuple[float, ...], values: list[Tensor]) ->
         return found
 
     ones = recursion([torch.ones_like(value) for value in values])
-    return [m / c for m, c in zip(recursion(values), ones, strict=True)]
+    in_units = recursion([value / std for value, std in zip(values, stds, strict=True)])
+    return [std * m / c for m, c, std in zip(in_units, ones, stds, strict=True)]
 
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_values_are_those_of_the_recursion(name: str):
     own = FILTERS[name]()
     values = [torch.randn(3, 2, dtype=torch.float64) for _ in range(30)]
-    found = [own(NoisyGradient({"p": value}, 0.1))["p"] for value in values]
-    for one, wanted in zip(found, by_loop(own._b, own._a, values), strict=True):
+    stds = [0.1 * 1.5**step for step in range(15)] + [0.02] * 15
+    found = [own(NoisyGradient({"p": value}, std))["p"] for value, std in zip(values, stds, strict=True)]
+    for one, wanted in zip(found, by_loop(own._b, own._a, values, stds), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -81,10 +83,43 @@ def test_noise_by_parameter_and_by_coordinate_is_filtered_as_a_number_is():
         number = wanted.noise_std
         assert isinstance(number, float)
         assert found.noise_std_of("a") == pytest.approx(number)
-        torch.testing.assert_close(found.noise_std_of("b"), number * torch.tensor([1.0, 2.0, 3.0]).double())
+        torch.testing.assert_close(found.noise_std_of("b"), number * torch.tensor([1.0, 2.0, 3.0]))
         assert float(found.noise_std_of("c")) == pytest.approx(0.5 * number)
         assert found.noise_gain == pytest.approx(wanted.noise_gain)
-        torch.testing.assert_close(found["b"], torch.ones(3))  # a weighted mean
+        torch.testing.assert_close(found["b"], wanted["a"][:1].expand(3))  # the noise is uneven, and alike over time
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_while_the_noise_keeps_its_size_an_output_is_a_weighted_mean(name: str):
+    own = FILTERS[name]()
+    for _ in range(20):
+        torch.testing.assert_close(own(NoisyGradient({"p": torch.ones(3)}, 0.2))["p"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", AVERAGING[:2])
+def test_gradients_of_a_larger_clipping_norm_do_not_outweigh_those_that_follow(name: str):
+    """Gradients as long as C, whose noise is in proportion to C; C falls to a thousandth."""
+    own = FILTERS[name]()
+    for step in range(40):
+        bound = 1000.0 if step < 20 else 1.0
+        length = float(own(NoisyGradient({"p": torch.full((), bound)}, 0.1 * bound))["p"])
+        assert length == pytest.approx(bound, rel=1e-5)
+
+
+def test_noise_may_be_given_in_another_form_at_any_step():
+    own = filters.EMA(0.5)
+    forms: list[Any] = [0.3, {"p": 0.3}, {"p": torch.full((2,), 0.3)}, 0.3]
+    for form, variance in zip(forms, (1, 5 / 9, 21 / 49, 85 / 225), strict=True):
+        found = own(NoisyGradient({"p": torch.ones(2)}, form)).noise_std_of("p")
+        assert float(torch.as_tensor(found).max()) == pytest.approx(0.3 * variance**0.5)
+
+
+def test_noise_of_zero_leaves_the_mean():
+    own = filters.EMA(0.5)
+    own(NoisyGradient({"p": torch.zeros(2)}, 0.0))
+    found = own(NoisyGradient({"p": torch.full((2,), 3.0)}, 0.0))
+    torch.testing.assert_close(found["p"], torch.full((2,), 2.0))
+    assert found.noise_std == 0.0
 
 
 @pytest.mark.parametrize("weight", [0.05, 0.3, 0.9])
@@ -144,12 +179,15 @@ def test_optimizers_without_a_noise_step_refuse_one_behind_a_filter_too(name: st
         ([], [], "finite"),
         ([1.0], [math.nan], "finite"),
         ([1.0], [-1.0], "stable"),
+        ([0.2], [1.0, -0.8], "leave out its leading 1"),
+        (0.2, [-0.8], "sequences of numbers"),
+        (["a"], [], "sequences of numbers"),
         ([1.0], [0.0, 1.2], "stable"),
         ([0.0, 1.0], [], "c_1 to differ from 0"),
         ([1.0, -1.0], [], "c_2 to differ from 0"),
     ],
 )
-def test_recursions_without_an_average_are_refused(b: list[float], a: list[float], words: str):
+def test_recursions_without_an_average_are_refused(b: Any, a: Any, words: str):
     with pytest.raises(pg.PrivacyError, match=words):
         filters.LinearFilter(b, a)
 

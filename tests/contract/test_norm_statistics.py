@@ -101,11 +101,15 @@ def test_counts_and_histograms_give_the_shares_of_the_norms():
     count = Count(0.3).distribution(Count(0.3).rows(norms, norms, 1.0).sum(0) / 5, 0.03, 1.0)
     assert float(count.shares) == pytest.approx(3 / 5)
     assert float(count.noise_std) == pytest.approx(0.1)
+    assert count.clip_fraction == pytest.approx(2 / 5)
     histogram = Histogram((0.5, 1.0, 2.0), 0.4)
     found = histogram.distribution(histogram.rows(norms, norms, 1.0).sum(0) / 5, 0.04, 1.0)
     torch.testing.assert_close(found.shares, torch.tensor([1.0, 4 / 5, 3 / 5, 1 / 5], dtype=torch.float64))
     torch.testing.assert_close(found.edges, torch.tensor([math.inf, 2.0, 1.0, 0.5], dtype=torch.float64))
     torch.testing.assert_close(found.noise_std**2, 0.01 * torch.tensor([4.0, 3, 2, 1], dtype=torch.float64))
+    assert found.clip_fraction == pytest.approx(2 / 5)
+    without_c = Histogram((0.5, 2.0), 0.4)
+    assert math.isnan(without_c.distribution(torch.ones(3, dtype=torch.float64), 0.04, 1.0).clip_fraction)
 
 
 def small_models() -> dict[str, nn.Module]:

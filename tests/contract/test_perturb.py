@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.engines import passes
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap, per_sample_gradients
 from privgrad.gradient.factors.base import Dense, Factor
@@ -467,7 +468,9 @@ def test_half_precision(engine: Any, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_other_masks_in_the_second_pass_are_refused(kind: Any):
+def test_other_masks_in_the_second_pass_are_refused(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    """A layer that is computed by vmap in the second pass only draws others."""
+    monkeypatch.setattr(passes, "takes_displacements", lambda _: False)
     torch.manual_seed(0)
     model = LastState(kind(5, 4, num_layers=2, dropout=0.5, batch_first=True)).double()
     x = torch.randn(6, 3, 5).double()
@@ -475,6 +478,20 @@ def test_other_masks_in_the_second_pass_are_refused(kind: Any):
         Factored(model, losses_of).moved(x, RADIUS, exact=False)
     Factored(model, losses_of).moved(x, RADIUS, exact=True)  # which has one forward pass
     Factored(model.eval(), losses_of).moved(x, RADIUS, exact=False)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_drop_the_same_in_both_passes(kind: Any):
+    torch.manual_seed(0)
+    model = LastState(kind(5, 4, num_layers=2, dropout=0.5, batch_first=True)).double()
+    x, engine = torch.randn(6, 3, 5).double(), Factored(model, losses_of)
+    engine(x)
+    with seeded(1):
+        wanted = engine(x)
+    with seeded(1):
+        found = engine.moved(x, 1e-9, exact=False)
+    for name, factor in wanted.items():
+        torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-5, atol=1e-7)
 
 
 class LastState(nn.Module):

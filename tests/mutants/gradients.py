@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 import privgrad as pg
 from mutants.mutant import Mutant, Patch, everywhere, plant_sum
+from privgrad import private_gradient
 from privgrad.gradient import batching, clipping, module_state, randomness
 from privgrad.gradient import example_groups as groups
 from privgrad.gradient import validation as checks
-from privgrad.gradient.engines import capture, climb, function_calls, layer_call, passes, vmapped_unit
+from privgrad.gradient.engines import capture, climb, function_calls, layer_call, passes, vmap, vmapped_unit
 from privgrad.gradient.engines import self_check as audit
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
@@ -419,6 +420,22 @@ def mean_losses_let_through(patch: Patch) -> None:
     everywhere(patch, checks.require_apart, lambda *_: None)
 
 
+def not_advanced(patch: Patch) -> None:
+    patch.setattr(private_gradient, "advanced", lambda *_, **__: nullcontext())
+
+
+def vectors_that_follow_the_batch(patch: Patch) -> None:
+    real = pg.PrivateGradient.__call__
+
+    def planted(self: pg.PrivateGradient, batch: pg.Batch) -> pg.NoisyGradient:
+        with Patch.context() as inner:
+            if batch.size == 0:
+                not_advanced(inner)
+            return real(self, batch)
+
+    patch.setattr(pg.PrivateGradient, "__call__", planted)
+
+
 def nothing_undone(patch: Patch) -> None:
     @contextmanager
     def wrong(model: nn.Module) -> Generator[None]:
@@ -818,6 +835,25 @@ GRADIENTS = [
         "weights left as a refused forward pass wrote them",
         left_as_written,
         "test_self_check.test_a_refusal_leaves_every_bit_of_the_weights",
+    ),
+    Mutant(
+        "power iterations in the passes of the examples",
+        not_advanced,
+        "test_spectral_norm.test_vectors_advance_as_in_an_ordinary_step",
+        {"norm": "parametrization", "options": "plain"},
+        guard="not to be written",
+    ),
+    Mutant(
+        "vectors of spectral norms that stand still for an empty batch",
+        vectors_that_follow_the_batch,
+        "test_spectral_norm.test_vectors_advance_without_any_example",
+        {"norm": "parametrization"},
+    ),
+    Mutant(
+        "a count of passes kept by the reference engine",
+        unchecked(vmap._require_unwritten),
+        "test_spectral_norm.test_other_buffers_are_refused_with_what_to_use",
+        {"engine": "vmap", "counting": True},
     ),
     Mutant(
         "private tensors left on modules",

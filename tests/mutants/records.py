@@ -209,7 +209,7 @@ def rate_of_whole_steps(patch: Patch) -> None:
 
 
 def numbers_unchecked(patch: Patch) -> None:
-    patch.setattr(plan_numbers, "require_positive", lambda *_: None)
+    patch.setattr(plan_numbers, "require_max_grad_norm", lambda *_: None)
 
 
 def simulation_charged_with_noise(patch: Patch) -> None:

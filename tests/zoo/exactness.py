@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrizations
 from torch.utils.data import Dataset
 
 import privgrad as pg
@@ -56,8 +57,18 @@ def norm_of(grads: dict[str, Tensor]) -> Tensor:
     return torch.stack([grad.double().norm() for grad in grads.values()]).norm()
 
 
+def settle(case: Case) -> None:
+    """Advance spectral norms by an ordinary forward pass, and stop them there: they advance once per step."""
+    norms: list[Any] = [module for module in case.model.modules() if type(module) is parametrizations._SpectralNorm]
+    if norms:
+        case.losses(case.model, case.examples)
+    for norm in norms:
+        norm.n_power_iterations = 0
+
+
 def clipped_mean(case: Case, kind: str, scales: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """The median norm C, and the mean of the gradients, each divided by the scales and clipped to C."""
+    settle(case)
     rows: list[dict[str, Tensor]] = []
     for index in range(len(Rows(case.examples))):
         row = of_one(case, index)

@@ -21,6 +21,7 @@ from torch import nn
 from privgrad import data as loaders
 from privgrad.cli.console import STDOUT, AsJson, print_json
 from privgrad.data.findings import RawFinding, raw_findings, raw_image_findings
+from privgrad.data.raw_sizes import SPLIT, RawSize, raw_count_findings, raw_folder_size, raw_table_size
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.load_spec import read_tables
 from privgrad.experiments.sources import find_loader
@@ -28,6 +29,7 @@ from privgrad.gradient.explanation import REMEDY_OF_UNUSED, Explanation, explain
 from privgrad.gradient.validation import Problem, find_problems
 from privgrad.types import LossFunction
 
+_IMAGES = ("classes", "size", "channels", "unit", "max_rows")
 _SCHEMA = ("columns", "label", "classes", "unit", "max_rows", "row_id", "table")
 
 
@@ -55,7 +57,8 @@ def doctor(
     gradient is computed, what is slow, and what a step costs in time and memory, without noise and optimizer.
 
     For a TOML file: rows of its data that are missing, repeated, out of range or of the same person, and images that
-    cannot be read. Errors alone block a training; the rest is for you to judge. This is NOT private: do not publish it.
+    cannot be read; how much there is, and whether num_examples suits the training part. Errors alone block a training;
+    the rest is for you to judge. This is NOT private: do not publish it.
     """
     if factory.endswith(".toml"):
         if batch is not None:
@@ -99,40 +102,53 @@ def _examine(path: Path, *, as_json: bool) -> int:
         remedy = "name a file or a folder; a function is checked by its author"
         got = data.get("name")
         raise expected("privgrad doctor", "data", "to be a file or a folder", repr(got), remedy)
+    is_table, fits = loader is loaders.table, "each image can be read, and none is repeated"
+    fits = "each row fits its declaration, and none is repeated" if is_table else fits
+    declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
+    declared |= {key: data[key] for key in (_SCHEMA if is_table else _IMAGES) if key in data}
+    split = {key: data[key] for key in SPLIT if key in data}
+    counted: object = tables["privacy"].get("num_examples") if isinstance(tables.get("privacy"), dict) else None
     found: dict[str, list[RawFinding]] = {}
-    of_images = dict.fromkeys(("classes", "size", "channels", "unit", "max_rows"))
-    fits = "each row fits its declaration" if loader is loaders.table else "each image can be read"
-    for name in (data.get("file") or data.get("folder"), data.get("test")):
+    sizes: dict[str, RawSize] = {}
+    for name, own in ((data.get("file") or data.get("folder"), split), (data.get("test"), None)):
         if name is not None:
             place = path.parent / Path(f"{name}").expanduser()
-            own = {key: data[key] for key in _SCHEMA if key in data}
-            absent = dict.fromkeys(("columns", "label", "classes", "unit"))
-            found[place.name] = (
-                raw_findings(place, **(absent | own))
-                if loader is loaders.table
-                else raw_image_findings(place, **(of_images | {key: data[key] for key in of_images if key in data}))
-            )
+            several = (raw_findings if is_table else raw_image_findings)(place, **declared)
+            size = (raw_table_size if is_table else raw_folder_size)(place, declared, own)
+            found[place.name] = several + raw_count_findings(size, counted)
+            sizes[place.name] = size
     blocked = any(one.blocks for several in found.values() for one in several)
     if as_json:
         findings = {name: [asdict(one) for one in several] for name, several in found.items()}
-        print_json({"raw_findings": findings, "private": False})
+        raw = {"raw_findings": findings, "raw_sizes": {name: asdict(size) for name, size in sizes.items()}}
+        print_json(raw | {"private": False})
         return int(blocked)
     for name, several in found.items():
-        if not several:
-            STDOUT.print(f"{name}: {fits}, and none is repeated.", highlight=False)
-            continue
-        shown = Table(title=f"{name}: NOT PRIVATE")
-        for column in ("column", "finding", "count", "first rows", "remedy"):
-            shown.add_column(column, overflow="fold")
-        for one in several:
-            what = f"error: {one.what}" if one.blocks else one.what
-            cells = (one.column, what, f"{one.count:,}", ", ".join(map(str, one.rows)), one.remedy)
-            shown.add_row(*map(escape, cells), style="red" if one.blocks else None)
-        STDOUT.print(shown)
+        STDOUT.print(f"{name}, NOT PRIVATE: {sizes[name].text()}.", highlight=False, soft_wrap=True)
+        if several:
+            STDOUT.print(_table(name, several))
+        else:
+            STDOUT.print(f"{name}: {fits}.", highlight=False)
+    if isinstance(counted, int):
+        STDOUT.print(f"num_examples = {counted:,} was compared with the training part.", highlight=False)
+    else:
+        STDOUT.print("privacy.num_examples is not given: nothing was compared with the training part.")
     STDOUT.print(
         "NOT PRIVATE: all of this is counted without noise. Do not publish it, nor decide by it what is public."
     )
     return int(blocked)
+
+
+def _table(name: str, several: Sequence[RawFinding]) -> Table:
+    """Return the findings of one file or folder as a table."""
+    shown = Table(title=f"{name}: NOT PRIVATE")
+    for column in ("column", "finding", "count", "first rows", "remedy"):
+        shown.add_column(column, overflow="fold")
+    for one in several:
+        what = f"error: {one.what}" if one.blocks else one.what
+        cells = (one.column, what, f"{one.count:,}", ", ".join(map(str, one.rows)), one.remedy)
+        shown.add_row(*map(escape, cells), style="red" if one.blocks else None)
+    return shown
 
 
 def _of_unused(model: nn.Module, unused: Sequence[str]) -> list[Problem]:

@@ -19,6 +19,7 @@ from privgrad.experiments.load_spec import load_spec
 from privgrad.experiments.paid_folder import largest_total, shared_budget
 from privgrad.experiments.prices import price, prices_of, way_of
 from privgrad.experiments.spec import Spec
+from privgrad.progress import notes_only
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The experiment; examples/ has some.")]
 OutFolder = Annotated[
@@ -52,7 +53,7 @@ def train(
     if restart:
         move_aside(folder)
     with stoppable(lambda: resuming(folder)):
-        records = runner.train(loaded, folder, seed=seed, progress=not as_json)
+        records = runner.train(loaded, folder, seed=seed, progress=notes_only() if as_json else True)
     _report(loaded, records, folder, as_json=as_json, headline=_headline(records[-1]))
 
 
@@ -82,7 +83,7 @@ def compare(
     if restart:
         move_aside(folder)
     with stoppable(lambda: resuming(folder)):
-        records = runner.compare(loaded, folder, progress=not as_json)
+        records = runner.compare(loaded, folder, progress=notes_only() if as_json else True)
     _report(loaded, records, folder, as_json=as_json)
 
 
@@ -147,7 +148,7 @@ def _compare_privately(spec: Spec, folder: Path, *, restart: bool, as_json: bool
         records = paid_runner.compare(
             spec,
             folder,
-            progress=not as_json,
+            progress=notes_only() if as_json else True,
             announce=announce,
             restart=(lambda: move_aside(folder)) if restart else None,
         )

@@ -81,7 +81,7 @@ def raw_findings(
     )
     read_columns("doctor", path, schema.names, table)  # its errors name declared columns
     content = read_columns("doctor", path, None, table)
-    texts = {name: [_text(value) for value in content[name]] for name in schema.names}
+    texts = {name: [text_or_kind(value) for value in content[name]] for name in schema.names}
     found = [*_of_labels(schema, texts[schema.label])]
     for name, kind in schema.columns.items():
         if not isinstance(kind, Text):
@@ -132,8 +132,8 @@ def _is_readable(file: Path, channels: Literal[1, 3]) -> bool:
     return True
 
 
-def _text(value: object) -> str:
-    """Return the text of a value; of one that is no single value, its kind."""
+def text_or_kind(value: object) -> str:
+    """Return the text of a value; of one that is no single value, its kind. `raw_sizes` also calls it."""
     try:
         return text_of(value)
     except ValueError as error:
@@ -238,7 +238,7 @@ def _persons(others: Mapping[str, Sequence[Any]]) -> list[RawFinding]:
     """Return the undeclared columns that seem to identify persons with several rows, although unit is "row"."""
     found: list[RawFinding] = []
     for name, values in others.items():
-        keys = [text for text in map(_text, values) if not is_missing(text)]
+        keys = [text for text in map(text_or_kind, values) if not is_missing(text)]
         if _OF_PERSONS.search(name) and len(set(keys)) < len(keys):
             what = f"{len(set(keys))} values in {len(keys)} rows, and unit is 'row'"
             remedy = f'if it identifies persons, set unit = "{name}": several rows of a person are protected less'

@@ -25,7 +25,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 METADATA, FILE_NAME = "metadata.csv", "file_name"  # as in the image folders of Hugging Face
 
 
-class _Image(NamedTuple):
+class Image(NamedTuple):
     """The file of an image, and its class number."""
 
     file: Path
@@ -78,14 +78,14 @@ def image_folder(
     require_images(Where("image_folder"), classes, size, channels, unit, max_rows)
     require_split(Where("image_folder"), test, test_share, validation_share, split_key)
     folder = Path(path)
-    own = _units(folder, classes, unit, max_rows)
-    parts: dict[str, list[list[_Image]]] = {"train": [], "validation": [], "test": []}
+    own = units_of(folder, classes, unit, max_rows)
+    parts: dict[str, list[list[Image]]] = {"train": [], "validation": [], "test": []}
     for key, images in own:
         parts[part_of(key, test_share=test_share, validation_share=validation_share, split_key=split_key)].append(
             images
         )
     if test is not None:
-        other = _units(Path(test), classes, unit, max_rows)
+        other = units_of(Path(test), classes, unit, max_rows)
         if unit != ROW and (shared := {key for key, _ in own} & {key for key, _ in other}):
             remedy = f"leave them out of one folder, or give test_share in place of {Path(test).name}"
             condition = f"to differ from those of {folder.name}"
@@ -128,10 +128,13 @@ def require_images(where: Where, classes: Any, size: Any, channels: Any, unit: A
         raise where.wrong("unit", f"to be a column apart from {FILE_NAME}", repr(unit), remedy)
 
 
-def _units(
+def units_of(
     folder: Path, classes: Sequence[str], unit: str | None, max_rows: int | None
-) -> list[tuple[str | bytes, list[_Image]]]:
-    """Return the images of each unit, with the text that decides its part: the content of a file, or a person."""
+) -> list[tuple[str | bytes, list[Image]]]:
+    """Return the images of each unit, with the text that decides its part: the content of a file, or a person.
+
+    `raw_sizes` also calls it.
+    """
     found = _files(folder, classes)
     if unit == ROW or unit is None:
         return [(image.file.read_bytes(), [image]) for image in found]
@@ -168,7 +171,7 @@ def _persons(folder: Path, names: Collection[str], unit: str) -> list[tuple[str,
     return list(persons.items())
 
 
-def _files(folder: Path, classes: Sequence[str]) -> list[_Image]:
+def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
     """Return the images of a folder in the order of their names."""
     if not folder.is_dir():
         got = f"the file {folder}" if folder.exists() else f"{folder}, which does not exist"
@@ -189,7 +192,7 @@ def _files(folder: Path, classes: Sequence[str]) -> list[_Image]:
                 "image_folder", f"sub-folders of {folder.name}", "to exist for each class", repr(name), remedy
             )
     files = [
-        _Image(file, label)
+        Image(file, label)
         for label, name in enumerate(classes)
         for file in sorted((folder / name).rglob("*"))
         if file.suffix.lower() in SUFFIXES and file.is_file()
@@ -201,7 +204,7 @@ def _files(folder: Path, classes: Sequence[str]) -> list[_Image]:
 
 
 def _tensors(
-    units: Sequence[Sequence[_Image]], size: int, channels: Literal[1, 3], max_rows: int | None, standardize: bool
+    units: Sequence[Sequence[Image]], size: int, channels: Literal[1, 3], max_rows: int | None, standardize: bool
 ) -> TensorDataset:
     """Return inputs and labels, one row per unit: (n, C, S, S) and (n,), or for persons (n, max_rows, ...)."""
     pixels = torch.zeros(len(units), max_rows or 1, channels, size, size)

@@ -88,8 +88,8 @@ def table(
     require_every(where, test_every, schema.identifier, test, test_share)
     own, chosen = _read(schema, Path(path), table), _Parts([], [], [])
     for key, rows in own.units:
-        is_test = test_every is not None and _integer(own, key) % test_every == test_every - 1
-        part = "test" if is_test else _part_of(key, split_key, test_share, validation_share)
+        shares = {"test_share": test_share, "validation_share": validation_share}
+        part = part_in_file(own.name, key, every=test_every, split_key=split_key, **shares)
         getattr(chosen, part).append(rows)
     if not chosen.train:
         remedy = "lower test_share and validation_share, or give a larger file"
@@ -165,13 +165,23 @@ def require_every(where: Where, every: int | None, identifier: str | None, test:
         raise where.wrong("row_id", "to be given for test_every", None, remedy)
 
 
-def _integer(own: "_Content", key: str) -> int:
-    """Return a unit's id as an integer; raise PrivacyError for an id that is none."""
-    try:
-        return int(key)
-    except ValueError as error:
-        condition, remedy = f"to have integer ids in {own.name} for test_every", "give test_share in its place"
-        raise expected("table", "units", condition, repr(key), remedy) from error
+def part_in_file(
+    name: str, key: str | bytes, *, every: int | None, split_key: str, test_share: float, validation_share: float
+) -> Part:
+    """Return the part of a unit of a file, for checked numbers. `raw_sizes` also calls it.
+
+    Raises:
+        PrivacyError: `every` is given, and the unit's id is no integer.
+    """
+    if every is not None:
+        try:
+            number = int(key)
+        except ValueError as error:
+            condition, remedy = f"to have integer ids in {name} for test_every", "give test_share in its place"
+            raise expected("table", "units", condition, repr(key), remedy) from error
+        if number % every == every - 1:
+            return "test"
+    return _part_of(key, split_key, test_share, validation_share)
 
 
 def part_of(unit: str | bytes, *, test_share: Share, validation_share: Share = 0.0, split_key: str = "") -> Part:
@@ -216,7 +226,7 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
     inputs = encoded("table", file.name, schema, content, texts)
     labels = torch.tensor(_classes(schema, file, texts[schema.label]))
     if schema.identifier is None:
-        units = [(json.dumps(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
+        units = [(key_of_row(row), [place]) for place, row in enumerate(zip(*texts.values(), strict=True))]
         return _Content(file.name, inputs, labels, units)
     rows: dict[str, list[int]] = {}
     for row, text in enumerate(texts[schema.identifier]):
@@ -230,6 +240,11 @@ def _read(schema: Schema, file: Path, table: str | None) -> _Content:
             raise expected("table", place, f"to differ from row {rows[key][0] + 1}", repr(key), remedy)
         rows.setdefault(key, []).append(row)
     return _Content(file.name, inputs, labels, [(key, own[: schema.max_rows]) for key, own in rows.items()])
+
+
+def key_of_row(texts: Sequence[str]) -> str:
+    """Return the text that decides the part of a row without a name. `raw_sizes` also calls it."""
+    return json.dumps(texts)
 
 
 def person_of(text: str) -> str:

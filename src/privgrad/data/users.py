@@ -24,7 +24,8 @@ def by_user(
         tensors: the tensors of the examples, for instance (inputs, labels), each with leading dimension n; or a
             TensorDataset of them.
         users: the user of each example, n entries: numbers, names or any other hashable values.
-        cap: the largest number of examples kept per user, the first ones; >= 1.
+        cap: the largest number of examples kept per user, the first ones; >= 1. Choose what a typical user has, from
+            public knowledge. It does not change epsilon.
         minimum: users with fewer examples are left out; >= 1.
     Returns:
         TensorDataset of each tensor as (U, M, ...), and the number of examples of each user, (U,). M <= cap is the

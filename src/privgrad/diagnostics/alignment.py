@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import expected
 from privgrad.gradient.engines.factored import Factored
+from privgrad.gradient.spectral_norm import advanced
 from privgrad.types import LossFunction
 
 
@@ -33,7 +34,8 @@ def raw_pairwise_cosines(
     Reference:
         Tang, Zhiyanov, Lecuyer (heavy-tailed class imbalance in private learning), figure 1.
     """
-    factors = Factored(model, loss_fn)(examples)
+    with advanced(model, keep=False):
+        factors = Factored(model, loss_fn)(examples)
     unknown = sorted(set(parameters or ()) - set(factors))
     if unknown:
         condition = f"to be among {sorted(factors)}"

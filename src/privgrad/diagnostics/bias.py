@@ -14,6 +14,7 @@ from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.module_state import trainable
 from privgrad.gradient.perturb import SAT
+from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import require_supported
 from privgrad.types import LossFunction, NoisyGradient, count_examples, part_of
 
@@ -65,10 +66,11 @@ def raw_clipping_bias(
         chosen.released(released)
     if (count := count_examples(examples)) == 0:
         raise expected("raw_clipping_bias", "examples", "to be at least one", 0, "give a batch that is not empty")
-    size = engine.microbatch_size(examples, count)
     # Sums of g_i, of the clipped g_i and of g_i / |g_i|: the results follow from these three.
     sums, cut_off = [{name: torch.zeros_like(p).double() for name, p in parameters.items()} for _ in range(3)], 0.0
-    with chosen.at(step, parameters, partial(_refuse, type(chosen).__name__)):
+    at_the_point = chosen.at(step, parameters, partial(_refuse, type(chosen).__name__))
+    with advanced(model, keep=False), at_the_point:
+        size = engine.microbatch_size(examples, count)
         for start in range(0, count, size):
             part = part_of(examples, slice(start, start + size))
             factors = chosen.gradients(engine, part, step, {})

@@ -1,4 +1,4 @@
-"""Statistics of released gradients that show whether noise or clipping hurts a training more. They may be published.
+"""Statistics of released gradients that show whether noise or clipping hurts a training more.
 
 Users and `experiments.one_training` make a ReleasedStats. The privacy guarantee does not rest on this file, which uses
 released values only.
@@ -23,8 +23,8 @@ class ReleasedStats:
     Attributes:
         steps: number of observed steps.
     Privacy:
-        Released gradients and their private distributions of norms are the only input, so the results cost no epsilon
-        and may be published with them.
+        Released gradients and their distributions of norms are the only input. So the results cost no further epsilon,
+        and are as private as these gradients: where their epsilon is infinite, nothing is.
     """
 
     def __init__(self, private_grad: PrivateGradient | None = None) -> None:
@@ -68,7 +68,7 @@ class ReleasedStats:
         Returns:
             "clip_fraction": the mean share of gradients that clipping shortened; "clip_fraction_std": the standard
             deviation of its noise; "lowest_max_grad_norm" and "highest_max_grad_norm": the smallest and the largest C.
-            These are nan without a distribution of norms. "signal_to_noise": the estimated length of the clipped mean
+            These are nan without distributions of norms. "signal_to_noise": the estimated length of the clipped mean
             over that of its noise; "noise_share": the share of the released second moment that is noise. nan before the
             first step.
         """
@@ -84,7 +84,7 @@ class ReleasedStats:
         }
 
     def table(self) -> Table:
-        """Return the statistics of each parameter as a table for a user's terminal. It may be published."""
+        """Return the statistics of each parameter as a table for a user's terminal, as private as the gradients."""
         table = Table("parameter", "signal / noise", "noise in the second moment")
         for name, noise in self._noise.items():
             share = _share(noise, self._released[name])
@@ -92,7 +92,7 @@ class ReleasedStats:
         return table
 
     def verdict(self) -> str:
-        """Return the summary in plain language, for users. It may be published."""
+        """Return the summary in plain language, for users. It may be published where the gradients may."""
         return released_verdict(self.summary())
 
 
@@ -119,7 +119,7 @@ def released_verdict(found: Mapping[str, float]) -> str:
     if moved := lowest < highest:
         sentences.append(f"C moved between {lowest:.3g} and {highest:.3g}.")
     if math.isinf(ratio):
-        return " ".join([*sentences, "There is no noise."])
+        return " ".join([*sentences, "There is no noise, so nothing of this is private."])
     sentences.append(f"The signal is about {ratio:.2g} times as long as the noise.")
     if ratio >= 1 and clipped - doubt > 0.95:
         larger = "an adaptive_clip that clips fewer gradients" if moved else "a larger max_grad_norm"

@@ -51,7 +51,7 @@ def compare(
     spec: Spec,
     out: Path,
     *,
-    progress: bool = True,
+    progress: bool | Progress = True,
     announce: Callable[[], None] | None = None,
     restart: Callable[[], None] | None = None,
 ) -> list[Record]:
@@ -60,7 +60,7 @@ def compare(
     Args:
         spec: an experiment with privacy.total_epsilon.
         out: folder for budget, ledgers, model, records and report. A second call resumes an interrupted comparison.
-        progress: show the current training.
+        progress: show the current training; or as in `runner.train`.
         announce: called once the data are checked, before anything is committed.
         restart: moves an old folder aside; called once the data are checked and the shared budget has room.
     Returns:

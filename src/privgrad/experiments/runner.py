@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from privgrad.integrations.tensorboard import TensorBoard
 
 
-def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = True) -> list[Record]:
+def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool | Progress = True) -> list[Record]:
     """Train the only method of a spec; by default the noise comes from the operating system's entropy.
 
     `privgrad train` calls it.
@@ -49,7 +49,7 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
         spec: a spec with exactly one method that has one lr and one clipping norm.
         out: folder for the ledger, the checkpoint and runs.jsonl. A second call resumes an interrupted training.
         seed: a research seed, or None.
-        progress: show a progress bar.
+        progress: show a progress bar; or `notes_only()`, to say only where a training resumes.
     Returns:
         One record, which is also written to out/runs.jsonl.
     Raises:
@@ -80,7 +80,7 @@ def train(spec: Spec, out: Path, *, seed: int | None = None, progress: bool = Tr
     return read_records(out)
 
 
-def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
+def compare(spec: Spec, out: Path, *, progress: bool | Progress = True) -> list[Record]:
     """Train every method under one budget: tune each method, then train it with every seed.
 
     Tuning compares candidates by validation score or loss, or by training loss (see TuningTable). With
@@ -92,7 +92,7 @@ def compare(spec: Spec, out: Path, *, progress: bool = True) -> list[Record]:
     Args:
         spec: the methods, the grids and the seeds.
         out: as in train.
-        progress: show the number of the current run, and the progress of that run.
+        progress: show the number of the current run, and the progress of that run; or as in train.
     Returns:
         All records in the order of their runs; they are also written to out/runs.jsonl.
     Raises:

@@ -16,6 +16,7 @@ from torch import Tensor
 from privgrad.errors import PrivacyError, did_you_mean, expected, file_problem
 from privgrad.features.extractor import EXTRACTORS, FORMAT, Extractor
 from privgrad.features.frozen import Frozen
+from privgrad.saved_folder import usual_mode
 
 CONFIG, CONSTANTS = "config.json", "constants.safetensors"
 
@@ -48,7 +49,10 @@ def save_extractor(extractor: Extractor, folder: str | os.PathLike[str]) -> None
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     (place / CONFIG).unlink(missing_ok=True)  # written last: without it, the folder holds no extractor
-    _safetensors().save_file({name: value.contiguous().clone() for name, value in constants.items()}, place / CONSTANTS)
+    with usual_mode(place / CONSTANTS):
+        _safetensors().save_file(
+            {name: value.contiguous().clone() for name, value in constants.items()}, place / CONSTANTS
+        )
     (place / CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

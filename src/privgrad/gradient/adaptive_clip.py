@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from privgrad.errors import expected, require_positive
+from privgrad.errors import described, expected, limits_of_norm, require_positive
 from privgrad.gradient.norm_statistics import Count, Histogram, NormBins, NormStatistic, chosen_slots
 from privgrad.types import NormDistribution
 
-_WIDEST = 1e6  # C stays within this factor of its start
+_WIDEST = 1e6  # C stays within this factor of its start, and within the limits of a plan
 _SHARE_STD = 0.01  # of "auto": C follows the share of each single step
 _CERTAIN = 3.0  # standard deviations: smaller shares of DC-SGD's histogram count as 0
 # Of DC-SGD, in units of C: the edges of its histogram, one norm in each bin, and the candidates for C.
@@ -29,13 +29,14 @@ class AdaptiveClip:
     """The base class of rules for C. A rule starts at the plan's `max_grad_norm`.
 
     Attributes:
-        max_grad_norm: C of the next step, within a factor of 1e6 of the plan's.
+        max_grad_norm: C of the next step, within a factor of 1e6 of the plan's, and within the limits of any plan's C.
+            PrivateGradient refuses a C beyond these limits, before it computes the step.
         statistic: what is released with each gradient.
     """
 
     max_grad_norm: float
     statistic: NormStatistic
-    _start: float
+    _limits: tuple[float, float]
     is_public = True
 
     def begun(
@@ -45,7 +46,7 @@ class AdaptiveClip:
 
         Args:
             max_grad_norm: C of the first step.
-            noise_multiplier: sigma.
+            noise_multiplier: sigma; twice that with groups of examples, whose sums have a sensitivity of 2C.
             divisor: the public expected number of contributions.
             norm_bins: as given to PrivateGradient.
             size: number of trainable parameters.
@@ -56,7 +57,9 @@ class AdaptiveClip:
             remedy = "give the plan the C of the first step"
             raise expected(type(self).__name__, "the plan's max_grad_norm", "to be finite", max_grad_norm, remedy)
         begun = copy.copy(self)
-        begun.max_grad_norm = begun._start = max_grad_norm
+        least, most = limits_of_norm(noise_multiplier)
+        begun.max_grad_norm = max_grad_norm
+        begun._limits = max(max_grad_norm / _WIDEST, least), max(max_grad_norm, min(max_grad_norm * _WIDEST, most))
         begun.statistic = self._statistic(max_grad_norm, noise_multiplier, divisor, norm_bins)
         return begun
 
@@ -69,8 +72,16 @@ class AdaptiveClip:
         return {"max_grad_norm": self.max_grad_norm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the C of a state."""
-        self.max_grad_norm = float(state["max_grad_norm"])
+        """Continue at the C of a state.
+
+        Raises:
+            PrivacyError: C is beyond the limits, so this rule has not saved it.
+        """
+        found, (least, most) = state.get("max_grad_norm"), self._limits
+        if not isinstance(found, float) or not least <= found <= most:
+            condition, remedy = f"from {least:g} to {most:g}", "load a state that the same rule saved under this plan"
+            raise expected(type(self).__name__, "max_grad_norm", condition, described(found), remedy)
+        self.max_grad_norm = found
 
     def _statistic(
         self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: NormBins
@@ -79,7 +90,8 @@ class AdaptiveClip:
 
     def _multiply(self, factor: float) -> None:
         """Multiply C by a factor, within the limits."""
-        self.max_grad_norm = min(max(self.max_grad_norm * factor, self._start / _WIDEST), self._start * _WIDEST)
+        least, most = self._limits
+        self.max_grad_norm = min(max(self.max_grad_norm * factor, least), most)
 
     def _refuse_bins(self, norm_bins: NormBins) -> None:
         """Raise PrivacyError if norm_bins is given to a rule with a statistic of its own."""

@@ -23,6 +23,7 @@ from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.engines.vmap import Vmap
 from privgrad.gradient.module_state import preserved, require_losses, seeded, trainable
+from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.unused import unused_parameters
 from privgrad.gradient.validation import check_loss, require_supported
 from privgrad.types import LossFunction, count_examples, part_of
@@ -198,7 +199,7 @@ def explain(
         check_loss(model, loss_fn, public_batch)
         computes = Factored(model, loss_fn) if engine == "factored" else Vmap(model, loss_fn)
         steps = _steps(computes, model, loss_fn, public_batch)
-        with seeded(0):
+        with seeded(0), advanced(model, keep=False):
             for step in (*steps.values(), *steps.values()):  # the engine checks the first, second, fourth ... step
                 step()
             seconds, ratios = _seconds(steps)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from privgrad.errors import expected
@@ -196,7 +197,7 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
                 else:
                     del now[name]
                 # Names with an underscore are torch's own bookkeeping, such as a GRU's list of its weights.
-                if not untouched and not name.startswith("_") and name not in weight_norms(now):
+                if not untouched and not name.startswith("_") and name not in weight_hooks(now):
                     changed.append(f"{path}.{name}" if path else name)
         if changed:
             warnings.warn(
@@ -206,16 +207,16 @@ def preserved(model: nn.Module, path: str = "", *, but: Iterable[str] = ()) -> G
             )
 
 
-def weight_norms(attributes: Mapping[str, Any]) -> dict[str, WeightNorm]:
-    """Return a module's hooks of the old torch.nn.utils.weight_norm, by the name of the weight that each computes.
+def weight_hooks(attributes: Mapping[str, Any]) -> dict[str, WeightNorm | SpectralNorm]:
+    """Return a module's hooks of torch's old weight_norm and spectral_norm, by the name of the weight that each sets.
 
     `preserved` and `engines.vmapped_unit` call it.
 
     Args:
         attributes: the module's attributes, from `vars(module)`.
     """
-    hooks = [hook for hook in attributes.get("_forward_pre_hooks", {}).values() if isinstance(hook, WeightNorm)]
-    return {hook.name: hook for hook in hooks}
+    hooks = attributes.get("_forward_pre_hooks", {}).values()
+    return {hook.name: hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
 
 
 def _contents(attributes: dict[str, Any], but: Iterable[str]) -> list[tuple[str, Any, tuple[Any, ...]]]:

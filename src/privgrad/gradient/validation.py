@@ -82,6 +82,12 @@ def find_problems(model: nn.Module) -> list[Problem]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             what = "shortens in place the rows that it looks up, and so reveals which rows the batch uses"
             problems.append(Problem(path, kind, what, "set max_norm=None, and shorten its output rows if necessary"))
+        if kind == "ParamWrapper" and not (
+            getattr(module, "merged", False) or getattr(module, "disable_adapters", False)
+        ):
+            what = "adds peft's adapter to a parameter by writing to it in each forward pass"
+            remedy = "name linear layers in LoraConfig, such as target_modules=['q_proj', 'v_proj'], and no experts"
+            problems.append(Problem(path, kind, what, remedy))
         own = own_parameters(module)
         if any(map(is_lazy, own.values())):
             what = "has lazy parameters that do not have a shape yet"

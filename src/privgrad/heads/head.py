@@ -21,19 +21,21 @@ from torch import Tensor, nn
 from privgrad.data.dataset import NO_LABEL
 from privgrad.data.schema import Schema, Where, schema_of
 from privgrad.data.table_codes import declaration_of, is_rows, require_codes, row_codes, width_of
-from privgrad.errors import PrivacyError, described, expected, require_path
+from privgrad.errors import PrivacyError, described, expected
 from privgrad.features.extractor import Extractor, first_infinite
-from privgrad.features.saving import load_extractor, save_extractor
+from privgrad.features.saving import CONFIG, CONSTANTS, load_extractor, save_extractor
 from privgrad.ledger import Ledger
 from privgrad.models import UnitLinear
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import ledgers_of
+from privgrad.saved_folder import require_place, usual_mode, written_whole
 from privgrad.statement import Section, Statement, statement
 from privgrad.training_run import FitResult
 
 _BLOCK = 4096  # rows that are predicted at once
 _MOST_TAGS = 5  # that `predict` returns
 _FORMAT = 1  # of head.json
+_FACTS, _WEIGHTS, _TEXT, _EXTRACTOR = "head.json", "weights.safetensors", "statement.txt", "extractor"
 Row = Mapping[str, Any]  # of a table, by column name
 Rows = Tensor | np.ndarray[Any, Any] | Sequence[str] | Row | Sequence[Row]
 
@@ -234,21 +236,26 @@ class Head(nn.Module):
             raise expected("Head.predict_proba", "the head", "to predict classes", "a number", "call predict")
         return self(rows).softmax(-1)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the head to a new folder: head.json, weights.safetensors, and the extractor in its own folder.
 
         The folder also gets the privacy statement, statement.txt, if this process trained the head, the plan has a
         delta, and no budget holds the training. A budget has one statement on everything in it: `budget_statement`.
 
+        Args:
+            folder: a new or empty folder, or with `overwrite` one that `save` wrote.
+            overwrite: replace a folder that `save` wrote, as a whole. A folder with any other file is refused.
         Raises:
-            PrivacyError: the folder holds files already, or `classes` names another number of classes.
+            PrivacyError: the folder holds files already; its statement would be lost, because this process does not
+                know the training; or `classes` names another number of classes.
         Privacy:
             Everything in the folder is post-processing of released gradients, or public.
         """
-        require_path("Head.save", "folder", folder, "give the path of a new folder")
-        place = Path(folder)
-        if place.exists() and (place.is_file() or any(place.iterdir())):
-            raise expected("Head.save", "folder", "to be new or empty", f"{place}, which exists", "choose another one")
+        place = require_place("Head.save", folder, overwrite=overwrite, is_own=_is_saved)
+        said = self._statement()
+        if said is None and (place / _TEXT).exists():
+            remedy = "choose another one, and copy statement.txt"
+            raise expected("Head.save", "folder", "to keep its statement", "a head of unknown training", remedy)
         if self.classes is not None and len(self.classes) != self.target.outputs:
             condition, got = f"to be {self.target.outputs} names", f"{len(self.classes)} names"
             raise expected("Head.save", "classes", condition, got, "set head.classes to a name for each number")
@@ -256,11 +263,7 @@ class Head(nn.Module):
         if self.schema is not None and self.extractor is None and width_of(self.schema) != width:
             condition, remedy = f"to have {width} codes, as in training", "set head.schema to that of the training"
             raise expected("Head.save", "schema", condition, width_of(self.schema), remedy)
-        place.mkdir(parents=True, exist_ok=True)
-        if self.extractor is not None:
-            save_extractor(self.extractor, place / "extractor")
         weight = self.model.linear.weight.detach().cpu().contiguous()
-        _safetensors().save_file({"linear.weight": weight}, place / "weights.safetensors")
         facts = {
             "format": _FORMAT,
             "target": asdict(self.target),
@@ -273,9 +276,14 @@ class Head(nn.Module):
             "schema": None if self.schema is None else declaration_of(self.schema),
             "privacy": self.privacy,
         }
-        if (said := self._statement()) is not None:
-            (place / "statement.txt").write_text(f"{said}\n", encoding="utf-8")
-        (place / "head.json").write_text(json.dumps(facts, indent=1))  # last: a folder with this file is complete
+        with written_whole(place, overwrite=overwrite) as made:
+            if self.extractor is not None:
+                save_extractor(self.extractor, made / _EXTRACTOR)
+            with usual_mode(made / _WEIGHTS):
+                _safetensors().save_file({"linear.weight": weight}, made / _WEIGHTS)
+            if said is not None:
+                (made / _TEXT).write_text(f"{said}\n", encoding="utf-8")
+            (made / _FACTS).write_text(json.dumps(facts, indent=1))
 
     def _statement(self) -> Statement | None:
         """Return the statement on all trainings of the head that this process knows; None if none can be made."""
@@ -300,13 +308,13 @@ class Head(nn.Module):
         """
         place = Path(folder)
         try:
-            facts = json.loads((place / "head.json").read_text())
+            facts = json.loads((place / _FACTS).read_text())
             if facts["format"] != _FORMAT:
                 condition, remedy = f"to have format {_FORMAT}", "load it with the version of privgrad that saved it"
                 raise expected("Head.load", f"{place}", condition, facts["format"], remedy)
             target = Target(**facts["target"])
             model = UnitLinear(facts["width"], target.outputs, input_dims=facts["input_dims"])
-            model.load_state_dict(_safetensors().load_file(place / "weights.safetensors"))
+            model.load_state_dict(_safetensors().load_file(place / _WEIGHTS))
             table = facts.get("schema")  # absent in folders of older versions
             schema = None if table is None else schema_of(Where("Head.load", "schema."), **table)
         except PrivacyError:
@@ -316,10 +324,10 @@ class Head(nn.Module):
             raise expected("Head.load", f"{place}", "to hold a head", got, remedy) from error
         extractor = None
         if facts["extractor"] is not None:
-            extractor = load_extractor(place / "extractor", modules=modules)
+            extractor = load_extractor(place / _EXTRACTOR, modules=modules)
             if extractor.digest() != facts["extractor"]:
                 condition, remedy = "to be that of the training", "restore the folder, or give the same modules"
-                raise expected("Head.load", f"{place / 'extractor'}", condition, extractor.digest()[:12], remedy)
+                raise expected("Head.load", f"{place / _EXTRACTOR}", condition, extractor.digest()[:12], remedy)
         own = {name: facts.get(name) for name in ("classes", "image_shape")}  # absent in folders of older versions
         return cls(model, target, extractor, privacy=facts["privacy"], schema=schema, **own)
 
@@ -350,6 +358,13 @@ def privacy_of(plan: PrivacyPlan, ledger: Ledger) -> dict[str, Any]:
     # A commitment's name may be a path of the machine.
     facts = {name: fact for name, fact in ledger.plan_facts.items() if name != "commitment"}
     return {**facts, "epsilon": epsilon if math.isfinite(epsilon) else None, "ledger": ledger.head}
+
+
+def _is_saved(place: Path) -> bool:
+    """Return whether a folder holds the files of a saved head, and no others."""
+    held = {path.relative_to(place).as_posix() for path in place.rglob("*")}
+    of_extractor = {_EXTRACTOR, f"{_EXTRACTOR}/{CONFIG}", f"{_EXTRACTOR}/{CONSTANTS}"}
+    return {_FACTS, _WEIGHTS} <= held <= {_FACTS, _WEIGHTS, _TEXT, *of_extractor}
 
 
 def _safetensors() -> Any:

@@ -45,6 +45,7 @@ from privgrad.optim import PrivateOptimizer
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.reading import Collate
+from privgrad.sampling import ask_about_rows
 from privgrad.types import Batch
 
 _STATE = "privgrad.pt"
@@ -63,7 +64,8 @@ class PrivateTrainer(Trainer):
         model: a transformers model, with or without PEFT adapters, or any module that takes a batch's columns by name.
         args: TrainingArguments. Steps, batch size and clipping norm are the plan's: leave them out, or give the same
             numbers. An explicit num_train_epochs must be the plan's steps times its sample_rate. One error lists all
-            arguments that contradict the plan.
+            arguments that contradict the plan. A default of transformers counts as not set, also if you typed it; a
+            line of the log says which ones the plan replaces, and by which of its numbers.
         plan: the public numbers.
         train_dataset: the private examples, map-style: dicts of columns.
         noise_step: u > 0, the noise step of the default optimizer; see optimizers.
@@ -119,6 +121,8 @@ class PrivateTrainer(Trainer):
                 ),
             ]
         )
+        arguments.log_replaced(args, plan)
+        ask_about_rows(train_dataset, plan.num_examples, plan.privacy_unit)
         loss_fn = losses_of(model) if loss_fn is None else loss_fn
         self._noise_step, self._plan, self._losses, self._selection_data = noise_step, plan, loss_fn, selection_data
         super().__init__(

@@ -64,6 +64,27 @@ def settled(args: TrainingArguments, plan: PrivacyPlan) -> TrainingArguments:
     return settled
 
 
+def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
+    """Log the defaults of transformers that the plan replaces, because a user may have typed them.
+
+    Args:
+        args: as the user gave them, without conflicts.
+        plan: the public numbers.
+    """
+    rate = (plan if plan.simulates is None else plan.simulates).sample_rate
+    epochs, size, norm = args.num_train_epochs, args.per_device_train_batch_size, args.max_grad_norm
+    found: list[str] = []
+    if _is_default(args, "max_steps") and abs(epochs / rate - plan.steps) >= 1:
+        found.append(f"steps={plan.steps} ({plan.steps * rate:.4g} epochs), not num_train_epochs={epochs:g}")
+    if size != plan.expected_batch_size:
+        found.append(f"expected_batch_size={plan.expected_batch_size}, not per_device_train_batch_size={size}")
+    if norm not in (None, 0.0, plan.max_grad_norm):
+        own = f"max_grad_norm={plan.max_grad_norm:g} for each example"
+        found.append(f"{own}, not max_grad_norm={norm:g} of the arguments")
+    if found:
+        _LOG.warning(f"PrivateTrainer: the plan decides: {'; '.join(found)}.")
+
+
 def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
     """Return a conflict if a number of epochs was given that is not the plan's number of steps."""
     rate = (plan if plan.simulates is None else plan.simulates).sample_rate

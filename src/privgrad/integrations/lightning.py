@@ -25,6 +25,7 @@ from privgrad.loading import require_loading
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
 from privgrad.reading import Collate
+from privgrad.sampling import ask_about_rows
 from privgrad.types import Batch
 
 _KEY = "privgrad"
@@ -90,6 +91,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         """
         require_loading("PrivateStrategy.batches", num_workers, prefetch_factor, pin_memory)
         loading = {"num_workers": num_workers, "prefetch_factor": prefetch_factor, "pin_memory": pin_memory}
+        ask_about_rows(dataset, self._plan.num_examples, self._plan.privacy_unit)
         return Epochs(self, dataset, collate, loading)
 
     def setup(self, trainer: Trainer) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from privgrad.ledger import Ledger
 from privgrad.plan import PrivacyPlan
-from privgrad.statement import Statement, statement
+from privgrad.statement import Statement, released_beside, statement
 
 _START, _END = "<!-- privgrad -->", "<!-- end of privgrad -->"
 _STATEMENT = "statement.txt"
@@ -107,6 +107,7 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
         "sampling": f"{plan.sampling}, rate {plan.sample_rate:.4g}",
         "noise multiplier": f"{plan.noise_multiplier:.4g}",
         "clipping norm": f"{plan.max_grad_norm:.4g}" + (f", moved by {rule}" if rule else ""),
+        **({"released with each gradient": beside} if (beside := released_beside(ledger.plan_facts)) else {}),
         "optimizer": rate,
         "digest of the ledger": f"`{ledger.head}`",
     }

@@ -17,6 +17,13 @@ def with_lora(case: Case) -> Case:
     return Case(model, case.examples, case.losses)
 
 
+def with_lora_on_attention(case: Case) -> Case:
+    """Add an adapter to the projections of attention, and freeze the rest, experts too."""
+    peft: Any = importlib.import_module("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], lora_dropout=0.0)
+    return Case(peft.get_peft_model(case.model, config), case.examples, case.losses)
+
+
 def with_checkpointing(case: Case) -> Case:
     """Compute the states of layers again in the backward pass."""
     model: Any = case.model
@@ -24,4 +31,8 @@ def with_checkpointing(case: Case) -> Case:
     return case
 
 
-VARIANTS: dict[str, Callable[[Case], Case]] = {"lora": with_lora, "checkpointing": with_checkpointing}
+VARIANTS: dict[str, Callable[[Case], Case]] = {
+    "lora": with_lora,
+    "lora on attention": with_lora_on_attention,
+    "checkpointing": with_checkpointing,
+}

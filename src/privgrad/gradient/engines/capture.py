@@ -146,8 +146,8 @@ class Capture:
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
             remedy = (
-                "do not write to buffers in training, because the written values are private; if they depend on "
-                f"parameters only, like spectral_norm's vectors, {REMEDY}, or call .eval() on the module"
+                "do not write to buffers in training, because the written values are private; call .eval() on the "
+                "module, or use torch's spectral_norm, directly on a parameter, instead of a power iteration of yours"
             )
             raise refused("buffers", "not to be written", ", ".join(changed), remedy)
 
@@ -242,7 +242,8 @@ class Capture:
             else:
                 self.record.enter(path, tensors)
             tap: Any = _ignore if self.record.is_learning else partial(self._tap, path, inputs=())
-            output = forward(module, tap, *args, **kwargs)
+            moves = {} if self._displacements is None else {"displacements": self._displacements}
+            output = forward(module, tap, *args, **kwargs, **moves)
         # Contiguous, as in _by_vmap: dropout draws in the order of memory, and BAM's second pass needs equal draws.
         return tree_map_only(Tensor, Tensor.contiguous, output)
 

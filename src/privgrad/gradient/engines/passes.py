@@ -34,7 +34,7 @@ from privgrad.gradient.factors.jacobian import JacobianNorms, Pulled
 from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.outer import Outer
 from privgrad.gradient.factors.weight_standardization import StandardizedWeight
-from privgrad.gradient.layers.base import find_rule
+from privgrad.gradient.layers.base import find_rule, takes_displacements
 from privgrad.gradient.module_state import differentiable, preserved, require_losses, trainable
 from privgrad.gradient.validation import refuse_reentrant
 from privgrad.types import LossFunction, count_examples, map_examples
@@ -308,6 +308,8 @@ class Passes:
 
     def _displaces_cheaply(self, unit: nn.Module, exact: bool) -> bool:
         """Return whether the unit's rule computes the effect of displaced parameters without a copy per example."""
+        if not exact and takes_displacements(unit):
+            return True
         rule = find_rule(unit)
         if rule is None or not rule.has_delta:
             return False

@@ -132,13 +132,17 @@ def per_sample_gradients(
     """
     parameters = {name: parameter.detach() for name, parameter in trainable(model).items()}
     rest = {name: tensor.detach() for name, tensor in model.named_parameters() if name not in parameters}
-    rest |= {name: tensor.detach() for name, tensor in model.named_buffers()}
+    buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
+    rest |= buffers
     bound, moves = BoundLoss(model, loss_fn), dict(along or {})
     with differentiable(twice=exact):
         try:
             with preserved(model):
                 of_one = _gradient_of_one(bound, rest, exact)
-                return batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
+                rows = batched(of_one, (None, 0, 0), module=model)(parameters, moves, examples)
+            # vmap refuses to write what differs by example, but not a count of the passes, which depends on the batch.
+            _require_unwritten([name for name, copy in buffers.items() if copy._version])
+            return rows
         except PrivacyError:
             raise
         except Exception:
@@ -274,15 +278,20 @@ def _alone(
         raise expected(
             "PrivateGradient", "each example", "to have a gradient", _first_line(error), remedy, UnsupportedModuleError
         ) from error
-    written = [name for name, copy in copies.items() if copy._version != versions[name]]
+    _require_unwritten([name for name, copy in copies.items() if copy._version != versions[name]])
+    return {name: value.detach().to_dense() for name, value in zip(leaves, grads, strict=True)}
+
+
+def _require_unwritten(written: Sequence[str]) -> None:
+    """Raise UnsupportedModuleError if there are names of tensors that a forward pass wrote to."""
     if written:
         remedy = (
-            "do not write to parameters and buffers in training, because the written values are private; or call "
-            ".eval() on the module that writes"
+            "do not write to parameters and buffers in training, because the written values are private; call .eval() "
+            "on the module that writes, or use torch's spectral_norm, directly on a parameter, instead of a power "
+            "iteration of yours"
         )
         condition, got = "not to be written by the forward pass", ", ".join(written)
         raise expected("PrivateGradient", "parameters and buffers", condition, got, remedy, UnsupportedModuleError)
-    return {name: value.detach().to_dense() for name, value in zip(leaves, grads, strict=True)}
 
 
 def _first_line(error: Exception) -> str:

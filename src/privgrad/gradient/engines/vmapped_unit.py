@@ -20,7 +20,7 @@ from privgrad.gradient.engines.arguments import Watched
 from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, refused
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.displacement import Displacements
-from privgrad.gradient.module_state import preserved, weight_norms
+from privgrad.gradient.module_state import preserved, weight_hooks
 
 
 class VmappedUnit:
@@ -121,7 +121,7 @@ class VmappedUnit:
 class _Unit(nn.Module):
     """A module with a given forward, so that functional_call can replace its parameters around that forward.
 
-    The old torch.nn.utils.weight_norm computes a weight in a hook before the forward. Here its hook computes the
+    torch's old weight_norm and spectral_norm compute a weight in a hook before the forward. Here the hook computes the
     weight again, from the replaced parameters.
     """
 
@@ -129,13 +129,13 @@ class _Unit(nn.Module):
         super().__init__()
         self.module = module
         self._forward = forward
-        self._computed = weight_norms(vars(module))
+        self._computed = weight_hooks(vars(module))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = {name: getattr(self.module, name) for name in self._computed}
         try:
-            for name, hook in self._computed.items():
-                setattr(self.module, name, hook.compute_weight(self.module))
+            for hook in self._computed.values():
+                hook(self.module, args)
             return self._forward(*args, **kwargs)
         finally:
             for name, weight in before.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.factors.base import Dense, Factor
+from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.factors.row_ranges import RowRanges
 from privgrad.gradient.layers.base import (
     Tap,
@@ -29,6 +30,7 @@ from privgrad.gradient.layers.base import (
     tapped,
     version_of,
 )
+from privgrad.gradient.layers.displaced import moved_output, values_of
 
 _NAME = "MultiheadAttention"
 
@@ -45,6 +47,8 @@ def attention_forward(
     attn_mask: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    *,
+    displacements: Displacements | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute module(query, key, value, ...) with a tap at the output of each projection.
 
@@ -60,6 +64,7 @@ def attention_forward(
         attn_mask: as in torch.
         average_attn_weights: as in torch.
         is_causal: as in torch.
+        displacements: of each example's parameters; None if they do not move.
     Returns:
         The output, and the attention weights or None, as torch returns them.
     Raises:
@@ -75,12 +80,12 @@ def attention_forward(
     if is_causal and attn_mask is None:
         remedy = "give the causal mask, since is_causal only describes attn_mask"
         raise expected(_NAME, "attn_mask", "to be a tensor where is_causal is set", None, remedy)
-    q_BTE, k_BSE, v_BSE = _projected(module, tap, query, key, value)
+    q_BTE, k_BSE, v_BSE = _projected(module, tap, displacements, query, key, value)
     shape = (len(q_BTE), module.num_heads, q_BTE.shape[1], k_BSE.shape[1])
     mask = _merged(attn_mask, key_padding_mask, shape, query.dtype)
     # In this case torch, too, uses is_causal and not the mask.
     hint = is_causal and key_padding_mask is None and not need_weights
-    k_BSE, v_BSE = _with_appended(module, tap, k_BSE, v_BSE)
+    k_BSE, v_BSE = _with_appended(module, tap, displacements, k_BSE, v_BSE)
     if mask is not None:  # every query may attend to the appended keys
         mask = F.pad(mask, (0, k_BSE.shape[1] - mask.shape[3]))
     q_BHTD, k_BHSD, v_BHSD = (_heads(module, x) for x in (q_BTE, k_BSE, v_BSE))
@@ -92,7 +97,8 @@ def attention_forward(
     else:
         used = None if hint else mask
         mixed_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, used, dropout, is_causal=hint)
-    output = _linear(tap, mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
+    mixed, out = mixed_BHTD.transpose(1, 2).flatten(2), module.out_proj
+    output = _linear(tap, displacements, mixed, out.weight, out.bias)
     return output if module.batch_first else output.transpose(0, 1), weights
 
 
@@ -108,7 +114,9 @@ def _weights(q_BHTD: Tensor, k_BHSD: Tensor, mask: Tensor | None, dropout: float
     return F.dropout(torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1), dropout)
 
 
-def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[Tensor]:
+def _projected(
+    module: nn.MultiheadAttention, tap: Tap, displacements: Displacements | None, *roles: Tensor
+) -> list[Tensor]:
     """Return queries, keys and values, each of shape (B, length, E).
 
     Roles that share their tensor share a product and a tap.
@@ -125,17 +133,23 @@ def _projected(module: nn.MultiheadAttention, tap: Tap, *roles: Tensor) -> list[
         rows = None if end - first == 3 else dict.fromkeys(packed, part)
         inputs = roles[first] if module.batch_first else roles[first].transpose(0, 1)
         own = getattr(module, f"{'qkv'[first]}_proj_weight") if weight is None else weight
-        found += _linear(tap, inputs, own, bias, rows).chunk(end - first, 2)
+        found += _linear(tap, displacements, inputs, own, bias, rows).chunk(end - first, 2)
     return found
 
 
 def _linear(
-    tap: Tap, inputs: Tensor, weight: Tensor, bias: Tensor | None, rows: Mapping[Tensor, slice] | None = None
+    tap: Tap,
+    displacements: Displacements | None,
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Mapping[Tensor, slice] | None = None,
 ) -> Tensor:
     """Return inputs weight^T + bias, passed through the tap.
 
     Args:
         tap: as in `attention_forward`.
+        displacements: as in `attention_forward`.
         inputs: shape (B, T, in).
         weight: the weight, or a parameter that contains it.
         bias: the bias, or a parameter that contains it; None: there is none.
@@ -151,26 +165,32 @@ def _linear(
         found = of_linear_map(weight, bias, inputs.detach(), grad_BTO)
         return {own: RowRanges([(used[own].start, f)], own.shape) if own in used else f for own, f in found.items()}
 
-    return tapped(tap, F.linear(inputs, values(weight), None if bias is None else values(bias)), factors)
+    output = F.linear(inputs, values(weight), None if bias is None else values(bias))
+    if displacements is not None:
+        output = moved_output(output, inputs, weight, bias, displacements, rows=used)
+    return tapped(tap, output, factors)
 
 
-def _with_appended(module: nn.MultiheadAttention, tap: Tap, k_BSE: Tensor, v_BSE: Tensor) -> tuple[Tensor, Tensor]:
+def _with_appended(
+    module: nn.MultiheadAttention, tap: Tap, displacements: Displacements | None, k_BSE: Tensor, v_BSE: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return keys and values with those that the module appends: parameters and zeros."""
     if module.bias_k is not None and module.bias_v is not None:
-        k_BSE = torch.cat([k_BSE, _repeated(tap, module.bias_k, len(k_BSE))], 1)
-        v_BSE = torch.cat([v_BSE, _repeated(tap, module.bias_v, len(v_BSE))], 1)
+        k_BSE = torch.cat([k_BSE, _repeated(tap, displacements, module.bias_k, len(k_BSE))], 1)
+        v_BSE = torch.cat([v_BSE, _repeated(tap, displacements, module.bias_v, len(v_BSE))], 1)
     if module.add_zero_attn:
         k_BSE, v_BSE = F.pad(k_BSE, (0, 0, 0, 1)), F.pad(v_BSE, (0, 0, 0, 1))
     return k_BSE, v_BSE
 
 
-def _repeated(tap: Tap, bias: Tensor, size: int) -> Tensor:
+def _repeated(tap: Tap, displacements: Displacements | None, bias: Tensor, size: int) -> Tensor:
     """Return a key or value that is a parameter, repeated for every example and tapped: shape (B, 1, E)."""
 
     def factors(grad_B1E: Tensor) -> dict[Tensor, Factor]:
         return {bias: Dense(grad_B1E.unsqueeze(1))} if is_trained(bias) else {}
 
-    return tapped(tap, bias.detach().expand(size, 1, -1), factors)
+    own = values_of(bias, displacements, size)
+    return tapped(tap, own.expand(size, 1, -1) if own.dim() == 3 else own[:, 0], factors)
 
 
 def _merged(

@@ -202,7 +202,8 @@ _FORWARDS: dict[type[nn.Module] | str, Callable[..., Any]] = {}
 def register_forward(*layers: type[nn.Module] | str) -> Callable[[Forward], Forward]:
     """Register a forward (module, tap, *args, **kwargs) for layers of exactly these types, as a decorator.
 
-    A type is a module class, or a qualified name as in `register_rule`.
+    A type is a module class, or a qualified name as in `register_rule`. If the forward has an optional keyword argument
+    `displacements`, it computes each example with its own moved parameters; else such a layer is computed by vmap.
 
     Parameters enter the forward detached: their gradients come from the taps alone. If a weight is used by several
     taps, or in different rows, its factors are added up.
@@ -226,6 +227,11 @@ def find_forward(layer: nn.Module) -> Callable[..., Any] | None:
     if forward is None or "forward" in vars(layer) or any(map(parametrize.is_parametrized, layer.modules())):
         return None
     return forward
+
+
+def takes_displacements(layer: nn.Module) -> bool:
+    """Return whether the layer's forward with taps has an argument `displacements`; `engines.passes` calls it."""
+    return "displacements" in (getattr(find_forward(layer), "__kwdefaults__", None) or {})
 
 
 def tapped(tap: Tap, tensor: Tensor, factors: Callable[[Tensor], dict[Tensor, Factor]]) -> Tensor:

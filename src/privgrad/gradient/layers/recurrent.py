@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from privgrad.errors import UnsupportedModuleError, expected
 from privgrad.gradient.factors.base import Factor
+from privgrad.gradient.factors.displacement import Displacements
 from privgrad.gradient.layers.base import (
     Tap,
     add_to,
@@ -35,6 +36,7 @@ from privgrad.gradient.layers.base import (
     tapped,
     version_of,
 )
+from privgrad.gradient.layers.displaced import EachWeight, moved_linear, values_of
 
 State = Tensor | tuple[Tensor, Tensor]
 Grads = tuple[Tensor | None, ...]
@@ -42,7 +44,12 @@ Grads = tuple[Tensor | None, ...]
 
 @register_forward(nn.LSTM, nn.GRU, nn.RNN)
 def recurrent_forward(
-    module: nn.LSTM | nn.GRU | nn.RNN, tap: Tap, inputs: Tensor, hx: State | None = None
+    module: nn.LSTM | nn.GRU | nn.RNN,
+    tap: Tap,
+    inputs: Tensor,
+    hx: State | None = None,
+    *,
+    displacements: Displacements | None = None,
 ) -> tuple[Tensor, State]:
     """Compute module(inputs, hx) with taps at the pre-activations.
 
@@ -55,6 +62,7 @@ def recurrent_forward(
             pass has run, returns factors by parameter.
         inputs: shape (B, T, I), or (T, B, I) without batch_first.
         hx: initial state as torch takes it, shape (layers * directions, B, P), with cells for an LSTM; None is zero.
+        displacements: of each example's parameters; None if they do not move.
     Returns:
         The outputs and the last state (for an LSTM a pair), as torch returns them.
     Raises:
@@ -68,7 +76,8 @@ def recurrent_forward(
         name = type(module).__name__
         raise expected(name, "inputs", "to be a tensor of 3 dimensions", got, remedy, UnsupportedModuleError)
     dtype = cast("Tensor", module.weight_ih_l0).dtype
-    layer_TBI = (inputs.transpose(0, 1) if module.batch_first else inputs).to(dtype)
+    # Contiguous: torch would multiply a transposed input by one copy of the weight for each time step.
+    layer_TBI = (inputs.transpose(0, 1) if module.batch_first else inputs).to(dtype).contiguous()
     directions = ("", "_reverse") if module.bidirectional else ("",)
     if hx is None:
         shape = (module.num_layers * len(directions), layer_TBI.shape[1])
@@ -84,7 +93,7 @@ def recurrent_forward(
                 layer_TBI = F.dropout(layer_TBI, module.dropout, module.training)
             firsts = zip(*(part[layer * len(directions) :] for part in states), strict=True)
             results = [
-                _direction(module, f"_l{layer}{direction}", tap, layer_TBI, *first)
+                _direction(module, f"_l{layer}{direction}", tap, displacements, layer_TBI, *first)
                 for direction, first in zip(directions, firsts, strict=False)
             ]
             layer_TBI = torch.cat([result[0] for result in results], 2) if module.bidirectional else results[0][0]
@@ -95,7 +104,13 @@ def recurrent_forward(
 
 
 def _direction(
-    module: nn.RNNBase, suffix: str, tap: Tap, inputs: Tensor, hidden_BP: Tensor, cell_BH: Tensor
+    module: nn.RNNBase,
+    suffix: str,
+    tap: Tap,
+    displacements: Displacements | None,
+    inputs: Tensor,
+    hidden_BP: Tensor,
+    cell_BH: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one layer in one direction.
 
@@ -124,21 +139,21 @@ def _direction(
 
     own_ih, own_hh = parameter("weight_ih"), parameter("weight_hh")
     own_bias_ih, own_bias_hh = (parameter("bias_ih"), parameter("bias_hh")) if module.bias else (None, None)
-    weight_hh, zero, extra_TBH = own_hh.detach(), hidden_BP.new_zeros(()), cell_BH
-    bias_ih = None if own_bias_ih is None else own_bias_ih.detach()
-    bias_hh = zero if own_bias_hh is None else own_bias_hh.detach()
-    if bias_ih is not None and not isinstance(module, nn.GRU):
+    weight_hh, zero, extra_TBH = EachWeight.of(own_hh, displacements), hidden_BP.new_zeros(()), cell_BH
+    biases = (own_bias_ih, own_bias_hh)
+    bias_ih, bias_hh = (None if b is None else values_of(b, displacements, len(hidden_BP)) for b in biases)
+    if bias_ih is not None and bias_hh is not None and not isinstance(module, nn.GRU):
         bias_ih = bias_ih + bias_hh
-    pre_TBG = tapped(tap, F.linear(inputs, own_ih.detach(), bias_ih), of_gates)
+    pre_TBG = tapped(tap, moved_linear(inputs, own_ih, bias_ih, displacements), of_gates)
     if isinstance(module, nn.LSTM):
         weight_hr = nothing_TBP = None
         if module.proj_size:  # zeros that are added to each projected state, since their gradient is the state's
-            weight_hr = parameter("weight_hr").detach()
+            weight_hr = EachWeight.of(parameter("weight_hr"), displacements)
             nothing_TBP = tapped(tap, zero.expand(len(inputs), *hidden_BP.shape), of_projection)
         arguments = (pre_TBG, weight_hh, hidden_BP, cell_BH, weight_hr, nothing_TBP)
         hidden, cell_BH, extra_TBH = cast("Any", _LSTM).apply(*arguments)
     elif isinstance(module, nn.GRU):
-        hidden, extra_TBH = cast("Any", _GRU).apply(pre_TBG, weight_hh, bias_hh, hidden_BP)
+        hidden, extra_TBH = cast("Any", _GRU).apply(pre_TBG, weight_hh, zero if bias_hh is None else bias_hh, hidden_BP)
     else:
         hidden = cast("Any", _RNN).apply(pre_TBG, weight_hh, hidden_BP, module.mode == "RNN_RELU")
     before_TBP = hidden.detach()[:-1]
@@ -153,22 +168,23 @@ class _LSTM(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, c: Tensor, *projection: Any) -> Any:
-        weight_hr, nothing = cast("tuple[Tensor | None, Tensor]", projection)
+    def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, c: Tensor, *projection: Any) -> Any:
+        weight_hr, nothing = cast("tuple[EachWeight | None, Tensor]", projection)
         # Row 0 is the initial state; the loop overwrites the other rows.
         hidden, cells = h.repeat(len(pre) + 1, 1, 1), c.repeat(len(pre) + 1, 1, 1)
         news, tanhs, gates = torch.empty_like(cells[1:]), torch.empty_like(cells[1:]), pre.new_empty(pre.shape)
         unprojected = torch.empty_like(news) if weight_hr is not None else hidden[1:]
         for t in range(len(pre)):
-            torch.addmm(pre[t], hidden[t], weight_hh.t(), out=gates[t])
+            weight_hh.apply(hidden[t], pre[t], out=gates[t])
             i, f, n, o = gates[t].chunk(4, 1)
             news[t].copy_(n).tanh_()  # a copy: many times faster than on n, which is strided
             gates[t].sigmoid_()
             torch.mul(f, cells[t], out=cells[t + 1]).addcmul_(i, news[t])
             torch.mul(o, torch.tanh(cells[t + 1], out=tanhs[t]), out=unprojected[t])
             if weight_hr is not None:
-                torch.addmm(nothing[t], unprojected[t], weight_hr.t(), out=hidden[t + 1])
-        ctx.save_for_backward(weight_hh, weight_hr, hidden, cells, gates, news, tanhs)
+                weight_hr.apply(unprojected[t], nothing[t], out=hidden[t + 1])
+        ctx.weights = weight_hh, weight_hr
+        ctx.save_for_backward(hidden, cells, gates, news, tanhs)
         if weight_hr is not None:
             ctx.mark_non_differentiable(unprojected)
         return hidden, cells[-1].clone(), unprojected if weight_hr is not None else None
@@ -176,7 +192,7 @@ class _LSTM(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_hidden: Tensor, grad_c: Tensor, *unused: Any) -> Grads:
-        weight_hh, weight_hr, _, cells, gates, news, tanhs = ctx.saved_tensors
+        (weight_hh, weight_hr), (_, cells, gates, news, tanhs) = ctx.weights, ctx.saved_tensors
         i, f, _, o = gates.chunk(4, 2)
         grad_pre = torch.addcmul(gates, gates, gates, value=-1)  # the sigmoid's derivative s - s^2
         of_i, of_f, of_n, of_o = grad_pre.chunk(4, 2)
@@ -188,16 +204,17 @@ class _LSTM(torch.autograd.Function):
         of_ifn = grad_pre.view(*gates.shape[:2], 4, news.shape[2])[:, :, :3]
         grad_nothing = torch.empty_like(grad_hidden[1:]) if weight_hr is not None else None
         later, grad_h, grad_c = torch.zeros_like(gates[0]), torch.empty_like(grad_hidden[0]), grad_c.clone()
+        no_grad = gates.new_zeros(())
         for t in reversed(range(len(gates))):
-            grad_m = torch.addmm(grad_hidden[t + 1], later, weight_hh, out=grad_h)
+            grad_m = weight_hh.pull(later, grad_hidden[t + 1], out=grad_h)
             if grad_nothing is not None and weight_hr is not None:
-                grad_m = torch.mm(grad_nothing[t].copy_(grad_h), weight_hr)
+                grad_m = weight_hr.pull(grad_nothing[t].copy_(grad_h), no_grad, out=torch.empty_like(news[0]))
             grad_c.addcmul_(grad_m, of_c[t])
             of_ifn[t].mul_(grad_c.unsqueeze(1))
             of_o[t].mul_(grad_m)
             grad_c.mul_(f[t])
             later = grad_pre[t]
-        torch.addmm(grad_hidden[0], later, weight_hh, out=grad_h)
+        weight_hh.pull(later, grad_hidden[0], out=grad_h)
         return grad_pre, None, grad_h, grad_c, None, grad_nothing
 
 
@@ -208,16 +225,17 @@ class _GRU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, bias_hh: Tensor, h: Tensor) -> Any:
+    def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, bias_hh: Tensor, h: Tensor) -> Any:
         hidden, gates = h.repeat(len(pre) + 1, 1, 1), pre.new_empty(pre.shape)  # r, z, and the part s of n
         news, width = torch.empty_like(hidden[1:]), h.shape[1]
         for t in range(len(pre)):
-            torch.addmm(bias_hh, hidden[t], weight_hh.t(), out=gates[t])
+            weight_hh.apply(hidden[t], bias_hh, out=gates[t])
             gates[t, :, : 2 * width].add_(pre[t, :, : 2 * width]).sigmoid_()
             r, z, part = gates[t].chunk(3, 1)
             torch.addcmul(pre[t, :, 2 * width :], r, part, out=news[t]).tanh_()
             torch.sub(hidden[t], news[t], out=hidden[t + 1]).mul_(z).add_(news[t])
-        ctx.save_for_backward(weight_hh, hidden, gates, news)
+        ctx.weight_hh = weight_hh
+        ctx.save_for_backward(hidden, gates, news)
         resets = gates[:, :, :width].detach()
         ctx.mark_non_differentiable(resets)
         return hidden, resets
@@ -225,20 +243,20 @@ class _GRU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_hidden: Tensor, *unused: Any) -> Grads:
-        weight_hh, hidden, gates, news = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        weight_hh, (hidden, gates, news) = cast("EachWeight", ctx.weight_hh), ctx.saved_tensors
         (r, z, part), width = gates.chunk(3, 2), news.shape[2]
         grad_pre = torch.addcmul(gates, gates, gates, value=-1)
         of_r, of_z, of_n = grad_pre.chunk(3, 2)
         torch.mul(1 - z, 1 - news.square(), out=of_n)
         of_r.mul_(part).mul_(of_n)
         of_z.mul_(hidden[:-1] - news)
-        of_gates, new = grad_pre.view(*gates.shape[:2], 3, width), torch.empty_like(news[0])
-        grad_h, carried = torch.empty_like(news[0]), torch.zeros_like(news[0])
+        of_gates, later = grad_pre.view(*gates.shape[:2], 3, width), torch.empty_like(gates[0])
+        grad_h, carried, kept = torch.empty_like(news[0]), torch.zeros_like(news[0]), torch.empty_like(news[0])
         for t in reversed(range(len(gates))):
             torch.add(grad_hidden[t + 1], carried, out=grad_h)
             of_gates[t].mul_(grad_h.unsqueeze(1))
-            torch.mul(grad_h, z[t], out=carried).addmm_(grad_pre[t, :, : 2 * width], weight_hh[: 2 * width])
-            carried.addmm_(torch.mul(of_n[t], r[t], out=new), weight_hh[2 * width :])
+            later.copy_(grad_pre[t])[:, 2 * width :].mul_(r[t])
+            weight_hh.pull(later, torch.mul(grad_h, z[t], out=kept), out=carried)
         return grad_pre, None, None, carried + grad_hidden[0]
 
 
@@ -246,21 +264,21 @@ class _RNN(torch.autograd.Function):
     """The recurrence of a plain RNN, h = tanh or relu of (pre + W_hh h), which returns hidden."""
 
     @staticmethod
-    def forward(ctx: Any, pre: Tensor, weight_hh: Tensor, h: Tensor, relu: bool) -> Tensor:
+    def forward(ctx: Any, pre: Tensor, weight_hh: EachWeight, h: Tensor, relu: bool) -> Tensor:
         hidden, activate_ = h.repeat(len(pre) + 1, 1, 1), torch.relu_ if relu else torch.tanh_
         for t in range(len(pre)):
-            activate_(torch.addmm(pre[t], hidden[t], weight_hh.t(), out=hidden[t + 1]))
-        ctx.save_for_backward(weight_hh, hidden)
-        ctx.relu = relu
+            activate_(weight_hh.apply(hidden[t], pre[t], out=hidden[t + 1]))
+        ctx.save_for_backward(hidden)
+        ctx.weight_hh, ctx.relu = weight_hh, relu
         return hidden
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_hidden: Tensor) -> Grads:
-        weight_hh, hidden = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        weight_hh, (hidden,) = cast("EachWeight", ctx.weight_hh), ctx.saved_tensors
         grad_pre = (hidden[1:] > 0).to(hidden.dtype) if ctx.relu else 1 - hidden[1:].square()
         later, grad_h = torch.zeros_like(hidden[0]), torch.empty_like(hidden[0])
         for t in reversed(range(len(grad_pre))):
-            later = grad_pre[t].mul_(torch.addmm(grad_hidden[t + 1], later, weight_hh, out=grad_h))
-        torch.addmm(grad_hidden[0], later, weight_hh, out=grad_h)
+            later = grad_pre[t].mul_(weight_hh.pull(later, grad_hidden[t + 1], out=grad_h))
+        weight_hh.pull(later, grad_hidden[0], out=grad_h)
         return grad_pre, None, grad_h, None
