@@ -165,7 +165,14 @@ tune = { "filter.weight" = [0.4, 0.8], "adaptive_clip.target" = [0.5] }
     assert len({step["max_grad_norm"] for step in steps}) > 1
     page = (tmp_path / "out/index.html").read_text()
     assert "Noise or clipping?" in page
-    assert "as private as the trained model" in " ".join(page.split())
+    words = " ".join(page.split())
+    assert "Clipping norm: 1 at first, moved by TargetFraction(0.5, rate=0.5)" in words
+    assert "<td>DiSK(0." in words
+    assert "ahead of the weights (DiSK)" in words
+    assert "shortened about" in words
+    assert "% of the gradients." in words
+    assert words.count("AES-256-CTR, Box-Muller in float32") == 1
+    assert "as private as the trained model" in words
 
 
 @pytest.mark.usefixtures("without_rendering")

@@ -262,6 +262,43 @@ def test_the_verdict_of_released_statistics(clip_fraction: float, signal_to_nois
     assert words in released_verdict(found)
 
 
+def test_the_verdict_knows_a_c_that_moves_and_the_noise_of_the_share():
+    found = {"clip_fraction": 0.02, "clip_fraction_std": 0.01, "signal_to_noise": 0.2, "noise_share": 0.5}
+    fixed = {"lowest_max_grad_norm": 0.3, "highest_max_grad_norm": 0.3}
+    moved = {"lowest_max_grad_norm": 0.3, "highest_max_grad_norm": 2.0}
+    assert "smaller max_grad_norm" in released_verdict(found | fixed)
+    assert "smaller max_grad_norm" not in released_verdict(found | fixed | {"clip_fraction_std": 0.05})
+    assert "smaller max_grad_norm" not in released_verdict(found | moved)
+    assert "C moved between 0.3 and 2." in released_verdict(found | moved)
+    said = released_verdict(found | moved | {"clip_fraction": 0.99, "signal_to_noise": 3.0})
+    assert "larger max_grad_norm" not in said
+    assert "adaptive_clip that clips fewer" in said
+
+
+@pytest.mark.parametrize("rule", [pg.clip.TargetFraction(), pg.clip.Quantile(), pg.clip.SquaredError()])
+def test_released_statistics_of_a_rule_give_the_share_at_c(rule: pg.clip.AdaptiveClip):
+    plan = make_plan(steps=40, expected_batch_size=64, num_examples=256, noise_multiplier=0.1, max_grad_norm=0.5)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=rule)
+    raw, released = diagnostics.RawGradientStats(private_grad), diagnostics.ReleasedStats(private_grad)
+    for batch in plan.batches(make_data(256)):
+        private_grad(batch)
+    found = released.summary()
+    assert found["clip_fraction"] == pytest.approx(raw.summary()["raw_clip_fraction"], abs=0.15)
+    assert found["lowest_max_grad_norm"] < found["highest_max_grad_norm"]
+    assert repr(released).startswith("ReleasedStats(steps=40, clip_fraction=")
+    assert released.table().row_count == len(list(private_grad.model.parameters()))
+
+
+def test_a_filtered_gradient_has_no_place_in_released_statistics():
+    plan = make_plan(steps=2)
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, filter=pg.filters.EMA(0.2))
+    before, behind = diagnostics.ReleasedStats(private_grad), diagnostics.ReleasedStats()
+    _, second = (private_grad(batch) for batch in plan.batches(make_data()))
+    with pytest.raises(pg.PrivacyError, match="as released, without a filter, got noise_gain"):
+        behind.observe(second)
+    assert (before.steps, behind.steps) == (2, 0)
+
+
 def test_without_gradients_there_is_no_verdict_and_other_things_are_refused():
     assert "No gradient" in diagnostics.ReleasedStats().verdict()
     with pytest.raises(pg.PrivacyError, match="NoisyGradient"):

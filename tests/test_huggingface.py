@@ -1150,3 +1150,11 @@ def test_the_trainer_moves_c_and_filters_gradients(tmp_path: Path):
     trainer.save_model(str(tmp_path / "saved"))
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "| released with each gradient | noisy shares of gradients by length, Slots(" in card
+
+
+@pytest.mark.parametrize("name", ["adaptive_clip", "norm_bins", "filter"])
+def test_an_option_of_private_gradient_in_the_wrong_place_is_named(tmp_path: Path, name: str):
+    words = rf"{name}, an option of PrivateGradient; give private_options={{'{name}': \.\.\.}}"
+    misplaced: dict[str, Any] = {name: "auto"}
+    with pytest.raises(pg.PrivacyError, match=words):
+        make_trainer(tmp_path, bert(), texts(), **misplaced)

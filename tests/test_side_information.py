@@ -274,7 +274,17 @@ def scaled_by(rule: str, **options: Any) -> dict[str, Any]:
             },
             "the only point of the gradients",
         ),
-        ({"norm_bins": 0}, "methods.Q.norm_bins"),
+        ({"norm_bins": 0}, "methods.Q.norm_bins to be an integer from 1 to 1024"),
+        ({"norm_bins": "Auto"}, "methods.Q.norm_bins to be .* or 'auto', got 'Auto'"),
+        ({"norm_bins": True}, "methods.Q.norm_bins to be an integer"),
+        ({"norm_bins": 5, "non_private": True}, "methods.Q.norm_bins to be absent for non_private, got 5"),
+        ({"adaptive_clip": "TargetFraction"}, r'write adaptive_clip = { rule = "TargetFraction" }'),
+        ({"filter": "EMA"}, r'to be a table, got .EMA.; write filter = { rule = "EMA" }'),
+        (
+            {"adaptive_clip": {"rule": "TargetFraction", "options": {"target": [0.5, 0.75]}}},
+            r'give tune = { "adaptive_clip.target" = \[0.5, 0.75\] }',
+        ),
+        ({"perturb": {"rule": "DiSK", "radius": 0.7}}, r'give filter = { rule = "DiSK", options'),
         (
             scaled_by("public_rmsprop") | {"tune": {"precondition.noise_ep": [1.0, 10.0]}},
             r"methods.Q.tune.precondition.noise_ep.*did you mean 'noise_eps'",

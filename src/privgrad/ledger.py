@@ -27,6 +27,10 @@ from privgrad.ledger_file import VERSION, LedgerFile, not_open
 from privgrad.rng import this_process
 from privgrad.types import SamplingScheme
 
+# Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
+_PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
+_DERIVED = {"noise_generator"}
+
 
 class Ledger:
     """A record of releases and their epsilon, in memory or in a file that survives the process.
@@ -187,6 +191,10 @@ class Ledger:
                 self.plan_facts = facts
                 return
         differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
+        if (part := next(filter(differing.__contains__, _PARTS), None)) and not {*differing} - _PARTS.keys() - _DERIVED:
+            name, old, new = _PARTS[part], self.plan_facts.get(part), plan_facts[part]
+            remedy = f"give the same {name} as when the ledger began, or start a new ledger and add up both epsilons"
+            raise expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
         if differing:
             remedy = "keep the plan, or start a new ledger and add up both epsilons and both deltas"
             if "simulates" in differing:

@@ -34,9 +34,9 @@ from privgrad.errors import (
     require_max_grad_norm,
     require_positive,
 )
-from privgrad.filters import LinearFilter
+from privgrad.filters import EMA, LinearFilter
 from privgrad.gradient.adaptive_clip import AdaptiveClip
-from privgrad.gradient.clipping import Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
+from privgrad.gradient.clipping import Automatic, Clipping, ClippingAccumulator, Flat, RawClipping, sum_dtype
 from privgrad.gradient.contribution import Contribution, SampleGradient
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap
@@ -47,6 +47,7 @@ from privgrad.gradient.factors.mapped import with_mapped_inputs
 from privgrad.gradient.factors.shifted import shifted
 from privgrad.gradient.module_state import seeded, trainable
 from privgrad.gradient.norm_statistics import NORMS, NormBins, chosen_slots
+from privgrad.gradient.perturb import DiSK
 from privgrad.gradient.precondition import Preconditioner, Transform, require_scales_only, require_transform
 from privgrad.gradient.probes import gradients
 from privgrad.gradient.spectral_norm import advanced
@@ -95,6 +96,19 @@ def require_model(function: str, model: object) -> None:
         raise expected(function, "model", "to be a torch.nn.Module", described(model), "give the model itself")
 
 
+def _require_together(
+    perturb: Contribution | None, clip: Clipping | None, adaptive: AdaptiveClip | None, averages: LinearFilter | None
+) -> None:
+    """Raise PrivacyError for parts that do not suit each other."""
+    if adaptive is not None and isinstance(clip, Automatic):
+        condition = "to depend on C for adaptive_clip (here, C scales signal and noise alike)"
+        remedy = "leave adaptive_clip out, or give clip.Flat()"
+        raise expected("PrivateGradient", "clip", condition, repr(clip), remedy)
+    if isinstance(perturb, DiSK) and perturb.weight < 1 and repr(averages) != repr(EMA(perturb.weight)):
+        condition, remedy = f"to be the other half of {perturb!r}", f"give filter=filters.EMA({perturb.weight:g})"
+        raise expected("PrivateGradient", "filter", condition, repr(averages), remedy)
+
+
 def ledgers_of(model: nn.Module) -> list[Ledger]:
     """Return the ledgers of this process that record gradients of parameters of the model.
 
@@ -126,13 +140,15 @@ class PrivateGradient:
             None lets the engine choose. Speed and memory only.
         ledger: a Ledger, or the path of one; None records in memory. With several processes, the first process has the
             record, and the others count their steps in memory.
-        norm_bins: the number of bins, >= 1, of a distribution of the clipped gradients' lengths, which each released
-            gradient then has as `norm_distribution`. It is private, costs no epsilon and leaves the gradient as it is.
-            "auto" takes as many bins as the noise allows (see `norm_statistics.chosen_slots`). None: no distribution.
+        norm_bins: the number of bins, 1 to 1024, of a distribution of the clipped gradients' lengths, which each
+            released gradient then has as `norm_distribution`. It is private, costs no epsilon and leaves the gradient
+            as it is. "auto" takes 8 to 64, as the noise allows (see `norm_statistics.chosen_slots`). None: no
+            distribution.
         adaptive_clip: changes C at each step: clip.TargetFraction(), at no cost, or a rule of `clip` with a release of
-            its own. The plan's `max_grad_norm` is the first C. None keeps it.
+            its own. The plan's `max_grad_norm` is the first C, and the property `max_grad_norm` is the current one.
+            It does not suit clip.Automatic(). None keeps C.
         filter: a linear filter of the released gradients (see `filters`); the gradient that a call returns is then the
-            filtered one. None: no filter.
+            filtered one. perturb.DiSK(weight) needs filters.EMA(weight). None: no filter.
         processes: the processes that train together; see integrations.distributed. None: only this one.
         side_information: other data that the model or its inputs depend on, such as the source of features, in a few
             words; recorded in the ledger. None: there is none.
@@ -192,6 +208,7 @@ class PrivateGradient:
         if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             got, remedy = type(plan).__name__, "make one: PrivacyPlan.for_budget(...)"
             raise expected("PrivateGradient", "plan", "to be a PrivacyPlan", got, remedy)
+        _require_together(perturb, clip, adaptive_clip, filter)
         self._processes = processes = ALONE if processes is None else processes
         require_all_processes("PrivateGradient", processes)
         processes.begin(model)

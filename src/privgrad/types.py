@@ -247,7 +247,7 @@ class NormDistribution:
         noise_std: standard deviation of the noise in each share, shape (K,).
         edges: the norms below which `shares` counts, shape (K,), falling. With `norm_bins`: C (1 - k / K) for k = 0 to
             K - 1.
-        max_grad_norm: C of the step.
+        max_grad_norm: C of the step, which is one of the edges.
     """
 
     shares: Tensor
@@ -259,6 +259,16 @@ class NormDistribution:
     def clip_fraction(self) -> float:
         """The noisy share of gradients longer than C, which clipping shortens; nan if C is no edge. See `shares`."""
         return 1.0 - float(self.shares[self.edges == self.max_grad_norm].mean())
+
+    @property
+    def clip_fraction_std(self) -> float:
+        """The standard deviation of the noise in `clip_fraction`."""
+        return float(self.noise_std[self.edges == self.max_grad_norm].mean())
+
+    def __repr__(self) -> str:
+        span = f"edges from {float(self.edges[-1]):.4g} to {float(self.edges[0]):.4g}"
+        share = f"clip_fraction={self.clip_fraction:.2g} +- {self.clip_fraction_std:.1g}"
+        return f"NormDistribution(bins={len(self.edges)}, {span}, max_grad_norm={self.max_grad_norm:.4g}, {share})"
 
 
 NoiseStd = float | Mapping[str, float | Tensor]

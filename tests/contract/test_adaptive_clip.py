@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,14 +230,16 @@ def test_rules_know_the_noise_of_groups(name: str):
     [
         (lambda: pg.clip.TargetFraction(0.0), "target"),
         (lambda: pg.clip.TargetFraction(1.0), "to be below 1"),
+        (lambda: pg.clip.TargetFraction(True), "to be a number, got True"),
         (lambda: pg.clip.TargetFraction(rate=-1.0), "rate"),
-        (lambda: pg.clip.Quantile(1.5), "to be below 1"),
+        (lambda: pg.clip.Quantile(1.5), "to be below 1, got 1.5; 0.25 is the default"),
         (lambda: pg.clip.Quantile(count_std=0.0), "count_std"),
-        (lambda: pg.clip.SquaredError(weight=0.0), "weight"),
+        (lambda: pg.clip.SquaredError(0.0), "weight"),
         (lambda: private_grad_with(pg.clip.Quantile(count_std=0.4)), "above sigma / 2"),
         (lambda: private_grad_with(pg.clip.Quantile(), norm_bins=5), "norm_bins"),
         (lambda: private_grad_with(pg.clip.SquaredError(), norm_bins="auto"), "norm_bins"),
         (lambda: private_grad_with(pg.clip.TargetFraction), "AdaptiveClip"),
+        (lambda: private_grad_with(pg.clip.TargetFraction(), clip=pg.clip.Automatic()), "depend on C"),
         (lambda: private_grad_with(pg.clip.Flat()), "AdaptiveClip"),
         (lambda: private_grad_with(pg.clip.TargetFraction(), max_grad_norm=math.inf, noise_multiplier=0.0), "finite"),
     ],
@@ -246,8 +249,40 @@ def test_bad_numbers_are_refused(make: Any, words: str):
         make()
 
 
-def private_grad_with(rule: Any, norm_bins: Any = None, **changed: Any) -> pg.PrivateGradient:
-    return pg.PrivateGradient(make_model(), loss_fn, make_plan(**changed), adaptive_clip=rule, norm_bins=norm_bins)
+def private_grad_with(rule: Any, norm_bins: Any = None, clip: Any = None, **changed: Any) -> pg.PrivateGradient:
+    options: dict[str, Any] = {"adaptive_clip": rule, "norm_bins": norm_bins, "clip": clip}
+    return pg.PrivateGradient(make_model(), loss_fn, make_plan(**changed), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "fraction", "factor"),
+    [
+        *(("target fraction", 0.0, 0.69), ("target fraction", 1.0, 1.13)),
+        *(("quantile", 0.0, 0.86), ("quantile", 1.0, 1.05)),
+    ],
+)
+def test_a_rule_moves_c_by_as_much_as_the_docs_say(name: str, fraction: float, factor: float):
+    numbers: dict[str, Any] = {"noise_multiplier": 1.0, "divisor": 100, "norm_bins": None, "size": 5}
+    rule = RULES[name]().begun(max_grad_norm=1.0, **numbers)
+    edges = torch.tensor([1.0], dtype=torch.float64)
+    rule.update(NormDistribution(1 - fraction * edges, edges, edges, 1.0))
+    assert rule.max_grad_norm == pytest.approx(factor, abs=0.005)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_clip_fraction_of_every_rule_is_that_at_c(name: str):
+    """Without its noise. SquaredError also has edges above C, up to infinity."""
+    _, seen = trained(RULES[name](), 3.0, steps=30)
+    for raw in seen:
+        found = raw.released.norm_distribution
+        assert found is not None
+        assert raw.raw_shares is not None
+        assert found.max_grad_norm in found.edges.tolist()
+        longer = float((raw.clipping.raw_norms > found.max_grad_norm).sum()) / 400
+        absent = 1 - len(raw.clipping.raw_norms) / 400  # shares are of the expected number of gradients
+        wanted = longer + absent * (0.5 if name == "quantile" else 1)  # which counts from one half
+        slack = 0.15 if name == "target fraction" else 1e-6  # slots count gradients near C in part
+        assert replace(found, shares=raw.raw_shares).clip_fraction == pytest.approx(wanted, abs=slack)
 
 
 def test_c_is_a_function_of_what_was_released():

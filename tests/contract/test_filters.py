@@ -1,5 +1,6 @@
 """Filters of released gradients: their values, the exact noise of their output, and optimizers behind them."""
 
+import itertools
 import math
 from typing import Any
 
@@ -212,11 +213,13 @@ def test_what_is_filtered_already_and_what_has_changed_is_refused():
         pg.PrivateGradient(make_model(), loss_fn, make_plan(), filter=filters.EMA)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("perturb", ["none", "DiSK", "SAT"])
-@pytest.mark.parametrize("name", ["EMA", "DOPPLER", "third order"])
+@pytest.mark.parametrize(
+    ("name", "perturb"),
+    [*itertools.product(["EMA", "DOPPLER", "third order"], ["none", "SAT"]), ("EMA", "DiSK")],
+)
 def test_a_resumed_run_releases_what_an_uninterrupted_one_does(name: str, perturb: str):
     plan, data = make_plan(seed=2, steps=8), make_data()
-    points: dict[str, Any] = {"none": None, "DiSK": pg.perturb.DiSK(0.5), "SAT": pg.perturb.SAT(0.1)}
+    points: dict[str, Any] = {"none": None, "DiSK": pg.perturb.DiSK(0.1), "SAT": pg.perturb.SAT(0.1)}
 
     def begun(model: Any, ledger: pg.Ledger | None = None) -> tuple[pg.PrivateGradient, Any]:
         options: dict[str, Any] = {"filter": FILTERS[name](), "perturb": points[perturb], "ledger": ledger}
@@ -258,7 +261,10 @@ def test_disk_computes_gradients_ahead_of_the_weights_by_their_last_update():
     """Float64, no noise: beside a loop that computes the point by itself."""
     plan, data = make_plan(noise_multiplier=0.0, max_grad_norm=1e6, seed=1), make_data(dtype=torch.float64)
     model, weight = make_model(torch.float64), 0.4
-    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=pg.perturb.DiSK(weight))
+    whole = pg.perturb.DiSK(weight)
+    private_grad = pg.PrivateGradient(model, loss_fn, plan, perturb=whole, filter=filters.EMA(weight))
+    unfiltered = list[NoisyGradient]()
+    private_grad.register_raw_observer(lambda raw: unfiltered.append(raw.released))
     before: dict[str, Tensor] | None = None
     for batch in plan.batches(data):
         now = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -270,12 +276,21 @@ def test_disk_computes_gradients_ahead_of_the_weights_by_their_last_update():
         released = private_grad(batch)
         for name, parameter in ahead.named_parameters():
             assert parameter.grad is not None
-            torch.testing.assert_close(released[name], parameter.grad / plan.divisor, rtol=1e-8, atol=1e-10)
+            torch.testing.assert_close(unfiltered[-1][name], parameter.grad / plan.divisor, rtol=1e-8, atol=1e-10)
             torch.testing.assert_close(model.get_parameter(name).detach(), now[name], rtol=0, atol=0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter -= 0.5 * released[name]
         before = now
+
+
+@pytest.mark.parametrize("other", [None, filters.EMA(0.2), filters.DOPPLER()])
+def test_one_half_of_disk_is_refused(other: Any):
+    point = pg.perturb.DiSK(0.7)
+    with pytest.raises(pg.PrivacyError, match=r"other half of DiSK\(0.7\).*give filter=filters.EMA\(0.7\)"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(), perturb=point, filter=other)
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), perturb=point, filter=filters.EMA(0.7))
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), perturb=pg.perturb.DiSK(1.0))  # DP-SGD
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.2, math.nan])

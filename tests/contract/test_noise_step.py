@@ -215,6 +215,9 @@ def test_one_of_both_is_taken_and_noise_is_needed():
         made(pg.optim.SGD, lr=0.1, noise_step=0.1)
     with pytest.raises(pg.PrivacyError, match=r"lr or noise_step to be given, not both"):
         pg.optim.SGD([("p", nn.Parameter(torch.zeros(1)))], 0.1, noise_step=0.1)
+    for kind in (pg.optim.Muon, pg.optim.MuonBC, pg.optim.MicroAdam):
+        with pytest.raises(pg.PrivacyError, match=rf"{kind.__name__}: expected lr to be given, got None; give lr"):
+            kind(nn.Linear(2, 2).named_parameters())
     with pytest.raises(pg.PrivacyError, match=r"lr or noise_step to be given, got None"):
         made(pg.optim.MomentumSGD)
     with pytest.raises(pg.PrivacyError, match="noise_step to be a finite number >= 0"):

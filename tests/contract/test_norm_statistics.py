@@ -195,7 +195,7 @@ def bfloat_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "sigma", "bins"), [(8192, 3.44, 64), (1024, 3.44, 8), (64, 1.0, 1), (8, 0.0, 64)]
+    ("batch_size", "sigma", "bins"), [(8192, 3.44, 64), (240, 3.44, 48), (64, 3.44, 8), (8, 1.0, 8), (8, 0.0, 64)]
 )
 def test_auto_takes_as_many_bins_as_the_noise_allows(batch_size: int, sigma: float, bins: int):
     plan = make_plan(
@@ -205,10 +205,11 @@ def test_auto_takes_as_many_bins_as_the_noise_allows(batch_size: int, sigma: flo
     assert private_grad.ledger.plan_facts["norm_statistic"] == f"Slots(bins={bins})"
 
 
-@pytest.mark.parametrize("bad", [0, -1, 2.5, "many", True])
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "many", "Auto", True, 1025, 10**9])
 def test_bins_that_are_no_number_are_refused(bad: Any):
-    with pytest.raises(pg.PrivacyError, match="norm_bins"):
+    with pytest.raises(pg.PrivacyError, match="norm_bins to be an integer from 1 to 1024, or 'auto'"):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(), norm_bins=bad)
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), norm_bins=1024)
     plan = make_plan(noise_multiplier=0.0, max_grad_norm=math.inf)
     with pytest.raises(pg.PrivacyError, match="to be finite"):
         pg.PrivateGradient(make_model(), loss_fn, plan, norm_bins="auto")
@@ -221,8 +222,27 @@ def test_the_ledger_records_the_statistic_and_a_resumed_run_needs_the_same(tmp_p
     assert facts["norm_statistic"] == "Slots(bins=6)"
     assert "float64" in facts["noise_generator"]
     private_grad.ledger.close()
-    with pytest.raises(pg.PrivacyError, match="norm_statistic"):
+    words = r"norm_bins of PrivateGradient to be as recorded \(Slots\(bins=6\)\), got None; give the same norm_bins"
+    with pytest.raises(pg.PrivacyError, match=words):
         pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=path)
+    with pytest.raises(pg.PrivacyError, match=r"the plan's .*norm_statistic"):  # and another number of the plan
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(max_grad_norm=0.3), ledger=private_grad.ledger)
+
+
+def test_a_ledger_of_another_rule_for_c_names_the_rule_alone(tmp_path: Path):
+    path, rule = tmp_path / "ledger.jsonl", pg.clip.TargetFraction()
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), adaptive_clip=rule, ledger=path).ledger.close()
+    with pytest.raises(pg.PrivacyError, match="give the same adaptive_clip") as caught:
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=path)
+    assert "norm_statistic" not in str(caught.value)
+    assert "noise_generator" not in str(caught.value)
+
+
+def test_a_distribution_is_shown_in_one_line():
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, make_plan(), norm_bins=64)
+    shown = repr(private_grad(next(iter(make_plan().batches(make_data())))).norm_distribution)
+    assert shown.startswith("NormDistribution(bins=64, edges from 0.01562 to 1, max_grad_norm=1, clip_fraction=")
+    assert len(shown) < 120
 
 
 def test_a_statistic_has_no_place_among_the_parameters():

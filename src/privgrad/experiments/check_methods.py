@@ -19,6 +19,7 @@ from privgrad.errors import did_you_mean, expected
 from privgrad.experiments.sources import is_own
 from privgrad.experiments.spec import Candidate, MethodTable, Spec
 from privgrad.experiments.tables import PreconditionTable
+from privgrad.gradient.norm_statistics import require_bins
 from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim import OPTIMIZERS
 from privgrad.optim.base import constructor_arguments
@@ -49,18 +50,26 @@ def _require_parts(method: MethodTable) -> None:
     for part, table in method.part_tables.items():
         known = inspect.signature(table.kind).parameters
         for name in table.options:
-            require_option(name, list(known), f"methods.{method.name}.{part}.options.{name}")
+            place = f"methods.{method.name}.{part}.options.{name}"
+            require_option(name, list(known), place)
+            value = table.options[name]
+            if isinstance(value, list) and "Sequence" not in str(known[name].annotation):
+                remedy = f'to try several, give tune = {{ "{part}.{name}" = {value} }}'
+                raise expected("load_spec", place, "to be one value", value, remedy)
         for name, parameter in known.items():
             if parameter.default is parameter.empty and name not in table.options:
                 place = f"methods.{method.name}.{part}.options.{name}"
                 raise expected("load_spec", place, "to be given", None, f"add {name}")
     method.parts()
+    if method.norm_bins is not None:
+        require_bins("load_spec", f"methods.{method.name}.norm_bins", method.norm_bins)
     if method.filter is not None and method.filter.rule == "DiSK" and (method.perturb or method.local):
         place, got = f"methods.{method.name}.filter", "DiSK with perturb or local"
         raise expected("load_spec", place, "to have the only point of the gradients", got, "leave one of the two out")
-    if method.non_private and method.adaptive_clip is not None:
-        place, remedy = f"methods.{method.name}.adaptive_clip", "leave it out: a method without privacy does not clip"
-        raise expected("load_spec", place, "to be absent for non_private", method.adaptive_clip.rule, remedy)
+    for part, value in (("adaptive_clip", method.adaptive_clip), ("norm_bins", method.norm_bins)):
+        if method.non_private and value is not None:
+            got, remedy = getattr(value, "rule", value), "leave it out: a method without privacy does not clip"
+            raise expected("load_spec", f"methods.{method.name}.{part}", "to be absent for non_private", got, remedy)
 
 
 def _require_options(method: MethodTable, spec: Spec) -> None:

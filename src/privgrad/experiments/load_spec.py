@@ -151,8 +151,15 @@ def _explained(
         example = f", such as {option.rpartition('.')[2]} = {_SUCH_AS[option]}" if option in _SUCH_AS else ""
         return expected("load_spec", place, "to be given", None, f"add it to {path}{example}")
     if first["type"] == "literal_error" and "ctx" in first:
+        if first["input"] == "DiSK" and place.endswith("perturb.rule"):
+            remedy = 'give filter = { rule = "DiSK", options = { weight = 0.7 } } in place of perturb'
+            return expected("load_spec", place, "to be a point of its own", "'DiSK', which also filters", remedy)
         return _unknown_name(place, first["input"], re.findall("'([^']*)'", first["ctx"]["expected"]), path)
     got = repr(first["input"])[:80]
+    if first["type"] == "model_type" and isinstance(first["input"], str) and place.startswith("methods."):
+        part = place.rpartition(".")[2]
+        remedy = f'write {part} = {{ rule = "{first["input"]}" }} in {path}'
+        return expected("load_spec", place, "to be a table", got, remedy)
     return expected("load_spec", place, f"to be valid ({first['msg']})", got, f"correct it in {path}")
 
 

@@ -17,7 +17,7 @@ from privgrad.gradient.norm_statistics import Count, Histogram, NormBins, NormSt
 from privgrad.types import NormDistribution
 
 _WIDEST = 1e6  # C stays within this factor of its start, and within the limits of a plan
-_FEWEST = 8  # bins: with fewer, the share below C says little of how many are clipped
+_SHARE_STD = 0.01  # of "auto": C follows the share of each single step
 _CERTAIN = 3.0  # standard deviations: smaller shares of DC-SGD's histogram count as 0
 # Of DC-SGD, in units of C: the edges of its histogram, one norm in each bin, and the candidates for C.
 _EDGES = tuple(2.0**power for power in range(-4, 5))
@@ -107,7 +107,8 @@ class TargetFraction(AdaptiveClip):
 
     Args:
         target: the share, in (0, 1).
-        rate: > 0. With 0.5, C moves by at most 45 % in a step.
+        rate: > 0. A step multiplies C by exp(-rate target) to exp(rate (1 - target)). With the defaults, C falls by at
+            most 31 % and rises by at most 13 %.
     Raises:
         PrivacyError: a number is out of its range.
     Privacy:
@@ -118,10 +119,7 @@ class TargetFraction(AdaptiveClip):
     """
 
     def __init__(self, target: float = 0.75, *, rate: float = 0.5) -> None:
-        require_positive("TargetFraction", "target", target, "0.75 is the default")
-        if target >= 1:
-            remedy = "0.75 is the default; clip.Automatic() normalizes every gradient"
-            raise expected("TargetFraction", "target", "to be below 1", target, remedy)
+        _require_fraction("TargetFraction", "target", target, "0.75 is the default")
         require_positive("TargetFraction", "rate", rate, "0.5 is the default")
         self._target, self._rate = float(target), float(rate)
 
@@ -133,7 +131,7 @@ class TargetFraction(AdaptiveClip):
     ) -> NormStatistic:
         noise_std = noise_multiplier * max_grad_norm / divisor
         bins = "auto" if norm_bins is None else norm_bins
-        return chosen_slots(bins, max_grad_norm, noise_std, fewest=_FEWEST)
+        return chosen_slots(bins, max_grad_norm, noise_std, _SHARE_STD)
 
     def update(self, distribution: NormDistribution) -> None:
         fraction = min(max(distribution.clip_fraction, 0.0), 1.0)
@@ -147,7 +145,7 @@ class Quantile(AdaptiveClip):
     TargetFraction, which needs no count.
 
     Args:
-        quantile: the target share of gradients that are not clipped, in (0, 1).
+        quantile: the target share of gradients that are not clipped, in (0, 1); 1 - target of TargetFraction.
         rate: > 0.
         count_std: the standard deviation of the noise of the count, in gradients; above sigma / 2. None is the
             expected number of gradients / 20, and at least sigma.
@@ -161,9 +159,7 @@ class Quantile(AdaptiveClip):
     """
 
     def __init__(self, quantile: float = 0.25, *, rate: float = 0.2, count_std: float | None = None) -> None:
-        require_positive("Quantile", "quantile", quantile, "0.5 is the paper's")
-        if quantile >= 1:
-            raise expected("Quantile", "quantile", "to be below 1", quantile, "0.5 is the paper's")
+        _require_fraction("Quantile", "quantile", quantile, "0.25 is the default, and 0.5 the paper's")
         require_positive("Quantile", "rate", rate, "0.2 is the paper's")
         if count_std is not None:
             require_positive("Quantile", "count_std", count_std, "None is a twentieth of the batch")
@@ -206,7 +202,7 @@ class SquaredError(AdaptiveClip):
         DC-SGD-E (arXiv 2503.22988).
     """
 
-    def __init__(self, *, weight: float = 0.2) -> None:
+    def __init__(self, weight: float = 0.2) -> None:
         require_positive("SquaredError", "weight", weight, "0.2 is the default")
         self._weight = float(weight)
         self._noise_per_norm = 0.0
@@ -241,3 +237,12 @@ class SquaredError(AdaptiveClip):
             return (self._noise_per_norm * bound) ** 2 + clipped
 
         self._multiply(min(_CANDIDATES, key=error))
+
+
+def _require_fraction(function: str, name: str, value: float, remedy: str) -> None:
+    """Raise PrivacyError unless a share is in (0, 1)."""
+    if isinstance(value, bool):
+        raise expected(function, name, "to be a number", value, remedy)
+    require_positive(function, name, value, remedy)
+    if value >= 1:
+        raise expected(function, name, "to be below 1", value, f"{remedy}; clip.Automatic() normalizes every gradient")

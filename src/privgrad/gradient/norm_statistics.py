@@ -9,17 +9,21 @@ Shape suffixes: B contributions, K coordinates of the statistic.
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from privgrad.errors import expected, require_integer
+from privgrad.errors import described, expected
 from privgrad.types import NormDistribution
 
 NORMS = ".norms"  # the name of a statistic in a ClippedSum: no parameter's name begins with a dot
 NormBins = int | Literal["auto"] | None
-_MOST, _STD = 64, 0.01  # of "auto": the most bins, and the largest standard deviation of a share
+_LIMIT = 1024  # a batch of 1,000 then holds 8 MiB of slots; more bins only add noise
+# Of "auto": the fewest and the most bins, and the largest standard deviation of a share in one step. It is large,
+# because verdicts average over the steps, and few bins count gradients near C as clipped.
+_FEWEST, _MOST, _STD = 8, 64, 0.1
 
 
 class NormStatistic(Protocol):
@@ -123,7 +127,7 @@ class Histogram:
     Computes: w C at the bin of the norm, and 0 elsewhere. The last bin holds all larger norms.
 
     Args:
-        edges: the upper edges of the bins but the last, in units of C, rising, at least one.
+        edges: the upper edges of the bins but the last, in units of C, rising, and 1 among them.
         weight: w > 0.
     Privacy:
         The vector has length w C, so it has a length of C sqrt(1 + w^2) with a contribution.
@@ -152,23 +156,37 @@ class Histogram:
         return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0), max_grad_norm)
 
 
-def chosen_slots(norm_bins: int | Literal["auto"], max_grad_norm: float, noise_std: float, fewest: int = 1) -> Slots:
+def require_bins(function: str, name: str, value: object) -> None:
+    """Raise PrivacyError unless value is a number of bins that PrivateGradient accepts, or "auto".
+
+    `experiments.check_methods` calls it too.
+    """
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) <= _LIMIT:
+        condition = f"to be an integer from 1 to {_LIMIT}, or 'auto'"
+        raise expected(function, name, condition, described(value), "'auto' is a good choice")
+
+
+def chosen_slots(
+    norm_bins: int | Literal["auto"], max_grad_norm: float, noise_std: float, share_std: float = _STD
+) -> Slots:
     """Return the slots for `norm_bins` of PrivateGradient.
 
     Args:
-        norm_bins: the number of bins. "auto" is the largest number up to 64 at which a share has a standard deviation
-            of at most 0.01; at least `fewest`.
+        norm_bins: the number of bins. "auto" is the largest number from 8 to 64 at which a share has a standard
+            deviation of at most `share_std` in one step, and 8 if there is none.
         max_grad_norm: C.
         noise_std: the standard deviation of the noise in one coordinate of the released gradient.
-        fewest: the fewest bins of "auto".
+        share_std: > 0, for "auto".
     Raises:
-        PrivacyError: norm_bins is neither an integer >= 1 nor "auto", or C is infinite.
+        PrivacyError: norm_bins is neither an integer from 1 to 1024 nor "auto", or C is infinite.
     """
     if math.isinf(max_grad_norm):
         remedy = "leave norm_bins out: without a clipping norm there is nothing to divide"
         raise expected("PrivateGradient", "the plan's max_grad_norm", "to be finite for norm_bins", math.inf, remedy)
     if norm_bins != "auto":
-        require_integer("PrivateGradient", "norm_bins", norm_bins, 1)
-        return Slots(norm_bins)
+        require_bins("PrivateGradient", "norm_bins", norm_bins)
+        return Slots(int(norm_bins))
     relative = noise_std / max_grad_norm
-    return Slots(_MOST if relative == 0 else min(_MOST, max(fewest, int((_STD / relative) ** 2))))
+    return Slots(_MOST if relative == 0 else min(_MOST, max(_FEWEST, int((share_std / relative) ** 2))))

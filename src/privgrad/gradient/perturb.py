@@ -151,7 +151,7 @@ class DiSK(Contribution):
 
     Computes: the gradients at theta_t + (1 - weight) / weight (theta_t - theta_{t-1}); at theta_t in the first step. It
     is one half of the method. The other half averages the released gradients: PrivateGradient(...,
-    perturb=DiSK(weight), filter=filters.EMA(weight)).
+    perturb=DiSK(weight), filter=filters.EMA(weight)). PrivateGradient refuses one half without the other.
 
     Args:
         weight: kappa in (0, 1], the same as that of the filter; 1 is DP-SGD.

@@ -167,6 +167,9 @@ def option_conflicts(
         if trainer_options.get(name) is not None:
             kind = type(trainer_options[name]).__name__
             found.append(Conflict(f"{name} (a {kind})", f"give {instead} in place of {name}"))
+    for name in filter(trainer_options.__contains__, PRIVATE_OPTIONS):
+        remedy = f"give private_options={{{name!r}: ...}} in place of {name}=..."
+        found.append(Conflict(f"{name}, an option of PrivateGradient", remedy))
     if unknown := unknown_options(private_options):
         remedy = f"give private_options among {', '.join(PRIVATE_OPTIONS)}"
         found.append(Conflict(f"private_options with {', '.join(unknown)}", remedy))

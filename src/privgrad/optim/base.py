@@ -96,8 +96,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         by_default = self.defaults.get("lr_is_noise_step", self._lr_is_noise_step)
         is_noise_step = noise_step is not None or ("lr" not in group and by_default)
         if group.get("lr") is None and not self._has_rate:  # torch's own default would spend a budget on a guess
-            remedy = f"give {'noise_step or ' if self.has_noise_step() else ''}lr"
-            raise expected(type(self).__name__, "lr or noise_step", "to be given", None, remedy)
+            rates = ("lr or noise_step", "noise_step or lr") if self.has_noise_step() else ("lr", "lr, 0.03 say")
+            raise expected(type(self).__name__, rates[0], "to be given", None, f"give {rates[1]}")
         super().add_param_group({"lr_is_noise_step": is_noise_step} | group)
         group = self.param_groups.pop()
         self._require_group(group)

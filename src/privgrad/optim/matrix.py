@@ -30,7 +30,7 @@ class Muon(PrivateOptimizer):
 
     Args:
         params: `model.named_parameters()`, or param groups of named parameters.
-        lr: learning rate, >= 0: about the size of the singular values of a step.
+        lr: learning rate, >= 0: about the size of the singular values of a step. Param groups may have their own.
         momentum: in [0, 1).
         iterations: >= 1.
     Raises:
@@ -44,7 +44,9 @@ class Muon(PrivateOptimizer):
 
     _without_noise_step = "Muon, whose steps have the same size at any noise"
 
-    def __init__(self, params: NamedParameters, lr: float, *, momentum: float = 0.95, iterations: int = 5) -> None:
+    def __init__(
+        self, params: NamedParameters, lr: float | None = None, *, momentum: float = 0.95, iterations: int = 5
+    ) -> None:
         super().__init__(params, defaults={"lr": lr, "momentum": momentum, "iterations": iterations})
 
     def _require_options(self, group: Mapping[str, Any]) -> None:
@@ -87,7 +89,13 @@ class MuonBC(Muon):
     """
 
     def __init__(
-        self, params: NamedParameters, lr: float, *, momentum: float = 0.95, iterations: int = 5, probes: int = 1
+        self,
+        params: NamedParameters,
+        lr: float | None = None,
+        *,
+        momentum: float = 0.95,
+        iterations: int = 5,
+        probes: int = 1,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "iterations": iterations, "probes": probes}
         PrivateOptimizer.__init__(self, params, defaults=options)

@@ -45,7 +45,7 @@ class MicroAdam(PrivateOptimizer):
     def __init__(
         self,
         params: NamedParameters,
-        lr: float,
+        lr: float | None = None,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

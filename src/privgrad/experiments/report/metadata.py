@@ -17,6 +17,7 @@ from privgrad.accounting import epsilon
 from privgrad.experiments.folder import Record
 from privgrad.experiments.one_training import Run
 from privgrad.experiments.spec import MethodTable, Spec
+from privgrad.experiments.tables import AdaptiveClipTable, FilterTable
 from privgrad.experiments.tuner import candidate_of
 from privgrad.ledger import Ledger
 from privgrad.schedule import Schedule
@@ -33,10 +34,13 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
     """
     plan = spec.plan(None)
     seeds = sorted({record["seed"] for record in records if record["seed"] is not None})
-    norms = {str(r["method"]): f"{r['max_grad_norm']:g}" for r in records if r["phase"] == "final"}
+    finals = {str(record["method"]): record for record in records if record["phase"] == "final"}
+    norms = {method: _norm(record) for method, record in finals.items()}
+    averages = {method: _filter(record) for method, record in finals.items()}
     groups = {m.name: str(1 if m.non_private else m.group_size) for m in spec.methods}
     ledgers = {p.parent.name: Ledger(p, read_only=True) for p in sorted(out.glob("runs/*/ledger.jsonl"))}
-    drawn_by = {str(ledger.plan_facts["noise_generator"]) for ledger in ledgers.values()}
+    facts = [str(ledger.plan_facts["noise_generator"]) for ledger in ledgers.values()]
+    drawn_by = {name for fact in facts for name in fact.split("; ")}
     return {
         "title": spec.title,
         "command": command,
@@ -47,6 +51,7 @@ def metadata_of(spec: Spec, records: Sequence[Record], out: Path, *, command: st
             "seed": ", ".join(map(str, seeds)) or None,
             "max_grad_norm": _by_method(norms) or plan.max_grad_norm,
             "group_size": _by_method(groups),
+            "filter": _by_method(averages) or "none",
             "perturbation": _by_method({m.name: _place(m) for m in spec.methods}),
             "noise_generator": "; ".join(sorted(drawn_by)) or None,
             "augmentation_multiplicity": spec.run.augmentation_multiplicity,
@@ -72,11 +77,33 @@ def _model(spec: Spec, record: Record, out: Path) -> str:
     return f'torch.load("{out / "runs" / name / "checkpoint.pt"}")["{key}"] is its state dict; the file is private'
 
 
+def _norm(record: Record) -> str:
+    """Describe the clipping norm of a training, with the rule that moved it."""
+    rule = record.get("adaptive_clip")
+    moved = "" if rule is None else f" at first, moved by {_made(AdaptiveClipTable(**rule))!r}"
+    return f"{record['max_grad_norm']:g}{moved}"
+
+
+def _filter(record: Record) -> str:
+    """Describe the filter of the released gradients of a training."""
+    if (rule := record.get("filter")) is None:
+        return "none"
+    table = FilterTable(**rule)
+    return repr(table.point or _made(table))
+
+
+def _made(table: AdaptiveClipTable | FilterTable) -> object:
+    """Return the rule or the filter of a table."""
+    return table.kind(**table.options)
+
+
 def _place(method: MethodTable) -> str:
     """Describe the point at which a method evaluates gradients, or the contribution of a user."""
     if method.local is not None:
         epochs = "an epoch" if method.local.epochs == 1 else f"{method.local.epochs} epochs"
         return f"w minus its weights after {epochs} of SGD on its own examples, in batches of {method.local.batch_size}"
+    if method.filter is not None and method.filter.rule == "DiSK":
+        return "ahead of the weights (DiSK)"
     if method.perturb is None:
         return "at the weights"
     if method.perturb.rule == "RawSAM":

@@ -115,7 +115,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
         metrics=list(dict.fromkeys(name for row in rows for name in map(title, row["metrics"]) if name != score)),
         tuned_by=_tuned_by(records, score),
         tuned=[TUNED_TITLES[name] for name in names],
-        released=_released(records),
+        released=_released(records, of_users=plan.get("privacy_unit") == "user"),
         diagnoses=_diagnoses(records, of_users=plan.get("privacy_unit") == "user"),
         lost=[r for r in in_phase(records, "final") if (r.get("updates") or plan.get("steps")) != plan.get("steps")],
         optimizers={str(record["method"]): _optimizer(record) for record in records},
@@ -152,11 +152,12 @@ def _optimizer(record: Record) -> str | None:
     return f"{record['optimizer']} ({options})" if options and record.get("optimizer") else record.get("optimizer")
 
 
-def _released(records: Sequence[Record]) -> dict[str, str]:
+def _released(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
     """Return the verdict of the first final training by method, from released values, where these were recorded."""
     first = {method: runs[0] for method, runs in by_method(in_phase(records, "final")).items()}
     held = {method: run["released"] for method, run in first.items() if run.get("released")}
-    return {method: released_verdict(found).replace("%", " %") for method, found in held.items()}
+    said = {method: released_verdict(found).replace("%", " %") for method, found in held.items()}
+    return _of_updates(said) if of_users else said
 
 
 def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
@@ -165,10 +166,18 @@ def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
         method: verdict(diagnosis(runs), _second_moment(runs[0].get("optimizer"))).replace("%", " %")
         for method, runs in diagnosed(records).items()
     }
-    words = {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
-    for example, user in words.items() if of_users else ():
-        said = {method: text.replace(example, user) for method, text in said.items()}
-    return said
+    return _of_updates(said) if of_users else said
+
+
+def _of_updates(said: Mapping[str, str]) -> dict[str, str]:
+    """Return verdicts in the words of user-level training."""
+    words, changed = (
+        {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"},
+        dict(said),
+    )
+    for example, user in words.items():
+        changed = {method: text.replace(example, user) for method, text in changed.items()}
+    return changed
 
 
 def _second_moment(optimizer: str | None) -> SecondMoment:
