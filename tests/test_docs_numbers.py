@@ -120,7 +120,7 @@ def test_what_a_moving_c_reaches_without_tuning_stands_in_the_records():
 
 @pytest.mark.parametrize(("task", "column"), [("sections", 0), ("tags", 1)])
 def test_what_methods_reached_while_they_were_tuned_stands_in_the_records(task: str, column: int):
-    names = {
+    names: dict[str, str] = {
         "`SGD`, momentum": "DP-SGD",
         "`AdamBC` behind EMA": "DP-AdamBC behind EMA", "`AdamW`": "DP-AdamW", "`AdamWBC`": "DP-AdamW, bias corrected",
         "`Muon`": "DP-Muon", "`MuonBC`": "DP-MuonBC", "`MicroAdam`": "DP-MicroAdam",
@@ -135,10 +135,8 @@ def test_what_methods_reached_while_they_were_tuned_stands_in_the_records(task: 
     assert len(rows) == 14
     for name, *said in rows:
         if said[column]:
-            best = max(
-                statistics.mean(values)
-                for values in cells[names.get(name, name.removesuffix(", from a C of 1"))].values()
-            )
+            method = names.get(str(name), str(name).removesuffix(", from a C of 1"))
+            best = max(map(statistics.mean, cells[method].values()))
             assert printed(best, said[column]) == said[column]
 
 
