@@ -63,7 +63,6 @@ class LinearFilter:
             raise expected(name, "the recursion", "to be stable", f"a zero of size {radius:.4g}", remedy)
         self._matrix, self._entry = _companion(self._b, self._a)
         self._require_correction()
-        self._states: dict[str, list[Tensor]] = {}  # by parameter
         self._restart()
 
     def __repr__(self) -> str:
@@ -103,7 +102,7 @@ class LinearFilter:
 
     def _restart(self) -> None:
         """Set the state to that before the first gradient."""
-        self._states = {}
+        self._states: dict[str, list[Tensor]] = {}  # by parameter
         self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._covariance = torch.zeros_like(self._matrix)  # of a state, for noise of variance 1
 
@@ -147,7 +146,7 @@ class LinearFilter:
         The state z holds sums of past values: m = b_0 g / s + z_1, then z_i = b_i g / s - a_i m + z_{i+1}. The memory
         of z_1 holds m and then the last z, so each pass moves the list on by one.
         """
-        given, order = gradient[name], len(self._entry)
+        given, order, (b, a) = gradient[name], len(self._entry), _padded(self._b, self._a)
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
         unit = _unit_of(gradient.noise_std_of(name))
         if isinstance(unit, Tensor):
@@ -155,10 +154,7 @@ class LinearFilter:
             wide, by, unit = wide / unit, unit / correction, 1.0
         else:
             by = unit / correction
-        b, a = (
-            [value * by_noise for value in (*values, *[0.0] * (order + 1 - len(values)))]
-            for values, by_noise in ((self._b, 1 / unit), ((1.0, *self._a), 1.0))
-        )
+        b = [value / unit for value in b]
         state = self._states.get(name)
         if state is None:
             state = self._states[name] = [torch.zeros_like(wide) for _ in range(order)]
@@ -186,10 +182,16 @@ def _add(total: Tensor, given: Tensor, factor: float) -> None:
         total.add_(given, alpha=factor)
 
 
+def _padded(b: Sequence[float], a: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the coefficients b_0, b_1, ... and 1, a_1, ... with zeros at the end, up to the order of the recursion."""
+    order = max(1, len(a), len(b) - 1)
+    return [*b, *[0.0] * (order + 1 - len(b))], [1.0, *a, *[0.0] * (order - len(a))]
+
+
 def _companion(b: Sequence[float], a: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the matrix and the vector that move the state by one gradient: z becomes matrix @ z + vector * g."""
-    order = max(1, len(a), len(b) - 1)
-    padded_b, padded_a = (list(values) + [0.0] * (order + 1 - len(values)) for values in (b, (1.0, *a)))
+    padded_b, padded_a = _padded(b, a)
+    order = len(padded_a) - 1
     matrix, entry = torch.zeros(order, order, dtype=torch.float64), torch.zeros(order, dtype=torch.float64)
     for index in range(order):
         matrix[index, 0] = -padded_a[index + 1]

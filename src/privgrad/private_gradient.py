@@ -520,12 +520,15 @@ class PrivateGradient:
         """Yield the means over random groups of examples in chunks, each with its number of groups."""
         groups = group_of(self._group_stream.uint64(step, batch.size), self._plan.divisor)
         for group_size, part in split_by_group(batch.examples, groups, size):
-            rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
-            self._require_rows(count_examples(part), rows, trainable(self._model))
-            means = count_examples(part) // group_size, group_means(rows, group_size)
-            del rows, part
-            yield means
-            del means
+            yield self._means(part, group_size, step, inverse_scales)
+
+    def _means(
+        self, part: Any, group_size: int, step: int, inverse_scales: Mapping[str, Tensor]
+    ) -> tuple[int, Mapping[str, Factor]]:
+        """Return the number of groups in a part of the batch, and their means. The rows are freed at the return."""
+        rows = self._contribution.gradients(self._engine, part, step, inverse_scales)
+        self._require_rows(count_examples(part), rows, trainable(self._model))
+        return count_examples(part) // group_size, group_means(rows, group_size)
 
     def _require_rows(self, rows: int, chunk: Mapping[str, Factor], parameters: Mapping[str, Tensor]) -> None:
         """Raise PrivacyError unless a chunk has one row per example, because each row is clipped by itself.

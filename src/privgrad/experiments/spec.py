@@ -160,8 +160,7 @@ class MethodTable(Table):
 
         `one_training` passes them, and `check_methods` makes them once.
         """
-        made = {name: table.kind(**table.options) for name, table in self.part_tables.items()}
-        return {"norm_bins": self.norm_bins, **made}
+        return {"norm_bins": self.norm_bins, **{name: table.make() for name, table in self.part_tables.items()}}
 
     def make(
         self,

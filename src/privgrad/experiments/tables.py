@@ -206,6 +206,10 @@ class AdaptiveClipTable(Table):
         """Return the class of the rule."""
         return getattr(clip, self.rule)
 
+    def make(self) -> clip.AdaptiveClip:
+        """Return the rule."""
+        return self.kind(**self.options)
+
 
 class FilterTable(Table):
     """A filter of the released gradients; `options` are those of its class in `filters`.
@@ -220,6 +224,10 @@ class FilterTable(Table):
     def kind(self) -> Callable[..., filters.LinearFilter]:
         """Return the class of the filter."""
         return getattr(filters, "EMA" if self.rule == "DiSK" else self.rule)
+
+    def make(self) -> filters.LinearFilter:
+        """Return the filter."""
+        return self.kind(**self.options)
 
     @property
     def point(self) -> Contribution | None:

@@ -71,11 +71,10 @@ def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
         args: as the user gave them, without conflicts.
         plan: the public numbers.
     """
-    rate = (plan if plan.simulates is None else plan.simulates).sample_rate
     epochs, size, norm = args.num_train_epochs, args.per_device_train_batch_size, args.max_grad_norm
     found: list[str] = []
-    if _is_default(args, "max_steps") and abs(epochs / rate - plan.steps) >= 1:
-        found.append(f"steps={plan.steps} ({plan.steps * rate:.4g} epochs), not num_train_epochs={epochs:g}")
+    if _is_default(args, "max_steps") and not _is_planned(epochs, plan):
+        found.append(f"steps={plan.steps} ({plan.steps * _rate(plan):.4g} epochs), not num_train_epochs={epochs:g}")
     if size != plan.expected_batch_size:
         found.append(f"expected_batch_size={plan.expected_batch_size}, not per_device_train_batch_size={size}")
     if norm not in (None, 0.0, plan.max_grad_norm):
@@ -87,13 +86,21 @@ def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
 
 def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:
     """Return a conflict if a number of epochs was given that is not the plan's number of steps."""
-    rate = (plan if plan.simulates is None else plan.simulates).sample_rate
-    if not _is_default(args, "max_steps") or _is_default(args, "num_train_epochs"):
+    epochs, rate = args.num_train_epochs, _rate(plan)
+    if not _is_default(args, "max_steps") or _is_default(args, "num_train_epochs") or _is_planned(epochs, plan):
         return []
-    if abs(args.num_train_epochs / rate - plan.steps) < 1:
-        return []
-    remedy = f"leave out num_train_epochs, or plan for steps={max(1, round(args.num_train_epochs / rate))}"
-    return [Conflict(f"num_train_epochs={args.num_train_epochs!r} (the plan has {plan.steps * rate:.4g})", remedy)]
+    remedy = f"leave out num_train_epochs, or plan for steps={max(1, round(epochs / rate))}"
+    return [Conflict(f"num_train_epochs={epochs!r} (the plan has {plan.steps * rate:.4g})", remedy)]
+
+
+def _rate(plan: PrivacyPlan) -> float:
+    """Return the share of the private examples in a step, of the plan itself or of the one that it simulates."""
+    return (plan if plan.simulates is None else plan.simulates).sample_rate
+
+
+def _is_planned(epochs: float, plan: PrivacyPlan) -> bool:
+    """Return whether so many epochs are the plan's number of steps."""
+    return abs(epochs / _rate(plan) - plan.steps) < 1
 
 
 def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]:

@@ -80,7 +80,7 @@ def _model(spec: Spec, record: Record, out: Path) -> str:
 def _norm(record: Record) -> str:
     """Describe the clipping norm of a training, with the rule that moved it."""
     rule = record.get("adaptive_clip")
-    moved = "" if rule is None else f" at first, moved by {_made(AdaptiveClipTable(**rule))!r}"
+    moved = "" if rule is None else f" at first, moved by {AdaptiveClipTable(**rule).make()!r}"
     return f"{record['max_grad_norm']:g}{moved}"
 
 
@@ -89,12 +89,7 @@ def _filter(record: Record) -> str:
     if (rule := record.get("filter")) is None:
         return "none"
     table = FilterTable(**rule)
-    return repr(table.point or _made(table))
-
-
-def _made(table: AdaptiveClipTable | FilterTable) -> object:
-    """Return the rule or the filter of a table."""
-    return table.kind(**table.options)
+    return repr(table.point or table.make())
 
 
 def _place(method: MethodTable) -> str:

@@ -171,10 +171,8 @@ def _diagnoses(records: Sequence[Record], *, of_users: bool) -> dict[str, str]:
 
 def _of_updates(said: Mapping[str, str]) -> dict[str, str]:
     """Return verdicts in the words of user-level training."""
-    words, changed = (
-        {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"},
-        dict(said),
-    )
+    words = {"gradients": "updates", "larger batch": "larger cohort", "fewer steps": "fewer rounds"}
+    changed = dict(said)
     for example, user in words.items():
         changed = {method: text.replace(example, user) for method, text in changed.items()}
     return changed

@@ -36,7 +36,15 @@ from privgrad.gradient.engines.function_calls import (
 from privgrad.gradient.engines.layer_call import LayerCall, weights_of
 from privgrad.gradient.engines.layout_cache import Calls
 from privgrad.gradient.engines.layouts import Layout, joined, require_rows, split
-from privgrad.gradient.engines.refusals import REMEDY, CallSequenceChangedError, misplaced, packed, refused, written_to
+from privgrad.gradient.engines.refusals import (
+    REMEDY,
+    CallSequenceChangedError,
+    buffers_written,
+    misplaced,
+    packed,
+    refused,
+    written_to,
+)
 from privgrad.gradient.engines.shared_values import SharedValues
 from privgrad.gradient.engines.taps import Tap
 from privgrad.gradient.engines.units import units
@@ -145,11 +153,7 @@ class Capture:
             raise written_to(", ".join(written))
         changed = [name for buffers, name, copy in self._buffers if buffers.get(name) is not copy or copy._version]
         if changed:
-            remedy = (
-                "do not write to buffers in training, because the written values are private; call .eval() on the "
-                "module, or use torch's spectral_norm, directly on a parameter, instead of a power iteration of yours"
-            )
-            raise refused("buffers", "not to be written", ", ".join(changed), remedy)
+            raise buffers_written("buffers", changed)
 
     def _learn_unit(self, path: str, tensors: Sequence[Tensor], output: Any) -> Any:
         """Record a call of a unit while layouts are learned, and add a result that all examples share."""

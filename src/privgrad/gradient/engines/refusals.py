@@ -1,8 +1,8 @@
-"""The errors of the fast engine, for models from which it cannot take per-example gradients.
+"""The errors of the engines, for models from which they cannot take per-example gradients.
 
 The files of the fast engine call it: `capture`, `climb`, `factored`, `layer_call`, `layouts`, `passes`, `self_check`
-and `vmapped_unit`. The privacy guarantee rests on their checks, which decide when to refuse a model, and not on this
-file.
+and `vmapped_unit`; so does `vmap`. The privacy guarantee rests on their checks, which decide when to refuse a model,
+and not on this file.
 """
 
 from collections.abc import Sequence
@@ -85,6 +85,15 @@ def written_to(parameters: str) -> UnsupportedModuleError:
     """Return the error for a forward pass that writes to parameters, given their names."""
     remedy = "do not write to parameters in training; the model now holds private values: load it again"
     return refused("parameters", "not to be written by the forward pass", parameters, remedy)
+
+
+def buffers_written(kind: str, names: Sequence[str]) -> UnsupportedModuleError:
+    """Return the error for a forward pass that writes to tensors of this kind, buffers among them."""
+    remedy = (
+        f"do not write to {kind} in training, because the written values are private; call .eval() on the module that "
+        "writes, or use torch's spectral_norm, directly on a parameter, instead of a power iteration of yours"
+    )
+    return refused(kind, "not to be written by the forward pass", ", ".join(names), remedy)
 
 
 def refused(name: str, condition: str, got: object, remedy: str, *, unit: str | None = None) -> UnsupportedModuleError:

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
 from privgrad.gradient.batching import batched
+from privgrad.gradient.engines.refusals import buffers_written
 from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.module_state import (
@@ -285,13 +286,7 @@ def _alone(
 def _require_unwritten(written: Sequence[str]) -> None:
     """Raise UnsupportedModuleError if there are names of tensors that a forward pass wrote to."""
     if written:
-        remedy = (
-            "do not write to parameters and buffers in training, because the written values are private; call .eval() "
-            "on the module that writes, or use torch's spectral_norm, directly on a parameter, instead of a power "
-            "iteration of yours"
-        )
-        condition, got = "not to be written by the forward pass", ", ".join(written)
-        raise expected("PrivateGradient", "parameters and buffers", condition, got, remedy, UnsupportedModuleError)
+        raise buffers_written("parameters and buffers", written)
 
 
 def _first_line(error: Exception) -> str:
