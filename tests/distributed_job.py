@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -120,16 +120,22 @@ VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
 }
 
 
-def same_training(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
-    """Every variant, whole and sharded: the parameters at the end. Of four processes, two variants."""
+def same_training(
+    processes: Processes, folder: Path, names: Iterable[str] = ("plain", "sat", "inputs", "adaptive clip")
+) -> dict[str, dict[str, Tensor]]:
+    """Some variants, whole and sharded: the parameters at the end."""
     ends: dict[str, dict[str, Tensor]] = {}
-    for name in VARIANTS if processes.count < 4 else ("plain", "sat"):
+    for name in names:
         options = VARIANTS[name]
         for kind in ("whole", "sharded") if processes.count > 1 else ("whole",):
             model = sharded(small_model()) if kind == "sharded" else small_model(processes.rank)
             plan = make_plan(seed=3, noise_multiplier=0.5, steps=5)
             ends[f"{name}, {kind}"] = released(model, plan, processes, **options(model, processes))
     return ends
+
+
+def every_training(processes: Processes, folder: Path) -> dict[str, dict[str, Tensor]]:
+    return same_training(processes, folder, VARIANTS)
 
 
 def input_maps(processes: Processes, folder: Path) -> Any:

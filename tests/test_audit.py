@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import privgrad as pg
 from conftest import loss_fn, make_model, make_plan
 from mutants.mutant import plant_sum
-from privgrad import accounting, audit, private_gradient
+from privgrad import accounting, audit, optim, private_gradient
 from privgrad.accounting import Release
 from privgrad.audit.bounds import mu_of_rates, one_run_p_value
 from privgrad.errors import PrivacyError
@@ -195,8 +195,17 @@ def runs(game: audit.Game, count: int, confidence: float = CERTAIN) -> audit.Aud
     return audit.distinguish(game, trials=count * len(game.directions), confidence=confidence)
 
 
+# Methods whose parts others have too, and optimizers, which see released gradients only.
+LONG = {
+    *("microbatches of 50", "BAM sam, vmap", "BAM exact, vmap", "public_adagrad", "public_rmsprop", "PerLayer"),
+    *(set(optim.OPTIMIZERS) - {"AdamBC", "Muon"}),
+}
+
+
 @pytest.mark.usefixtures("known_noise")
-@pytest.mark.parametrize("name", audit.METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in audit.METHODS]
+)
 def test_one_step_of_every_method_stays_within_its_claim_and_comes_near(name: str):
     game = audit.method_game(name, "step", epsilon=8.0, canaries=64)
     runs_of, near = (60, 0.5) if len(game.directions) > 1 else (1000, 0.25)
@@ -272,7 +281,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, int, int]] 
 
 
 @pytest.mark.usefixtures("known_noise")
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "," in n else []) for n in FAULTS])
 def test_planted_faults_fail_the_audit(monkeypatch: pytest.MonkeyPatch, name: str):
     plant, method, canaries, count = FAULTS[name]
     game = audit.method_game(method, "step", epsilon=8.0, canaries=canaries)

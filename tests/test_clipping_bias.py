@@ -90,6 +90,7 @@ def test_the_plot_says_what_its_numbers_are(
     assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
+@pytest.mark.slow
 def test_looking_changes_no_training_and_an_interrupted_one_is_gone_on_with(
     figure5: tuple[dict[str, Any], Path], tmp_path: Path
 ):

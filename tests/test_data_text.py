@@ -441,6 +441,7 @@ def test_synopses_are_to_be_foretold_from_fields(tmp_path: Path, tokenizer: Path
 
 
 @needs_lists
+@pytest.mark.slow
 def test_real_sentence_pairs(tokenizer: Path):
     loaded = data.sentence_pairs(tokenizer=tokenizer, length=16, pairs=600)
     assert len(loaded.test) == 150

@@ -359,7 +359,7 @@ def test_a_trained_model_is_exported(tmp_path: Path):
     assert torch.equal(loaded(rows), model(rows))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_head_is_exported_with_its_extractor(strict: bool, tmp_path: Path):
     public = silhouettes(200, size=12)
     whole = join((Whitened(Patches(public=public, filters=8), public, keep=20), 1.0), (Hog(places=(3,)), 0.5))

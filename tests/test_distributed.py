@@ -49,18 +49,25 @@ def launched(count: int, folder: Path, *jobs: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     """How many processes, and what each job gave; done once, also where several workers of pytest-xdist ask for it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"together{request.param}"
     folder.mkdir(exist_ok=True)
-    jobs = [*JOBS, *(["every_optimizer", "losses"] if request.param == 2 else [])]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / f"{jobs[-1]}.pt").exists():
-            started(request.param, folder, *jobs)
-    return request.param, {name: torch.load(folder / f"{name}.pt") for name in jobs}
+        if not (folder / f"{JOBS[-1]}.pt").exists():
+            started(request.param, folder, *JOBS)
+    return request.param, {name: torch.load(folder / f"{name}.pt") for name in JOBS}
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """As `together`: two processes, and what the jobs of slow tests gave."""
+    folder, jobs = tmp_path_factory.mktemp("longer"), ["every_training", "every_optimizer", "losses"]
+    started(2, folder, *jobs)
+    return 2, {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
 
 def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -68,13 +75,20 @@ def require_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(value, other[name], rtol=1e-6, atol=1e-8, msg=lambda text, name=name: name + text)
 
 
-def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[int, dict[str, Any]], tmp_path: Path):
-    count, results = together
-    ends = results["same_training"]
-    assert len(ends) == 2 * (len(VARIANTS) if count == 2 else 2)
-    alone = same_training(ALONE, tmp_path)
+def require_the_ends_of_one(ends: dict[str, dict[str, Tensor]], count: int, folder: Path) -> None:
+    assert len(ends) == count
+    alone = same_training(ALONE, folder, {name.split(", ")[0] for name in ends})
     for name, end in ends.items():
         require_equal(alone[f"{name.split(', ')[0]}, whole"], end)
+
+
+def test_any_number_of_processes_trains_as_one_whole_or_sharded(together: tuple[int, dict[str, Any]], tmp_path: Path):
+    require_the_ends_of_one(together[1]["same_training"], 8, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_in_every_variant(longer: tuple[int, dict[str, Any]], tmp_path: Path):
+    require_the_ends_of_one(longer[1]["every_training"], 2 * len(VARIANTS), tmp_path)
 
 
 def test_all_processes_use_the_same_input_maps_at_each_step(together: tuple[int, dict[str, Any]], tmp_path: Path):
@@ -90,12 +104,10 @@ def test_all_processes_use_the_same_input_maps_at_each_step(together: tuple[int,
             require_equal(alone[step], maps)
 
 
-def test_every_optimizer_moves_a_sharded_model_as_a_whole_one(together: tuple[int, dict[str, Any]], tmp_path: Path):
-    count, results = together
-    if count == 4:
-        pytest.skip("two processes do this job: their sharded tensors are uneven already")
+@pytest.mark.slow
+def test_every_optimizer_moves_a_sharded_model_as_a_whole_one(longer: tuple[int, dict[str, Any]], tmp_path: Path):
     for name, end in every_optimizer(ALONE, tmp_path).items():
-        require_equal(end, results["every_optimizer"][name])
+        require_equal(end, longer[1]["every_optimizer"][name])
 
 
 def test_one_noise_whatever_the_number_of_processes(together: tuple[int, dict[str, Any]]):
@@ -205,6 +217,7 @@ for turn in range(6):
 """
 
 
+@pytest.mark.slow
 def test_gloo_aborts_no_process_that_ends(tmp_path: Path):
     """Without the wait at exit, about half of these processes abort."""
     command = [sys.executable, "-W", "ignore", "-c", ENDINGS, str(tmp_path)]
@@ -235,14 +248,13 @@ def test_a_sharded_job_of_torchrun_ends_well_ten_times(tmp_path: Path):
         launched(2, folder, "fitted")
 
 
-def test_losses_agree_in_distribution(together: tuple[int, dict[str, Any]], tmp_path: Path):
-    count, results = together
-    if count == 4:
-        pytest.skip("two processes do this job")
-    compared: Any = stats.ks_2samp(losses(ALONE, tmp_path), results["losses"])
+@pytest.mark.slow
+def test_losses_agree_in_distribution(longer: tuple[int, dict[str, Any]], tmp_path: Path):
+    compared: Any = stats.ks_2samp(losses(ALONE, tmp_path), longer[1]["losses"])
     assert compared.pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_number_of_processes(tmp_path: Path):
     (alone := tmp_path / "alone").mkdir()
     (alone / "steps").write_text("10")

@@ -313,7 +313,11 @@ class Stop(TrainerCallback):
     ("make", "options"),
     [
         (bert_lora, {}),
-        (bert, {"optimizers": (None, None), "noise_step": 0.02, "arguments": {"weight_decay": 0.1, "max_steps": -1}}),
+        pytest.param(
+            bert,
+            {"optimizers": (None, None), "noise_step": 0.02, "arguments": {"weight_decay": 0.1, "max_steps": -1}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_seeded_run_that_was_interrupted_ends_as_if_it_had_not_been(
@@ -355,7 +359,7 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.private_grad.ledger.releases == STEPS
 
 
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
     folder, steps = tmp_path / "run", 40
 

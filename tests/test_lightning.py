@@ -204,7 +204,7 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.strategy.private_grad.ledger.releases == STEPS
 
 
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
     folder, plan = tmp_path / "run", planned(seed=seed, steps=100)
 

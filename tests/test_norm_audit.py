@@ -86,13 +86,13 @@ QUANTILE, SQUARED = pg.clip.Quantile(count_std=0.35), pg.clip.SquaredError(weigh
     [
         # A gradient of 0 is in the slots alone, one of norm C in the gradient alone: both use all of C.
         ({"norm_bins": 8}, 0.0, 0.25),
-        ({"norm_bins": 8}, 0.3, 0.15),
+        pytest.param({"norm_bins": 8}, 0.3, 0.15, marks=pytest.mark.slow),
         ({"norm_bins": 8}, 1.0, 0.25),
-        ({"norm_bins": 1}, 0.5, 0.1),
-        ({"norm_bins": 64, "clip": pg.clip.Automatic()}, 0.01, 0.15),
+        pytest.param({"norm_bins": 1}, 0.5, 0.1, marks=pytest.mark.slow),
+        pytest.param({"norm_bins": 64, "clip": pg.clip.Automatic()}, 0.01, 0.15, marks=pytest.mark.slow),
         ({"adaptive_clip": pg.clip.TargetFraction(), "at": 4.0}, 50.0, 0.25),
         ({"adaptive_clip": QUANTILE}, 1.0, 0.25),
-        ({"adaptive_clip": SQUARED}, 50.0, 0.25),
+        pytest.param({"adaptive_clip": SQUARED}, 50.0, 0.25, marks=pytest.mark.slow),
     ],
 )
 def test_gradient_and_norms_together_stay_within_the_claim_and_come_near(
@@ -141,7 +141,10 @@ FAULTS: dict[str, tuple[Plant, dict[str, Any], float, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+LONG = ("slots that are not counted in the norm", "a histogram for free")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in FAULTS])
 def test_planted_faults_of_norms_fail_the_audit(monkeypatch: pytest.MonkeyPatch, name: str):
     plant, options, length, trials = FAULTS[name]
     plant(monkeypatch)

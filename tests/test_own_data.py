@@ -831,6 +831,7 @@ def test_a_cnn_on_the_images_of_a_person_has_the_gradient_of_their_mean_loss(eng
 
 
 @pytest.mark.skipif(not cache("adult").is_dir(), reason="needs PyPI's wheel xai in the cache, see .ci/run")
+@pytest.mark.slow
 def test_the_census_by_its_codebook():
     columns: dict[str, Any] = {n: {"kind": "category", "values": line.split()} for n, line in _CATEGORIES.items()}
     columns |= {

@@ -191,6 +191,7 @@ def test_a_small_llama_has_the_gradients_of_single_examples(small_llama: Any, sm
             torch.testing.assert_close(factor.dense(), by_vmap[name].dense(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_small_llama_trains(tmp_path: Path, small_llama: Any, small_llama_lora: Any):
     assert len(dict(small_llama().named_parameters())) == len(small_llama().state_dict()) - 1  # the head is the table
     for index, make in enumerate((small_llama, small_llama_lora)):

@@ -361,8 +361,15 @@ score_on = "PEOPLE"
 """
 
 
-@pytest.mark.parametrize("way", ["trials", "select"])
-@pytest.mark.parametrize("people", ["training", "held-out"])
+@pytest.mark.parametrize(
+    ("way", "people"),
+    [
+        ("trials", "held-out"),
+        ("select", "training"),
+        pytest.param("trials", "training", marks=pytest.mark.slow),
+        pytest.param("select", "held-out", marks=pytest.mark.slow),
+    ],
+)
 def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: str, people: str, tmp_path: Path):
     rows = [
         f"p{p},{(7 * p + v) % 100},{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200) for v in range(1 + p % 3)
@@ -442,6 +449,7 @@ def test_a_restart_moves_nothing_unless_the_budget_has_room(tmp_path: Path):
     assert len(budget.commitments) == 1
 
 
+@pytest.mark.slow
 def test_the_largest_total_fits_and_a_tenth_more_does_not(tmp_path: Path):
     path = tmp_path / "budget.jsonl"
     budget = Budget(path, total_epsilon=5.0, delta=1e-4, num_examples=1437, privacy_unit="example")

@@ -59,10 +59,9 @@ def some_tweets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_small() -> list[Any]:
-    # The first takes minutes; the others are items that run too, with other budgets or floors.
-    slow = {"heavy-tail/e2e", "heavy-tail/fig2-floors", "bam/table1-eps1", "bam/table1-eps10"}
-    slow |= {"adadps/stackoverflow-eps1", "adadps/federated-eps8"}
-    return [pytest.param(n, marks=[pytest.mark.slow] if n in slow else []) for n in items() if n not in TABLES]
+    # Some of each kind; a few of the others take minutes.
+    quick = {"adadps/toy", "adadps/stackoverflow", "bam/table1", "heavy-tail/fig1", "heavy-tail/lm", "dp-adam/fig3"}
+    return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in items() if n not in TABLES]
 
 
 def once(loaded: dict[str, DataSet], spec: Spec) -> DataSet:

@@ -149,7 +149,15 @@ def law_of(mean: float, shape: float, k: np.ndarray) -> np.ndarray:
     return np.where(k == 0, 0.0, found)
 
 
-@pytest.mark.parametrize(("mean", "shape"), [(8, 0), (8, 1), (8, math.inf), (3, 0.5), (2.5, 4), (1.5, 1)])
+@pytest.mark.parametrize(
+    ("mean", "shape"),
+    [
+        (8, 0),
+        (8, math.inf),
+        (2.5, 4),
+        *(pytest.param(*law, marks=pytest.mark.slow) for law in ((8, 1), (3, 0.5), (1.5, 1))),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:a fixed seed")
 def test_the_number_of_runs_has_its_law(mean: float, shape: float):
     source, count = RandomSource(seed=5), 5_000

@@ -180,6 +180,7 @@ def test_the_loss_is_checked_once_in_a_training_that_changes_nothing(monkeypatch
     assert (private_grad.ledger.releases, checks) == (5, [1])
 
 
+@pytest.mark.slow
 def test_a_class_in_the_memory_of_a_deleted_one_is_another():
     """Python gives a new class the id of a deleted one."""
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from privgrad.errors import require_decays, require_integer
 from privgrad.optim.base import NamedParameters, PrivateOptimizer, widened
@@ -145,11 +144,14 @@ def orthogonalized(moment: Tensor, iterations: int) -> Tensor:
 
 def gathered(value: Any) -> Any:
     """Return the whole of a sharded tensor; return any other value unchanged. `sparse` calls it too."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if hasattr(value, "full_tensor") else value  # only a DTensor has it
 
 
 def sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a whole tensor, sharded as the parameter is. `sparse` calls it too."""
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "full_tensor"):
         return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    from torch.distributed.tensor import DTensor, distribute_tensor  # here, because it doubles the time of the import
+
+    sharded = cast(DTensor, parameter)
+    return distribute_tensor(value, sharded.device_mesh, sharded.placements)
