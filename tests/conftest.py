@@ -87,6 +87,12 @@ def by_rdp() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def by_rdp_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """account_by_rdp for one test."""
+    account_by_rdp(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def without_kept_calibrations(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No test takes a noise multiplier that another one has left, or that the user of this machine has."""

@@ -481,6 +481,7 @@ def test_nothing_private_is_logged_or_saved(tmp_path: Path):
     assert not {"loss", "train_loss", "grad_norm"} & {name for row in rows for name in row}
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_what_a_saved_folder_holds(tmp_path: Path):
     trainer = make_trainer(tmp_path / "run", bert_lora(), texts(), planned={"steps": 2, "seed": None, "delta": 1e-3})
     trainer.train()
@@ -795,6 +796,7 @@ SELECTING: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: Path):
     scores = iter([0.5, 0.7, 0.6, 0.4, 0.9, 0.9])
     options: dict[str, Any] = {
@@ -1110,6 +1112,7 @@ def test_a_number_that_protects_nobody_is_not_called_epsilon(tmp_path: Path, pla
     assert words in card.text
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_epsilon_is_next_to_the_loss_in_tensorboard_from_the_first_evaluation_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

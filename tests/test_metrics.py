@@ -171,6 +171,7 @@ def test_a_person_counts_once_in_means_and_each_row_counts_in_auc():
     assert scores.mean().item() == pytest.approx(1 - found["squared_error"])
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_function_of_reconstructions_gets_vectors(tmp_path: Path):
     privacy = PRIVACY | {"max_grad_norm": 0.01}
     metrics = ["squared_error", "metrics_module:error"]
@@ -285,6 +286,7 @@ def test_research_tunes_by_a_named_metric(by: str, best: Any, tmp_path: Path):
     assert f"Validation {by.replace('_', ' ')} in tuning against noise step u" in Path(page).read_text()
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_private_comparison_reports_metrics_with_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(metrics, "_RESAMPLES", 50)
     tuning = {"way": "trials", "score_on": "public", "by": "recall@3"}
@@ -305,6 +307,7 @@ def paid_tables(spec: Spec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by", ["recall@3", "squared_error"])
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_paid_score_is_that_of_the_named_metric(by: str, tmp_path: Path):
     tuning = {"way": "select", "score_on": "public", "by": by, "mean_runs": 2.0}
     spec = paid_spec([], tuning)

@@ -599,6 +599,7 @@ WORKING: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WORKING)
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_training_works_from_the_file_to_the_record(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
     place = folder / "experiment"
     place.mkdir()

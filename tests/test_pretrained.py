@@ -199,6 +199,7 @@ def test_a_small_llama_trains(tmp_path: Path, small_llama: Any, small_llama_lora
 
 
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE")  # gradients of a fresh model are short
+@pytest.mark.slow
 def test_an_experiment_adapts_a_language_model(tmp_path: Path):
     """heavy-tail/e2e, on a small package index and a small model whose tokens are bytes."""
     save_small_llama(tmp_path / "llama", tokens=257)

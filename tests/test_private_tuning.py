@@ -177,6 +177,7 @@ def test_the_winner_of_a_selection_is_the_run_with_the_best_score(tmp_path: Path
     assert records[0]["validation_accuracy"] == pytest.approx(best / 1437)
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_published_files_do_not_show_how_many_runs_a_selection_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spec = spec_of(tuning={"way": "select", "noise_steps": [0.1], "mean_runs": 2.0})
     seen: list[set[tuple[str, int]]] = []
@@ -237,6 +238,8 @@ def _compare(out: Path) -> None:
     paid_runner.compare(spec_of(steps=6), out, progress=False)
 
 
+@pytest.mark.usefixtures("by_rdp_here")
+@pytest.mark.filterwarnings("ignore:.*charged steps had no checkpoint", "ignore:.*charged steps came after")
 def test_killed_at_twenty_places_it_resumes_and_costs_the_same(tmp_path: Path):
     """Each process is killed after a random time by SIGKILL; the last one finishes."""
     spec, out = spec_of(steps=6), tmp_path / "killed"
@@ -311,6 +314,7 @@ def test_options_of_a_private_comparison_need_a_total(table: str, key: str, valu
         check_spec(raw, "spec.toml")
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_public_scores_need_public_examples(tmp_path: Path):
     spec = spec_of(tuning__score_on="public")
     with pytest.raises(PrivacyError, match=r"data\.public to be positive"):
@@ -370,6 +374,7 @@ score_on = "PEOPLE"
         pytest.param("select", "held-out", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("by_rdp_here")
 def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: str, people: str, tmp_path: Path):
     rows = [
         f"p{p},{(7 * p + v) % 100},{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200) for v in range(1 + p % 3)
@@ -399,6 +404,7 @@ def test_patients_with_several_visits_are_the_unit_of_a_private_comparison(way: 
 
 
 @pytest.mark.filterwarnings("ignore:NOT PRIVATE. the plan declares")
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_number_of_people_that_is_far_too_small_is_noticed(tmp_path: Path):
     rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(600)]
     (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))
@@ -408,6 +414,7 @@ def test_a_number_of_people_that_is_far_too_small_is_noticed(tmp_path: Path):
         pg.compare(tmp_path / "visits.toml", out=tmp_path / "out", progress=False)
 
 
+@pytest.mark.usefixtures("by_rdp_here")
 def test_a_dry_run_shows_the_price_and_writes_nothing(tmp_path: Path):
     rows = [f"p{p},50,{'ab'[p % 2]},{('no', 'yes')[p % 2]}" for p in range(200)]
     (tmp_path / "visits.csv").write_text("\n".join(["patient,age,ward,again", *rows]))

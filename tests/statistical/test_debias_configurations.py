@@ -83,10 +83,18 @@ def is_centered(values: Tensor) -> bool:
     return bool(values.mean().abs() <= 4 * values.std() / len(values) ** 0.5)
 
 
+PLAIN = next(iter(CONFIGURATIONS))
+
+
 @pytest.mark.filterwarnings("ignore:.*accountant", "ignore:.*noise_multiplier")
 @pytest.mark.parametrize(
     ("configuration", "optimizer"),
-    [(c, o) for c in CONFIGURATIONS for o in OPTIMIZERS if o == "AdamWBC" or c != "weight decay"],
+    [  # by default each configuration and each optimizer; the slow tests have all pairs
+        pytest.param(c, o, marks=[] if o == "AdamWBC" or c == PLAIN else [pytest.mark.slow])
+        for c in CONFIGURATIONS
+        for o in OPTIMIZERS
+        if o == "AdamWBC" or c != "weight decay"
+    ],
 )
 def test_debias_subtracts_the_noise_that_was_added(configuration: str, optimizer: str):
     plan_options, oracle_options, options, wrong = CONFIGURATIONS[configuration]
