@@ -60,7 +60,7 @@ class Displacement:
         return as_linear_map(self.factor).apply(x_BTI) * self._share(2)
 
     def is_faster_written_out(self, positions: int) -> bool:
-        """Return whether to add the displacements to the weight, instead of computing `apply` beside its product.
+        """Return whether to add the displacements to the weight, instead of computing `apply` as well.
 
         Args:
             positions: of an input.
