@@ -1,6 +1,6 @@
 """Routed experts of transformers: factors of stacked weights, equal to single examples."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from privgrad.gradient.engines.factored import Factored
-from privgrad.gradient.factors.base import Dense
+from privgrad.gradient.engines.vmap import Vmap
+from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.routed import Routed, Routes
+from privgrad.gradient.probes import gradients
 
 EXPERTS, WIDTH = 4, 6
 OPTIONS: dict[str, Any] = {"hidden_size": WIDTH, "experts_implementation": "eager"}  # the only one in double precision
@@ -45,8 +47,8 @@ class Mixture(nn.Module):
         return self.experts(rows, index, weights).view_as(x)
 
 
-def texts(size: int) -> Tensor:
-    return torch.randn(size, 7, WIDTH, dtype=torch.float64)
+def texts(size: int, length: int = 7) -> Tensor:
+    return torch.randn(size, length, WIDTH, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -61,14 +63,78 @@ def test_equal_to_single_examples(kind: str, twice: bool, size: int):
         assert isinstance(found[name], Routed) == name.startswith("experts")
 
 
-@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
-@pytest.mark.parametrize("exact", [False, True])
-def test_displaced_experts_are_computed_for_each_example_by_itself(exact: bool):
+def assert_displaced(model: nn.Module, x: Tensor, radius: float) -> dict[str, Factor]:
+    """The experts are computed for all examples together, and each example's gradient is that of a loop."""
+    engine = Factored(model, losses_of)
+    found = engine.moved(x, radius, exact=False)
+    assert engine._layouts.current.displaced[False][1] == set()  # no module was computed by vmap
+    for name, rows in moved_one_by_one(model, x, radius, exact=False).items():
+        assert_equal_to_loop(found[name], rows, 1e-8)
+    return found
+
+
+@pytest.mark.parametrize("length", [7, 40])  # displacements as products of positions, and written out
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_displaced_experts(kind: str, twice: bool, length: int):
+    torch.manual_seed(0)
+    assert_displaced(Mixture(kind, twice=twice).double(), texts(4, length), 0.05)
+
+
+def test_displaced_experts_equal_the_reference_engine():
+    torch.manual_seed(0)
+    model, x = Mixture("Mixtral").double(), texts(3)
+    found = Factored(model, losses_of).moved(x, 0.1, exact=False)
+    with pytest.warns(UserWarning, match="vmap cannot batch"):
+        wanted = Vmap(model, losses_of).moved(x, 0.1, exact=False)
+    for name, factor in wanted.items():
+        torch.testing.assert_close(found[name].dense(), factor.dense(), rtol=1e-9, atol=1e-11)
+
+
+def test_a_displaced_router_may_choose_other_experts():
+    torch.manual_seed(0)
+    model, x = Mixture("Mixtral").double(), texts(8, 2)
+    there = assert_displaced(model, x, 3.0)["experts.down_proj"]
+    here = Factored(model, losses_of)(x)["experts.down_proj"]
+    used = [{(r.expert, int(i)) for r in cast(Routed, factor).routes for i in r.example} for factor in (here, there)]
+    assert used[1] - used[0]
+
+
+def test_displaced_experts_where_only_some_weights_move():
+    torch.manual_seed(0)
+    model, x = Mixture("Mixtral").double(), texts(4)
+    model.experts.gate_up_proj.requires_grad_(False)
+    assert_displaced(model, x, 0.1)
+
+
+def test_experts_displaced_along_given_tensors():
+    torch.manual_seed(0)
+    model, x = Mixture("Mixtral").double(), texts(3)
+    moves = {name: torch.randn(3, *p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+    found = Factored(model, losses_of).at(x, {name: Dense(move) for name, move in moves.items()}, 0.1)
+    for index in range(3):
+        along = {name: 0.1 * move[index] for name, move in moves.items()}
+        for name, wanted in gradients(model, losses_of, x[index : index + 1], along=along).items():
+            torch.testing.assert_close(found[name].dense()[index], wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_an_example_that_is_not_finite_displaces_no_other():
     torch.manual_seed(0)
     model, x = Mixture("Mixtral").double(), texts(4)
     engine = Factored(model, losses_of)
-    found = engine.moved(x, 0.05, exact=exact)
-    for name, rows in moved_one_by_one(model, x, 0.05, exact=exact).items():
+    wanted = engine.moved(x, 0.1, exact=False)
+    x[1, 3] = torch.inf
+    for name, factor in engine.moved(x, 0.1, exact=False).items():
+        others = [0, 2, 3]
+        torch.testing.assert_close(factor.dense()[others], wanted[name].dense()[others], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:vmap cannot batch this model")
+def test_hessians_of_experts_are_computed_for_each_example_by_itself():
+    torch.manual_seed(0)
+    model, x = Mixture("Mixtral").double(), texts(4)
+    found = Factored(model, losses_of).moved(x, 0.05, exact=True)
+    for name, rows in moved_one_by_one(model, x, 0.05, exact=True).items():
         assert_equal_to_loop(found[name], rows, 1e-8)
 
 

@@ -14,12 +14,12 @@ from test_engines import MODELS, VECTORS, loss_fn
 from test_rules import RULES, losses_of
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import privgrad as pg
 from privgrad.errors import UnsupportedModuleError
+from privgrad.gradient.batching import differentiable
 from privgrad.gradient.engines import passes
 from privgrad.gradient.engines.factored import Factored
 from privgrad.gradient.engines.vmap import Vmap, per_sample_gradients
@@ -43,7 +43,7 @@ def moved_one_by_one(model: nn.Module, x: Tensor, radius: float, *, exact: bool)
         return torch.autograd.grad(loss, leaves, **options)
 
     rows: list[list[Tensor]] = []
-    with sdpa_kernel(SDPBackend.MATH):
+    with differentiable(twice=True):
         for i in range(len(x)):
             leaves = [model.get_parameter(name).detach().clone().requires_grad_() for name in names]
             grads = gradient(leaves, x[i : i + 1], create_graph=True)

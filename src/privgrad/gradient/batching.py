@@ -1,19 +1,21 @@
-"""Run vmap over examples, and replace the operations whose batching rule in torch is wrong.
+"""Run vmap over examples, and replace the operations whose batching rule or second derivative in torch is wrong.
 
 `engines.vmap`, `engines.vmapped_unit` and `factors.displacement` call `batched` to map over examples. `vmapped_unit`
-also uses `Mended` by itself. The privacy guarantee rests on this file, except `without_vmap_warnings`: see `Mended`.
+also uses `Mended` by itself. The privacy guarantee rests on this file, except `without_vmap_warnings` and
+`differentiable`: see `Mended`.
 """
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 
@@ -61,6 +63,27 @@ def batched(function: Callable[..., Any], in_dims: Any = 0, *, module: nn.Module
             return vmap(mended, in_dims=in_dims, randomness="different")(*inputs)
 
     return call
+
+
+@contextmanager
+def differentiable(*, twice: bool) -> Generator[None]:
+    """Compute operations in a way that can be differentiated twice, if `twice` is set.
+
+    Fused attention has no second derivative. That of torch._weight_norm is wrong: it takes the norm of v as constant.
+    `engines.passes`, `engines.vmap` and `probes` call it.
+    """
+    if not twice:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH), _TwiceDifferentiable():
+        yield
+
+
+class _TwiceDifferentiable(TorchFunctionMode):
+    """A mode that computes torch._weight_norm by `_weight_norm`; torch calls it for each operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_weight_norm if func is _TORCH_WEIGHT_NORM else func)(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -202,6 +225,15 @@ def _bilinear(
     return output if bias is None else output + bias
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Compute torch._weight_norm by its formula; torch has no rule, and its second derivative is wrong."""
+    if not 0 <= dim < v.dim():  # -1: one norm for all of v
+        return v * (g / cast(Tensor, torch.linalg.vector_norm(v)))
+    rows, shape = v.movedim(dim, 0).reshape(v.shape[dim], -1), [1] * v.dim()
+    shape[dim] = -1
+    return v * (g / cast(Tensor, torch.linalg.vector_norm(rows, dim=1)).view(shape))
+
+
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Tensor:
     """Compute F.linear_cross_entropy in one piece; in chunks, it checks for gradients while vmap hides them."""
     del options
@@ -209,6 +241,7 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Ten
 
 
 _ATEN: Any = torch.ops.aten
+_TORCH_WEIGHT_NORM: Any = vars(torch)["_weight_norm"]
 _MENDED: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     torch.embedding: _torch_embedding,
@@ -226,6 +259,7 @@ _MENDED: dict[Any, Callable[..., Any]] = {
     torch.bilinear: _bilinear,
     torch.prelu: _prelu,
     Tensor.prelu: _prelu,
+    _TORCH_WEIGHT_NORM: _weight_norm,
 }
 if hasattr(F, "linear_cross_entropy"):
     _MENDED[F.linear_cross_entropy] = _linear_cross_entropy

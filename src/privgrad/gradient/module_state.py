@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -121,19 +120,6 @@ def evaluating(model: nn.Module) -> Generator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextmanager
-def differentiable(*, twice: bool) -> Generator[None]:
-    """Compute attention by kernels that can be differentiated twice, if `twice` is set; fused kernels cannot.
-
-    `engines.passes`, `engines.vmap` and `probes` call it.
-    """
-    if not twice:
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
 
 
 @contextmanager

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from privgrad.gradient.batching import differentiable
 from privgrad.gradient.module_state import (
     BoundLoss,
-    differentiable,
     preserved,
     replaced,
     require_losses,

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from privgrad.errors import PrivacyError, UnsupportedModuleError, expected
-from privgrad.gradient.batching import batched
+from privgrad.gradient.batching import batched, differentiable
 from privgrad.gradient.engines.refusals import buffers_written
 from privgrad.gradient.engines.uses import Use
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.module_state import (
     BoundLoss,
-    differentiable,
     preserved,
     require_losses,
     trainable,

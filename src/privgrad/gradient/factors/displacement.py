@@ -22,6 +22,9 @@ from privgrad.gradient.batching import batched
 from privgrad.gradient.factors.base import Dense, Examples, Factor, as_linear_map
 from privgrad.gradient.factors.conv import Geometry, convolve
 from privgrad.gradient.factors.norms import examples_per_block
+from privgrad.gradient.factors.outer import Outer
+
+_MANY = 8  # positions from which adding to a weight takes less time than a second product
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,16 @@ class Displacement:
     def apply(self, x_BTI: Tensor) -> Tensor:
         """Return `LinearMapFactor.apply`, times the shares."""
         return as_linear_map(self.factor).apply(x_BTI) * self._share(2)
+
+    def is_faster_written_out(self, positions: int) -> bool:
+        """Return whether to add the displacements to the weight, instead of computing `apply` as well.
+
+        Args:
+            positions: of an input.
+        """
+        if isinstance(self.factor, Outer):
+            return self.factor.is_faster_written_out(positions)
+        return isinstance(self.factor, Dense) and positions >= _MANY
 
     def read(self, ids_BT: Tensor) -> Tensor:
         """Return `LinearMapFactor.read`, times the shares."""

@@ -1,9 +1,9 @@
 """The factor of a linear map's weight: a sum of outer products over positions.
 
 The rules in `privgrad.gradient.layers` and the file `conv` build `Outer`. `privgrad.gradient.clipping` and the engines
-call the methods that implement `base.Factor`. `displacement` calls `apply`, `read` and `transposed`. `local_training`
-calls `scaled` and `settled`, and `diagnostics.alignment` calls `gram`. `conv` also calls `norms_by_inner_products` and
-`bounding_product`, and `weight_standardization` calls `underflowing`.
+call the methods that implement `base.Factor`. `displacement` calls `apply`, `is_faster_written_out`, `read` and
+`transposed`. `local_training` calls `scaled` and `settled`, and `diagnostics.alignment` calls `gram`. `conv` also calls
+`norms_by_inner_products` and `bounding_product`, and `weight_standardization` calls `underflowing`.
 
 The privacy guarantee rests on this file, except on `gram`: a wrong norm or sum lets an example add more than the bound.
 
@@ -35,6 +35,8 @@ from privgrad.gradient.factors.norms import (
 )
 from privgrad.threads import blocks
 
+_ADDED = 16  # multiplications that take as long as adding one entry of a weight in memory
+
 
 class Outer(LinearMapFactor):
     """The gradients of a linear map's weight: g_i = sum over t of b_it a_it^T, shape (O, I).
@@ -57,7 +59,7 @@ class Outer(LinearMapFactor):
         return found
 
     def dense(self) -> Tensor:
-        return self.b_BTO.mT @ self.a_BTI
+        return self.b_BTO.mT @ self.a_BTI if self._kept is None else self._kept
 
     def weighted_sum(self, weight_B: Tensor) -> Tensor:
         if self._kept is not None:
@@ -80,6 +82,17 @@ class Outer(LinearMapFactor):
         if positions[0] * positions[1] * (inputs + outputs) <= sum(positions) * inputs * outputs:
             return (x_BTI @ self.a_BTI.mT) @ self.b_BTO
         return super().apply(x_BTI)
+
+    def is_faster_written_out(self, positions: int) -> bool:
+        """Return whether g_i added to a common weight takes fewer operations than two products of positions.
+
+        Args:
+            positions: of an input. Its output, and the gradient of the input, are computed.
+        """
+        outputs, inputs = self.shape
+        products = 2 * positions * self.positions * (inputs + outputs)
+        written = self.positions if self._kept is None else 0
+        return products > (written + _ADDED) * inputs * outputs
 
     def read(self, ids_BT: Tensor) -> Tensor:
         b_BTS = self.b_BTO.gather(2, ids_BT[:, None].expand(-1, self.b_BTO.shape[1], -1))
@@ -112,7 +125,10 @@ class Outer(LinearMapFactor):
         return b_BTO.flatten(0, 1), a_BTI.flatten(0, 1)
 
     def mask(self, kept_B: Tensor) -> "Outer":
-        return Outer(masked(self.a_BTI, kept_B), masked(self.b_BTO, kept_B))
+        found = Outer(masked(self.a_BTI, kept_B), masked(self.b_BTO, kept_B))
+        # The others are computed in the same way, and so rounded in the same way, whichever examples are masked.
+        found._kept = None if self._kept is None else masked(self._kept, kept_B)
+        return found
 
     def gram(self) -> Tensor:
         if self.a_BTI.shape[1] > 1:

@@ -1,8 +1,8 @@
 """The factors of stacked weights of experts, of which each position of an example uses a few.
 
 The forward of `layers.experts` builds `Routed`. `privgrad.gradient.clipping` and the engines call the methods that
-implement `base.Factor`. The privacy guarantee rests on this file: a wrong norm or sum lets an example add more than the
-bound.
+implement `base.Factor`. `layers.displaced` calls `Routes.by_example`. The privacy guarantee rests on this file: a wrong
+norm or sum lets an example add more than the bound.
 
 Shape suffixes: B examples, M positions of all examples that use one expert, E experts, I inputs, O outputs.
 """
@@ -34,12 +34,17 @@ class Routes:
     a: Tensor
     b: Tensor
 
-    def by_example(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (i, the gradient of example i, shape (O, I)) for each example that uses the expert."""
+    def by_example(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (i, a_i, b_i), with shapes (T, I) and (T, O), for each example i that uses the expert."""
         found = cast("tuple[Tensor, Tensor]", torch.unique_consecutive(self.example, return_counts=True))
         examples, counts = (cast("list[int]", x.tolist()) for x in found)
         pairs = zip(self.a.split(counts), self.b.split(counts), strict=True)  # pyright: ignore[reportUnknownArgumentType]
         for example, (a_TI, b_TO) in zip(examples, pairs, strict=True):
+            yield example, a_TI, b_TO
+
+    def gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (i, the gradient of example i, shape (O, I)) for each example that uses the expert."""
+        for example, a_TI, b_TO in self.by_example():
             yield example, b_TO.mT @ a_TI
 
 
@@ -73,7 +78,7 @@ class Routed(Factor):
     def dense(self) -> Tensor:
         grads_BEOI = self._zeros(self.examples, *self.shape)
         for route in self.routes:
-            for example, grad_OI in route.by_example():
+            for example, grad_OI in route.gradients():
                 grads_BEOI[example, route.expert] = grad_OI
         return grads_BEOI
 
@@ -120,7 +125,7 @@ class Routed(Factor):
         square_B = torch.zeros(self.examples, dtype=torch.float64, device=self._device)
         for route in self.routes:
             scales = None if inverse_scales is None else at_least_float32(inverse_scales[route.expert])
-            for example, grad_OI in route.by_example():
+            for example, grad_OI in route.gradients():
                 square_B[example] += norms_of(grad_OI[None], scales)[0].square()
         return square_B.sqrt()
 

@@ -289,6 +289,11 @@ def of_channels(displacement: Displacement, x: Tensor) -> Tensor:
     return rows.view(*rows.shape, *[1] * (x.dim() - 2))
 
 
+def is_half(weight: Tensor) -> bool:
+    """Return whether products with a weight have half precision; a sum with a displacement would lose much of it."""
+    return weight.itemsize < 4 or torch.is_autocast_enabled(weight.device.type)
+
+
 def in_positions(x: Tensor) -> Tensor:
     """Reshape (B, ..., width) to (B, T, width)."""
     if x.dim() == 2:

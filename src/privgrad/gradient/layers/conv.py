@@ -6,6 +6,7 @@ output when each example's parameters move (`delta`). `base.find_rule` finds it 
 engine rests on these rules: row i of a factor must depend on example i only.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.conv import Convolution, Geometry, convolve
 from privgrad.gradient.factors.displacement import Displacement
 from privgrad.gradient.factors.norms import at_least_float32, sum_over
-from privgrad.gradient.layers.base import Rule, of_channels, register_rule
+from privgrad.gradient.layers.base import Rule, is_half, of_channels, register_rule
 
 
 @register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -48,10 +49,13 @@ class _Convolution(Rule):
     ) -> Tensor:
         """Return the output at moved parameters, by one convolution with these if that is faster."""
         padded, geometry = self._padded(layer, x)
-        if "weight" not in displacements or geometry.by_patches(geometry.positions(padded.shape[2:])):
-            return super().moved(layer, parameters, displacements, x)
+        positions, weight, own = geometry.positions(padded.shape[2:]), parameters["weight"], displacements.get("weight")
         # With many positions, one convolution with the moved weights is faster than `forward` plus `delta`.
-        output = convolve(Dense(displacements["weight"].added_to(parameters["weight"])), padded, geometry)
+        if own is None or (
+            geometry.by_patches(positions) and (is_half(weight) or not own.is_faster_written_out(math.prod(positions)))
+        ):
+            return super().moved(layer, parameters, displacements, x)
+        output = convolve(Dense(own.added_to(weight)), padded, geometry)
         if "bias" in parameters:
             output = output + parameters["bias"].view(-1, *[1] * (x.dim() - 2))
         return output + of_channels(displacements["bias"], x).to(output.dtype) if "bias" in displacements else output

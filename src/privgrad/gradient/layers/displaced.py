@@ -1,24 +1,29 @@
+# pyright: reportIncompatibleMethodOverride=false
+# In torch's types, an autograd Function's methods accept any arguments.
 """Linear maps whose parameters each example moves in its own way, for the forwards with taps.
 
 `recurrent` and `attention` call these functions, and the autograd Functions of `recurrent` the methods of
-`EachWeight`. The privacy guarantee of the fast engine rests on this file: no example's output may depend on another
-example.
+`EachWeight`. `experts` calls the methods of `EachExpert`. The privacy guarantee of the fast engine rests on this file:
+no example's output may depend on another example.
 
-Shape suffixes: R rows, of which each example has the same number, as neighbors; T positions, I inputs, O outputs, B
-examples.
+Shape suffixes: R rows, of which each example has the same number, as neighbors; M rows that use one expert; T
+positions, I inputs, O outputs, B examples, E experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from privgrad.gradient.factors.base import Dense, as_linear_map
 from privgrad.gradient.factors.displacement import Displacement, Displacements
 from privgrad.gradient.factors.norms import at_least_float32
 from privgrad.gradient.factors.outer import Outer
+from privgrad.gradient.factors.routed import Routed
 from privgrad.gradient.layers.base import by_rows
 
 
@@ -73,6 +78,98 @@ def _added(out: Tensor, x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
             rows = torch.bmm(rows, matrix)
         out.view(size, -1, out.shape[1]).baddbmm_(rows, matrices[-1])
     return out
+
+
+class EachExpert:
+    """The displacements of the stacked weights of experts, of shape (E, O, I), for each example.
+
+    The displacement of expert e for example i is share_i sum of b a^T over those positions of i that used e. It is
+    applied in this form if that takes fewer operations than the displacement itself.
+
+    Args:
+        displacement: of the stacked weights.
+    """
+
+    def __init__(self, displacement: Displacement) -> None:
+        factor = displacement.factor
+        self._share: list[float] = displacement.share.tolist()
+        self._pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+        if isinstance(factor, Routed):
+            found = ((route.expert, route.by_example()) for route in factor.routes)
+            self._pairs = {(expert, i): (a_TI, b_TO) for expert, pairs in found for i, a_TI, b_TO in pairs}
+        else:
+            self._dense_BEOI = factor.dense()
+
+    @staticmethod
+    def of(weights: Tensor, displacements: Displacements | None) -> "EachExpert | None":
+        """Return the displacements of stacked weights; None if these do not move."""
+        displacement = displacement_of(weights, displacements)
+        return None if displacement is None else EachExpert(displacement)
+
+    def moved(self, output_MO: Tensor, x_MI: Tensor, expert: int, counts: Sequence[int]) -> Tensor:
+        """Return the output of one expert's weight, with the effect of each example's displacement added in place.
+
+        Args:
+            output_MO: the output at the weight itself.
+            x_MI: the inputs, sorted by example.
+            expert: its number.
+            counts: the number of rows of each example.
+        """
+        moves, start = list[_Move](), 0
+        for example, count in enumerate(counts):
+            matrices = self._matrices(expert, example, count) if count else ()
+            if matrices:
+                own = tuple(matrix.to(torch.promote_types(x_MI.dtype, torch.float32)) for matrix in matrices)
+                moves.append((slice(start, start + count), self._share[example], own))
+            start += count
+        return cast(Tensor, _AddMoved.apply(output_MO, at_least_float32(x_MI), moves)) if moves else output_MO
+
+    def _matrices(self, expert: int, example: int, count: int) -> tuple[Tensor, ...]:
+        """Return matrices (I, ...), ..., (..., O), whose product is D_i^T without the share; none if it is zero."""
+        if self._pairs is None:
+            return (self._dense_BEOI[example, expert].mT,)
+        if (expert, example) not in self._pairs:
+            return ()
+        a_TI, b_TO = self._pairs[expert, example]
+        (positions, inputs), outputs = a_TI.shape, b_TO.shape[1]
+        if positions * count * (inputs + outputs) <= (positions + count) * inputs * outputs:
+            return a_TI.mT, b_TO
+        return (a_TI.mT @ b_TO,)
+
+
+_Move = tuple[slice, float, tuple[Tensor, ...]]  # rows of one example, its share, and matrices
+
+
+class _AddMoved(torch.autograd.Function):
+    """Adds to the output of some rows, in place: share times the input times matrices.
+
+    Each example is computed by itself, so that the number of rows of others does not change how it is rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output_MO: Tensor, x_MI: Tensor, moves: list[_Move]) -> Tensor:
+        ctx.moves, ctx.shape, ctx.dtype = moves, x_MI.shape, x_MI.dtype
+        ctx.mark_dirty(output_MO)
+        with torch.autocast(x_MI.device.type, enabled=False):
+            for rows, share, matrices in moves:
+                product = x_MI[rows]
+                for matrix in matrices:
+                    product = product @ matrix
+                output_MO[rows].add_(product, alpha=share)
+        return output_MO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:
+            return grad_MO, None, None
+        grad_MI = grad_MO.new_zeros(ctx.shape, dtype=ctx.dtype)
+        for rows, share, matrices in ctx.moves:
+            product = at_least_float32(grad_MO[rows])
+            for matrix in reversed(matrices):
+                product = product @ matrix.mT
+            grad_MI[rows].add_(product, alpha=share)
+        return grad_MO, grad_MI, None
 
 
 def displacement_of(parameter: Tensor, displacements: Displacements | None) -> Displacement | None:
