@@ -91,7 +91,7 @@ QUANTILE, SQUARED = pg.clip.Quantile(count_std=0.35), pg.clip.SquaredError(weigh
         ({"norm_bins": 1}, 0.5, 0.1),
         ({"norm_bins": 64, "clip": pg.clip.Automatic()}, 0.01, 0.15),
         ({"adaptive_clip": pg.clip.TargetFraction(), "at": 4.0}, 50.0, 0.25),
-        ({"adaptive_clip": QUANTILE}, 1.0, 0.25),
+        ({"adaptive_clip": QUANTILE}, 1.2, 0.25),
         ({"adaptive_clip": SQUARED}, 50.0, 0.25),
     ],
 )

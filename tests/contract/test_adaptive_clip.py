@@ -278,7 +278,8 @@ def test_the_clip_fraction_of_every_rule_is_that_at_c(name: str):
         assert found is not None
         assert raw.raw_shares is not None
         assert found.max_grad_norm in found.edges.tolist()
-        longer = float((raw.clipping.raw_norms > found.max_grad_norm).sum()) / 400
+        near = (raw.clipping.raw_norms / found.max_grad_norm - 0.9) / 0.2  # a norm near C counts in part
+        longer = float(near.clamp(0.0, 1.0).sum()) / 400
         absent = 1 - len(raw.clipping.raw_norms) / 400  # shares are of the expected number of gradients
         wanted = longer + absent * (0.5 if name == "quantile" else 1)  # which counts from one half
         slack = 0.15 if name == "target fraction" else 1e-6  # slots count gradients near C in part

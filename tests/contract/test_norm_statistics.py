@@ -74,6 +74,18 @@ def test_slots_cost_no_sensitivity_and_counts_cost_what_their_papers_say():
     assert Histogram((1.0,), 0.2).sensitivity(1.5) == pytest.approx(1.5 * math.sqrt(1.04))
 
 
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_norm_that_is_rounded_otherwise_hardly_moves_a_statistic(statistic: str):
+    """Rounding depends on the batch. At a step, one example more would move the rows of all others that are near."""
+    own, norms = (
+        STATISTICS[statistic],
+        torch.cat([1.5 * torch.tensor([0.0, 0.5, 1.0, 2.0]).double(), torch.rand(500) * 4]),
+    )
+    rows = [own.rows(each, each.clamp(max=1.5), 1.5) for each in (norms, norms * (1 + 3e-7), norms * (1 - 3e-7))]
+    for other in rows[1:]:
+        assert float((other - rows[0]).norm(dim=1).max()) < 5e-6 * own.sensitivity(1.5)
+
+
 @pytest.mark.parametrize("bins", [1, 2, 7, 64])
 @given(st.floats(0.0, 1.0))
 @settings(deadline=None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mutants.mutant import Mutant, Patch, plant_sum
-from privgrad.gradient import clipping
+from privgrad.gradient import clipping, norm_statistics
 from privgrad.gradient.norm_statistics import Count, Slots
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import ClippedSum, NoisyGradient
@@ -45,6 +45,15 @@ def slots_of_the_norm_before_clipping(patch: Patch) -> None:
         return real(self, norms, norms / 2, max_grad_norm)
 
     patch.setattr(Slots, "rows", planted)
+
+
+def bins_with_steps(patch: Patch) -> None:
+    """A norm is in one bin, whatever rounding makes of one at an edge."""
+
+    def planted(norms: Tensor, edges: Any) -> Tensor:
+        return (norms.double()[:, None] <= torch.tensor(edges, dtype=torch.float64)).double()
+
+    patch.setattr(norm_statistics, "_below", planted)
 
 
 def count_for_free(patch: Patch) -> None:
@@ -100,6 +109,12 @@ NORMS = [
         slots_of_the_norm_before_clipping,
         _JOINT,
         {"clip": "flat", "statistic": "3 slots"},
+    ),
+    Mutant(
+        "a norm at an edge in one bin, as it happens to be rounded",
+        bins_with_steps,
+        "test_norm_statistics.test_a_norm_that_is_rounded_otherwise_hardly_moves_a_statistic",
+        {"statistic": "histogram"},
     ),
     Mutant("a count that raises no sensitivity", count_for_free, _JOINT, {"clip": "flat", "statistic": "count"}),
     Mutant(
