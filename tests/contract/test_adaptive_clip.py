@@ -3,9 +3,11 @@
 import json
 import math
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,6 +210,20 @@ def test_a_rule_of_the_users_that_leaves_the_limits_releases_nothing(bad: float)
     with pytest.raises(pg.PrivacyError, match="max_grad_norm"):
         private_grad(second)
     assert private_grad.ledger.releases == 1
+
+
+@pytest.mark.parametrize("found", [3, np.float32(0.25), Fraction(1, 4), True])
+def test_a_rule_of_the_users_may_give_any_kind_of_number(found: Any, tmp_path: Path):
+    class Giving(pg.clip.TargetFraction):
+        def update(self, distribution: NormDistribution) -> None:
+            self.max_grad_norm = found
+
+    plan, path = make_plan(), tmp_path / "ledger.jsonl"
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=Giving(), ledger=path)
+    first, second, *_ = plan.batches(make_data())
+    private_grad(first)
+    assert private_grad(second).noise_std == float(found) / 8
+    assert json.loads(path.read_text().splitlines()[-1])["max_grad_norm"] == float(found)
 
 
 @pytest.mark.parametrize("name", RULES)

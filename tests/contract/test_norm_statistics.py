@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,44 @@ def test_a_norm_that_is_rounded_otherwise_hardly_moves_a_statistic(statistic: st
     rows = [own.rows(each, each.clamp(max=1.5), 1.5) for each in (norms, norms * (1 + 3e-7), norms * (1 - 3e-7))]
     for other in rows[1:]:
         assert float((other - rows[0]).norm(dim=1).max()) < 5e-6 * own.sensitivity(1.5)
+
+
+@dataclass(frozen=True)
+class Changed(Slots):
+    change: Callable[[Tensor, Tensor], Tensor]
+
+    def rows(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.change(super().rows(*args, **kwargs), args[0])
+
+
+class WithoutNoise(Changed):
+    def sensitivity(self, max_grad_norm: float) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("statistic", "words"),
+    [
+        (Changed(8, lambda rows, _: 2 * rows), "rows to be within 100 with their contributions"),
+        (Changed(8, lambda rows, _: math.nan * rows), "rows to be within 100 with their contributions"),
+        (Changed(8, lambda rows, norms: rows * (norms / norms.max())[:, None]), "to depend on one contribution each"),
+        (Changed(8, lambda rows, _: rows.mean(0, keepdim=True)), r"to be of shape \(B, K\)"),
+        (WithoutNoise(8, lambda rows, _: rows), "sensitivity to be at least C = 100, got 0.0"),
+    ],
+)
+def test_a_statistic_of_the_users_that_breaks_its_bound_releases_nothing(statistic: NormStatistic, words: str):
+    class Rule(pg.clip.TargetFraction):
+        def _statistic(
+            self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: Any
+        ) -> NormStatistic:
+            return statistic
+
+    plan, data = make_plan(max_grad_norm=100.0), make_data()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=Rule())
+    batch = pg.Batch(data[:], len(data), next(plan.batches(data)).sampling)
+    with pytest.raises(pg.PrivacyError, match=words):
+        private_grad(batch)
+    assert private_grad.ledger.releases == 0
 
 
 @pytest.mark.parametrize("bins", [1, 2, 7, 64])

@@ -163,6 +163,42 @@ class Histogram:
         return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0), max_grad_norm)
 
 
+def rows_and_sensitivity(
+    statistic: NormStatistic, norm_B: Tensor, length_B: Tensor, max_grad_norm: float
+) -> tuple[Tensor, float]:
+    """Return the rows of a statistic and its sensitivity; refuse rows that break the bound.
+
+    ClippingAccumulator calls it. It compares each row with the stated sensitivity, and does not rely on the proof of a
+    class. The library's own classes are known to use each contribution alone. A class of the user's is asked again for
+    each half.
+
+    Raises:
+        PrivacyError: the sensitivity is below C, a contribution and its row are together longer than it, or rows
+            depend on other contributions.
+    """
+    rows_BK, bound = statistic.rows(norm_B, length_B, max_grad_norm), statistic.sensitivity(max_grad_norm)
+    name, remedy = type(statistic).__name__, "correct the statistic: nothing was released"
+    if not max_grad_norm <= bound:
+        raise expected(name, "sensitivity", f"to be at least C = {max_grad_norm:g}", bound, remedy)
+    if rows_BK.dim() != 2 or len(rows_BK) != len(norm_B):
+        got = f"{rows_BK.dim()} dimensions" if rows_BK.dim() != 2 else "a different number of rows"  # B is private
+        raise expected(name, "rows", "to be of shape (B, K)", got, remedy)
+    square_B = length_B.double().square() + rows_BK.double().square().sum(1)
+    if not bool((square_B <= (bound * (1 + 1e-5)) ** 2).all()):
+        condition, got = (
+            f"to be within {bound:g} with their contributions",
+            "longer rows, or numbers that are not finite",
+        )
+        raise expected(name, "rows", condition, got, remedy)
+    if type(statistic) not in (Slots, Count, Histogram):
+        for part in (slice(len(norm_B) // 2), slice(len(norm_B) // 2, None)):
+            alone = statistic.rows(norm_B[part], length_B[part], max_grad_norm)
+            if alone.shape != rows_BK[part].shape or not torch.allclose(alone, rows_BK[part], rtol=1e-6, atol=0.0):
+                got = "rows that change with the rest of the batch"
+                raise expected(name, "rows", "to depend on one contribution each", got, remedy)
+    return rows_BK, bound
+
+
 def _below(norm_B: Tensor, edges: Sequence[float]) -> Tensor:
     """Return whether each norm is below each edge: 1, 0, or a number in between near the edge; shape (B, K), float64.
 
