@@ -586,9 +586,10 @@ class PrivateGradient:
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
-        """Raise PrivacyError unless all processes have the same plan and preconditioner, and can train together."""
+        """Raise PrivacyError unless all processes have the same plan and parts, and can train together."""
         plan = self._plan
-        own = {**facts, "steps": plan.steps, "seed": plan.seed, "precondition": repr(self._precondition)}
+        parts = {"precondition": self._precondition, "filter": self._filter}
+        own = {**facts, "steps": plan.steps, "seed": plan.seed, **{name: repr(part) for name, part in parts.items()}}
         first = self._processes.broadcast_object(own)
         with self._processes.all_succeed():
             if first != own:
