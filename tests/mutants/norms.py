@@ -70,6 +70,7 @@ def count_for_free(patch: Patch) -> None:
         del self
         return max_grad_norm
 
+    statistics_unchecked(patch)  # the library itself would refuse it
     patch.setattr(Count, "sensitivity", planted)
 
 
