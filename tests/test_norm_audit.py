@@ -121,6 +121,7 @@ def slots_beside_the_norm(patch: pytest.MonkeyPatch) -> None:
     def planted(self: Slots, norms: Tensor, lengths: Tensor, max_grad_norm: float) -> Tensor:
         return real(self, norms, torch.zeros_like(lengths), max_grad_norm)
 
+    statistics_unchecked(patch)
     patch.setattr(Slots, "rows", planted)
 
 

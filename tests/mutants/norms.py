@@ -22,6 +22,7 @@ def slots_too_high(patch: Patch) -> None:
         rows_BK = real(self, norms, lengths, max_grad_norm)
         return torch.cat([rows_BK[:, :-1], 1.5 * rows_BK[:, -1:]], dim=1)
 
+    statistics_unchecked(patch)
     patch.setattr(Slots, "rows", planted)
 
 
@@ -44,6 +45,7 @@ def slots_of_the_norm_before_clipping(patch: Patch) -> None:
     def planted(self: Slots, norms: Tensor, lengths: Tensor, max_grad_norm: float) -> Tensor:
         return real(self, norms, norms / 2, max_grad_norm)
 
+    statistics_unchecked(patch)
     patch.setattr(Slots, "rows", planted)
 
 
