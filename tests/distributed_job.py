@@ -116,7 +116,11 @@ VARIANTS: dict[str, Callable[[nn.Module, Processes], dict[str, Any]]] = {
     "automatic": lambda model, processes: {"clip": pg.clip.Automatic()},
     "preconditioned": lambda model, processes: {"precondition": pg.precondition.public_adam(public(model, processes))},
     "inputs": lambda model, processes: {"precondition": inputs()},
-    "adaptive clip": lambda model, processes: {"adaptive_clip": pg.clip.TargetFraction()},
+    "adaptive clip": lambda model, processes: {
+        "adaptive_clip": pg.clip.TargetFraction(),
+        "perturb": pg.perturb.DiSK(0.5),
+        "filter": pg.filters.EMA(0.5),
+    },
 }
 
 
@@ -248,6 +252,10 @@ def refusals(processes: Processes, folder: Path) -> Any:
         precondition = inputs(first=processes.rank)
         pg.PrivateGradient(model, loss_fn, plan, processes=processes, precondition=precondition)
 
+    def other_filter() -> None:
+        own = pg.filters.EMA(0.5 + processes.rank / 8)
+        pg.PrivateGradient(model, loss_fn, plan, processes=processes, filter=own)
+
     def wrapped() -> None:
         pg.PrivateGradient(DistributedDataParallel(small_model()), loss_fn, plan, processes=processes)
 
@@ -296,6 +304,7 @@ def refusals(processes: Processes, folder: Path) -> Any:
         foreign_batch,
         other_plans,
         other_public,
+        other_filter,
         wrapped,
         wrapped_inside,
         wrapped_by_fsdp1,

@@ -168,6 +168,7 @@ REFUSED = {
     "foreign_batch": "the same processes",
     "other_plans": "to be the same in all processes",
     "other_public": "to be the same in all processes (precondition inputs(",
+    "other_filter": "to be the same in all processes (filter EMA(0.5))",
     "wrapped": "pass its .module",
     "wrapped_inside": "at '0'; pass its .module",
     "wrapped_by_fsdp1": "pass its .module",

@@ -306,7 +306,7 @@ class PrivateGradient:
     @property
     def max_grad_norm(self) -> float:
         """C of the next step: the plan's, or that of `adaptive_clip`."""
-        return self._plan.max_grad_norm if self._adaptive is None else self._adaptive.max_grad_norm
+        return self._plan.max_grad_norm if self._adaptive is None else float(self._adaptive.max_grad_norm)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -465,7 +465,7 @@ class PrivateGradient:
         repeatable = self._plan.seed is not None and batch.sampling.step >= self._step
         self._ledger.admit(batch.sampling.draw, limit=self._plan.steps, repeatable=repeatable)
         if self._adaptive is not None:  # a rule of the user's may choose any C
-            require_max_grad_norm("PrivateGradient", self.max_grad_norm, self._plan.noise_multiplier)
+            require_max_grad_norm("PrivateGradient", self._adaptive.max_grad_norm, self._plan.noise_multiplier)
         require_supported(self._model)
         found = frozenset(parameters), configuration(self._model)
         if batch.size > 0 and found not in self._checked:
@@ -586,9 +586,10 @@ class PrivateGradient:
         self._step = batch.sampling.step + 1 if seeded else self._step + 1
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
-        """Raise PrivacyError unless all processes have the same plan and preconditioner, and can train together."""
+        """Raise PrivacyError unless all processes have the same plan and parts, and can train together."""
         plan = self._plan
-        own = {**facts, "steps": plan.steps, "seed": plan.seed, "precondition": repr(self._precondition)}
+        parts = {"precondition": self._precondition, "filter": self._filter}
+        own = {**facts, "steps": plan.steps, "seed": plan.seed, **{name: repr(part) for name, part in parts.items()}}
         first = self._processes.broadcast_object(own)
         with self._processes.all_succeed():
             if first != own:

@@ -243,7 +243,7 @@ class NormDistribution:
         shares: for each edge, the noisy share of gradients that are shorter, shape (K,), float64, on the CPU. It is
             their number in the batch, divided by the public expected number of contributions. Noise may bring it below
             0 or above 1. With `norm_bins`, it is the share of clipped gradients, and one that is between an edge and
-            the next lower edge counts in proportion.
+            the next lower edge counts in proportion. With other rules, one within 10 % of an edge does.
         noise_std: standard deviation of the noise in each share, shape (K,).
         edges: the norms below which `shares` counts, shape (K,), falling. With `norm_bins`: C (1 - k / K) for k = 0 to
             K - 1.

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,56 @@ def test_slots_cost_no_sensitivity_and_counts_cost_what_their_papers_say():
     assert isinstance(rule.statistic, Count)
     assert of_the_sum / rule.statistic.weight == pytest.approx(5.0)  # the noise of the count
     assert Histogram((1.0,), 0.2).sensitivity(1.5) == pytest.approx(1.5 * math.sqrt(1.04))
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_norm_that_is_rounded_otherwise_hardly_moves_a_statistic(statistic: str):
+    """Rounding depends on the batch. At a step, one example more would move the rows of all others that are near."""
+    own, norms = (
+        STATISTICS[statistic],
+        torch.cat([1.5 * torch.tensor([0.0, 0.5, 1.0, 2.0]).double(), torch.rand(500) * 4]),
+    )
+    rows = [own.rows(each, each.clamp(max=1.5), 1.5) for each in (norms, norms * (1 + 3e-7), norms * (1 - 3e-7))]
+    for other in rows[1:]:
+        assert float((other - rows[0]).norm(dim=1).max()) < 5e-6 * own.sensitivity(1.5)
+
+
+@dataclass(frozen=True)
+class Changed(Slots):
+    change: Callable[[Tensor, Tensor], Tensor]
+
+    def rows(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.change(super().rows(*args, **kwargs), args[0])
+
+
+class WithoutNoise(Changed):
+    def sensitivity(self, max_grad_norm: float) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("statistic", "words"),
+    [
+        (Changed(8, lambda rows, _: 2 * rows), "rows to be within 100 with their contributions"),
+        (Changed(8, lambda rows, _: math.nan * rows), "rows to be within 100 with their contributions"),
+        (Changed(8, lambda rows, norms: rows * (norms / norms.max())[:, None]), "to depend on one contribution each"),
+        (Changed(8, lambda rows, _: rows.mean(0, keepdim=True)), r"to be of shape \(B, K\)"),
+        (WithoutNoise(8, lambda rows, _: rows), "sensitivity to be at least C = 100, got 0.0"),
+    ],
+)
+def test_a_statistic_of_the_users_that_breaks_its_bound_releases_nothing(statistic: NormStatistic, words: str):
+    class Rule(pg.clip.TargetFraction):
+        def _statistic(
+            self, max_grad_norm: float, noise_multiplier: float, divisor: int, norm_bins: Any
+        ) -> NormStatistic:
+            return statistic
+
+    plan, data = make_plan(max_grad_norm=100.0), make_data()
+    private_grad = pg.PrivateGradient(make_model(), loss_fn, plan, adaptive_clip=Rule())
+    batch = pg.Batch(data[:], len(data), next(plan.batches(data)).sampling)
+    with pytest.raises(pg.PrivacyError, match=words):
+        private_grad(batch)
+    assert private_grad.ledger.releases == 0
 
 
 @pytest.mark.parametrize("bins", [1, 2, 7, 64])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mutants.mutant import Mutant, Patch, plant_sum
-from privgrad.gradient import clipping
-from privgrad.gradient.norm_statistics import Count, Slots
+from mutants.mutant import Mutant, Patch, everywhere, plant_sum
+from privgrad.gradient import clipping, norm_statistics
+from privgrad.gradient.norm_statistics import Count, NormStatistic, Slots
 from privgrad.private_gradient import PrivateGradient
 from privgrad.types import ClippedSum, NoisyGradient
 
@@ -22,6 +22,7 @@ def slots_too_high(patch: Patch) -> None:
         rows_BK = real(self, norms, lengths, max_grad_norm)
         return torch.cat([rows_BK[:, :-1], 1.5 * rows_BK[:, -1:]], dim=1)
 
+    statistics_unchecked(patch)
     patch.setattr(Slots, "rows", planted)
 
 
@@ -44,7 +45,26 @@ def slots_of_the_norm_before_clipping(patch: Patch) -> None:
     def planted(self: Slots, norms: Tensor, lengths: Tensor, max_grad_norm: float) -> Tensor:
         return real(self, norms, norms / 2, max_grad_norm)
 
+    statistics_unchecked(patch)
     patch.setattr(Slots, "rows", planted)
+
+
+def bins_with_steps(patch: Patch) -> None:
+    """A norm is in one bin, whatever rounding makes of one at an edge."""
+
+    def planted(norms: Tensor, edges: Any) -> Tensor:
+        return (norms.double()[:, None] <= torch.tensor(edges, dtype=torch.float64)).double()
+
+    patch.setattr(norm_statistics, "_below", planted)
+
+
+def statistics_unchecked(patch: Patch) -> None:
+    """Rows are added up as they come, and the stated sensitivity is that of the noise."""
+
+    def planted(own: NormStatistic, norms: Tensor, lengths: Tensor, max_grad_norm: float) -> tuple[Tensor, float]:
+        return own.rows(norms, lengths, max_grad_norm), own.sensitivity(max_grad_norm)
+
+    everywhere(patch, norm_statistics.rows_and_sensitivity, planted)
 
 
 def count_for_free(patch: Patch) -> None:
@@ -52,6 +72,7 @@ def count_for_free(patch: Patch) -> None:
         del self
         return max_grad_norm
 
+    statistics_unchecked(patch)  # the library itself would refuse it
     patch.setattr(Count, "sensitivity", planted)
 
 
@@ -100,6 +121,21 @@ NORMS = [
         slots_of_the_norm_before_clipping,
         _JOINT,
         {"clip": "flat", "statistic": "3 slots"},
+    ),
+    Mutant(
+        "a norm at an edge in one bin, as it happens to be rounded",
+        bins_with_steps,
+        "test_norm_statistics.test_a_norm_that_is_rounded_otherwise_hardly_moves_a_statistic",
+        {"statistic": "histogram"},
+    ),
+    Mutant(
+        "a statistic of a user's that is not checked",
+        statistics_unchecked,
+        "test_norm_statistics.test_a_statistic_of_the_users_that_breaks_its_bound_releases_nothing",
+        lambda module: {
+            "statistic": module.WithoutNoise(8, lambda rows, _: rows),
+            "words": "sensitivity to be at least",
+        },
     ),
     Mutant("a count that raises no sensitivity", count_for_free, _JOINT, {"clip": "flat", "statistic": "count"}),
     Mutant(

@@ -22,7 +22,7 @@ from torch import Tensor
 from privgrad.errors import described, expected, require_positive
 from privgrad.gradient.factors.base import Dense, Factor
 from privgrad.gradient.factors.norms import examples_per_block
-from privgrad.gradient.norm_statistics import NORMS, NormStatistic
+from privgrad.gradient.norm_statistics import NORMS, NormStatistic, rows_and_sensitivity
 from privgrad.types import ClippedSum
 
 # Times C: how large all terms of a sum in float32 may be together. Its unit roundoff, 2^-24, makes this 6e-4 C.
@@ -244,9 +244,8 @@ class ClippingAccumulator:
         sensitivity = self._bound
         if self._statistic is not None:
             device = next(iter(self._like.values())).device
-            rows_BK = self._statistic.rows(raw.raw_norms, raw.raw_lengths, self._bound)
-            total[NORMS] = rows_BK.sum(0).to(device)
-            sensitivity = self._statistic.sensitivity(self._bound)
+            rows_BK, sensitivity = rows_and_sensitivity(self._statistic, raw.raw_norms, raw.raw_lengths, self._bound)
+            total[NORMS] = rows_BK.double().sum(0).to(device)
         return ClippedSum(total, sensitivity=(1 + self._grouped) * sensitivity), raw
 
 

@@ -8,6 +8,7 @@ Shape suffixes: B contributions, K coordinates of the statistic.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, Protocol
@@ -24,6 +25,7 @@ _LIMIT = 1024  # a batch of 1,000 then holds 8 MiB of slots; more bins only add 
 # Of "auto": the fewest and the most bins, and the largest standard deviation of a share in one step. It is large,
 # because verdicts average over the steps, and few bins count gradients near C as clipped.
 _FEWEST, _MOST, _STD = 8, 64, 0.1
+_RAMP = 0.1  # of an edge: norms as close to it count in part
 
 
 class NormStatistic(Protocol):
@@ -94,22 +96,25 @@ class Slots:
 class Count:
     """Whether each gradient is within C, as one number. It raises the sensitivity.
 
-    Computes: w C (1 - 1/2) for a norm of at most C, and w C (0 - 1/2) for a larger one.
+    Computes: w C (b - 1/2), where b is 1 for norms below 0.9 C, 0 for norms above 1.1 C, and linear in between.
 
     Args:
         weight: w > 0.
     Privacy:
-        The number has the absolute value w C / 2, so it has a length of C sqrt(1 + w^2 / 4) with a contribution.
+        The number is within w C / 2 of 0, so it has a length of at most C sqrt(1 + w^2 / 4) with a contribution.
+        It is continuous, because rounding changes norms a little with the batch. At a step, one example more could
+        move the counts of many others.
     Reference:
         Andrew et al. 2021 (arXiv 1905.03871), theorem 1: the noise multiplier of the sum, in units of C, is
-        z = (z_joint^-2 - (2 sigma_b)^-2)^(-1/2) where sigma_b is the standard deviation of the noisy count.
+        z = (z_joint^-2 - (2 sigma_b)^-2)^(-1/2) where sigma_b is the standard deviation of the noisy count. Deviation:
+        norms near C count in part.
     """
 
     weight: float
 
     def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
         del length_B
-        return ((norm_B <= max_grad_norm).double() - 0.5)[:, None] * (self.weight * max_grad_norm)
+        return (_below(norm_B, (max_grad_norm,)) - 0.5) * (self.weight * max_grad_norm)
 
     def sensitivity(self, max_grad_norm: float) -> float:
         return max_grad_norm * math.sqrt(1 + self.weight**2 / 4)
@@ -122,17 +127,20 @@ class Count:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The bin of each gradient's norm, as a vector with a single entry that is not 0. It raises the sensitivity.
+    """The bin of each gradient's norm, as a vector. It raises the sensitivity.
 
-    Computes: w C at the bin of the norm, and 0 elsewhere. The last bin holds all larger norms.
+    Computes: w C at the bin of the norm, and 0 elsewhere. The last bin holds all larger norms. A norm within 10 % of an
+    edge is in both bins in part, as in Count.
 
     Args:
         edges: the upper edges of the bins but the last, in units of C, rising, and 1 among them.
         weight: w > 0.
     Privacy:
-        The vector has length w C, so it has a length of C sqrt(1 + w^2) with a contribution.
+        The entries are at least 0 and add up to w C. So the vector has a length of at most w C, and of at most
+        C sqrt(1 + w^2) with a contribution. It is continuous in the norm; see Count for the reason.
     Reference:
-        DC-SGD (arXiv 2503.22988): a histogram of norms, with a share of the privacy budget of its own.
+        DC-SGD (arXiv 2503.22988): a histogram of norms, with a share of the privacy budget of its own. Deviation: norms
+        near an edge count in part.
     """
 
     edges: tuple[float, ...]
@@ -140,10 +148,9 @@ class Histogram:
 
     def rows(self, norm_B: Tensor, length_B: Tensor, max_grad_norm: float) -> Tensor:
         del length_B
-        edges_K = max_grad_norm * torch.tensor(self.edges, dtype=torch.float64, device=norm_B.device)
-        bin_B = torch.bucketize(norm_B.double(), edges_K)
-        one_hot_BK = torch.nn.functional.one_hot(bin_B, len(self.edges) + 1).double()
-        return one_hot_BK * (self.weight * max_grad_norm)
+        below_BK = _below(norm_B, [max_grad_norm * edge for edge in self.edges])
+        ends_BK = torch.nn.functional.pad(below_BK, (0, 1), value=1.0)
+        return ends_BK.diff(prepend=torch.zeros_like(ends_BK[:, :1])) * (self.weight * max_grad_norm)
 
     def sensitivity(self, max_grad_norm: float) -> float:
         return max_grad_norm * math.sqrt(1 + self.weight**2)
@@ -154,6 +161,51 @@ class Histogram:
         std_K = noise_std / unit * torch.arange(1, count + 1, dtype=torch.float64).sqrt()
         edges_K = torch.tensor([*(max_grad_norm * edge for edge in self.edges), math.inf], dtype=torch.float64)
         return NormDistribution(shares_K.flip(0), std_K.flip(0), edges_K.flip(0), max_grad_norm)
+
+
+def rows_and_sensitivity(
+    statistic: NormStatistic, norm_B: Tensor, length_B: Tensor, max_grad_norm: float
+) -> tuple[Tensor, float]:
+    """Return the rows of a statistic and its sensitivity; refuse rows that break the bound.
+
+    ClippingAccumulator calls it. It compares each row with the stated sensitivity, and does not rely on the proof of a
+    class. The library's own classes are known to use each contribution alone. A class of the user's is asked again for
+    each half.
+
+    Raises:
+        PrivacyError: the sensitivity is below C, a contribution and its row are together longer than it, or rows
+            depend on other contributions.
+    """
+    rows_BK, bound = statistic.rows(norm_B, length_B, max_grad_norm), statistic.sensitivity(max_grad_norm)
+    name, remedy = type(statistic).__name__, "correct the statistic: nothing was released"
+    if not max_grad_norm <= bound:
+        raise expected(name, "sensitivity", f"to be at least C = {max_grad_norm:g}", bound, remedy)
+    if rows_BK.dim() != 2 or len(rows_BK) != len(norm_B):
+        got = f"{rows_BK.dim()} dimensions" if rows_BK.dim() != 2 else "a different number of rows"  # B is private
+        raise expected(name, "rows", "to be of shape (B, K)", got, remedy)
+    square_B = length_B.double().square() + rows_BK.double().square().sum(1)
+    if not bool((square_B <= (bound * (1 + 1e-5)) ** 2).all()):
+        condition, got = (
+            f"to be within {bound:g} with their contributions",
+            "longer rows, or numbers that are not finite",
+        )
+        raise expected(name, "rows", condition, got, remedy)
+    if type(statistic) not in (Slots, Count, Histogram):
+        for part in (slice(len(norm_B) // 2), slice(len(norm_B) // 2, None)):
+            alone = statistic.rows(norm_B[part], length_B[part], max_grad_norm)
+            if alone.shape != rows_BK[part].shape or not torch.allclose(alone, rows_BK[part], rtol=1e-6, atol=0.0):
+                got = "rows that change with the rest of the batch"
+                raise expected(name, "rows", "to depend on one contribution each", got, remedy)
+    return rows_BK, bound
+
+
+def _below(norm_B: Tensor, edges: Sequence[float]) -> Tensor:
+    """Return whether each norm is below each edge: 1, 0, or a number in between near the edge; shape (B, K), float64.
+
+    It falls with the norm and rises with the edge, so differences between rising edges are at least 0.
+    """
+    edges_K = torch.tensor(edges, dtype=torch.float64, device=norm_B.device)
+    return ((1 + _RAMP - norm_B.double()[:, None] / edges_K) / (2 * _RAMP)).clamp(0.0, 1.0)
 
 
 def require_bins(function: str, name: str, value: object) -> None:
