@@ -359,6 +359,42 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.private_grad.ledger.releases == STEPS
 
 
+def test_a_run_that_lost_more_than_an_epoch_ends_and_loses_no_more(tmp_path: Path):
+    def trainer(*callbacks: TrainerCallback) -> PrivateTrainer:
+        options: dict[str, Any] = {"planned": {"seed": None}, "arguments": {"save_steps": 6}}
+        return make_trainer(tmp_path, bert(), texts(), **options, callbacks=[*callbacks])
+
+    cut = trainer(Stop(11, kill=False))
+    assert cut.private_step.epoch_steps < 11 - 6
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    cut.private_grad.ledger.close()
+    resumed = trainer()
+    with pytest.warns(UserWarning, match="5 charged steps came after the checkpoint.* ends with 7 updates of 12"):
+        assert resumed.train(resume_from_checkpoint=True).global_step == 7
+    resumed.private_grad.ledger.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of further losses
+        again = trainer()
+        assert again.train(resume_from_checkpoint=True).global_step == 7
+    assert equal(resumed.private_step.model, again.private_step.model)
+    again.private_grad.ledger.close()
+    spent = trainer()
+    with pytest.warns(UserWarning, match="6 charged steps came after the checkpoint.* ends with 6 updates of 12"):
+        assert spent.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6")).global_step == 6
+    spent.save_model(str(tmp_path / "model"))
+
+
+def test_a_callback_that_ends_an_epoch_early_gets_the_next_epoch(tmp_path: Path):
+    class EndEpoch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[EndEpoch()])
+    trainer.train()
+    assert trainer.state.global_step == trainer.private_grad.ledger.releases == 2 + 2 + 4
+
+
 @pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
     folder, steps = tmp_path / "run", 40

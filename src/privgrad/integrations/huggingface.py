@@ -184,6 +184,8 @@ class PrivateTrainer(Trainer):
         """Release one gradient. The loss stays private: the returned value is always zero."""
         model.train()
         self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
+        if self.private_step.is_spent:
+            self.state.max_steps = self.state.global_step + 1  # fewer than planned if an interruption lost steps
         return torch.zeros((), device=self.args.device)
 
     def train(
@@ -308,20 +310,25 @@ class PrivateTrainer(Trainer):
 
 
 class _Epoch(IterableDataset[Any]):
-    """The batches of one epoch. Batches that a resumed Trainer skips are None: their gradients were released.
+    """The batches of one epoch.
 
+    A resumed Trainer skips the first batches of its first epoch. They are None: their gradients were released.
     torch's DataLoader iterates over it for the Trainer.
     """
 
     def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
-        self._trainer, self._collate = trainer, collate
+        self._trainer, self._collate, self._is_first = trainer, collate, True
 
     def __len__(self) -> int:
         return self._trainer.private_step.epoch_steps
 
     def __iter__(self) -> Iterator[Batch | None]:
         updates, step = self._trainer.state.global_step, self._trainer.private_step
-        yield from [None] * (updates % step.epoch_steps)
+        if step.is_spent:  # an interruption lost steps, so max_steps is never reached
+            self._trainer.control.should_training_stop = True
+        if self._is_first:
+            self._is_first = False
+            yield from [None] * (updates % step.epoch_steps)
         dataset, args = cast("Any", self._trainer.train_dataset), self._trainer.args
         loading = {
             "num_workers": args.dataloader_num_workers,

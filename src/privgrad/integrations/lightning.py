@@ -200,7 +200,7 @@ class Epochs:
         step = self._strategy.private_step
         updates = trainer.global_step
         yield from step.batches(self._dataset, updates=updates, collate=self._collate, **self._loading)
-        if step.private_grad.state_dict()["step"] >= step.private_grad.plan.steps:
+        if step.is_spent:
             trainer.should_stop = True  # an interruption lost steps, so max_steps is never reached
 
     def state_dict(self) -> dict[str, Any]:
