@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.tabular import _CATEGORIES
 from privgrad.experiments.build import make_data, make_model
 from privgrad.experiments.load_spec import check_spec, load_spec
-from privgrad.experiments.measures import losses_for, most_frequent, outcomes, unit_scores
+from privgrad.experiments.measures import constants, losses_for, outcomes, unit_scores
 from privgrad.experiments.runner import compare, train
 from privgrad.features import Bins, OneHot, join, unit_rows
 from privgrad.user_cache import cache
@@ -699,12 +700,14 @@ def test_scores_of_examples_and_of_tags():
     assert unit_scores(model, examples, tagged).tolist() == [1.0, 0.5, 0.0]
     classes = torch.utils.data.TensorDataset(inputs, torch.tensor([0, 1, 0]))
     assert unit_scores(model, classes, data.DataSet("c", classes, classes, classes, 6, (3,))).tolist() == [1, 0, 1]
-    assert most_frequent(classes, data.DataSet("c", classes, classes, classes, 6, (3,))) == pytest.approx(2 / 3)
-    assert most_frequent(examples, tagged) is None
+    found = constants(classes, data.DataSet("c", classes, classes, classes, 6, (3,)))
+    thirds = math.log(3) - math.log(4) / 3
+    assert found == pytest.approx({"most_frequent_class": 2 / 3, "class_shares_loss": thirds})
+    assert constants(examples, tagged) == {}
     several = torch.tensor([[1, 0, 0], [1, -100, -100], [0, 0, -100]])  # of persons, who count once each
     persons = torch.utils.data.TensorDataset(torch.zeros(3, 3, 2), several)
     owned = data.DataSet("p", persons, persons, persons, 2, (2,), by_person=True)
-    assert most_frequent(persons, owned) == pytest.approx((2 / 3 + 1) / 3)
+    assert constants(persons, owned)["most_frequent_class"] == pytest.approx((2 / 3 + 1) / 3)
     with pytest.raises(pg.PrivacyError, match="unit_scores: expected data to have a score"):
         unit_scores(model, classes, data.DataSet("c", classes, classes, classes, 6, (3,), score=None))
 
