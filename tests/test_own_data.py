@@ -200,7 +200,7 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"unit": ""}, 'unit to be "row" or the name of the column'),
     ({"unit": "age", "max_rows": 2}, "unit to be a column apart from the inputs, got 'age'"),
     ({"unit": "ill", "max_rows": 2}, "label to differ from the unit, got 'ill'"),
-    ({"unit": "patient"}, "max_rows to be a whole number >= 1 .* got None; give the most rows to keep per person"),
+    ({"unit": "patient"}, "max_rows to be a whole .* got None; give the most rows .* table row_id = .patient"),
     ({"max_rows": 2}, 'max_rows to be absent for unit "row", got 2'),
     ({"unit": "patient", "max_rows": 2, "row_id": "n"}, 'row_id to be absent unless unit is "row"'),
     ({"row_id": "age"}, "row_id to be a column apart from the inputs"),
@@ -318,6 +318,14 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
 IMAGES: dict[str, Any] = {"classes": ["zero", "one"], "size": 8, "channels": 1, "unit": "row"}
 
 
+def test_an_image_is_resized_as_the_page_says(tmp_path: Path):
+    image = pytest.importorskip("PIL.Image")
+    drawn = image.linear_gradient("L").rotate(30)
+    drawn.save(tmp_path / "x.png")
+    as_said = drawn.convert("L").resize((20, 20), image.Resampling.BICUBIC)
+    assert data.read_image(tmp_path / "x.png", size=20, channels=1).flatten().tolist() == [*as_said.tobytes()]
+
+
 def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
     folder = write_digits(tmp_path / "digits", 6)
     (tmp_path / "empty" / "zero").mkdir(parents=True)
@@ -333,7 +341,11 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
         (folder, {"size": 0}, "size to be a whole number >= 1"),
         (folder, {"channels": 2}, "channels to be 1 or 3, got 2"),
         (folder, {"classes": ["zero"]}, "classes to be at least two different names"),
-        (folder, {"classes": ["zero", "two"]}, "sub-folders of digits to be among classes, zero, two, got 'one'"),
+        (
+            folder,
+            {"classes": ["zero", "two"]},
+            "among classes, zero, two, got 'one'; add it to classes, correct its name",
+        ),
         (folder, {"classes": ["zero", "one", "two"]}, "sub-folders of digits to exist for each class, got 'two'"),
         (folder, {"test_share": 1.0}, r"test_share to be in \[0, 1\)"),
         (folder, {"test_share": 0.999_999}, "training part of .*digits to hold at least 1 image"),
@@ -872,6 +884,7 @@ def test_features():
         (lambda: Bins.equal(-1, 1, log=True), "Bins.equal: expected low to be >= 0"),
         (lambda: Bins((0, 1, 2))([float("nan")]), "Bins: expected number 0 to be given"),
         (lambda: Bins((0, 1, 2))(torch.zeros(2, 2)), "Bins: expected numbers to have shape"),
+        (lambda: Bins((0, 1, 2))(["1"]), r"Bins: expected numbers to be numbers, got \['1'\]"),  # pyright: ignore
         (lambda: OneHot(()), "OneHot: expected values"),
         (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),
