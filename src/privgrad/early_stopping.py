@@ -1,6 +1,6 @@
 """EarlyStopping for `fit`, and the charge for the steps that an early stop leaves unused.
 
-`fit` calls EarlyStopping; `fit` and `integrations.huggingface` call `charge_unused`. The privacy guarantee rests on
+`fit` calls EarlyStopping; `fit`, `integrations.huggingface` and `.lightning` call `charge_unused`. The privacy guarantee rests on
 `charge_unused`: a stop that depends on results keeps the epsilon of all planned steps.
 """
 
