@@ -846,6 +846,8 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert trainer.private_grad.ledger.releases == STEPS
     assert trainer.private_grad.ledger.epsilon(delta=1e-5) == trainer.private_grad.plan.epsilon()
+    trainer.save_model()
+    assert "| updates of the model | 4; 8 released gradients were lost in" in (tmp_path / "README.md").read_text()
 
 
 def test_data_that_choose_the_model_are_declared(tmp_path: Path):
@@ -907,6 +909,17 @@ def test_a_column_of_labels_is_asked_for_by_the_names_that_there_are(tmp_path: P
     with pytest.raises(pg.PrivacyError, match=r"batch to hold labels, got columns input_ids, label; .*return 'labels'"):
         own.train()
     assert trainer.private_grad.ledger.releases == own.private_grad.ledger.releases == 0
+
+
+def test_persons_in_rows_are_refused_in_an_evaluation_and_named_in_errors(tmp_path: Path):
+    persons = [{name: torch.stack([value] * 2) for name, value in row.items() if name != "row"} for row in sentences(4)]
+    options: dict[str, Any] = {"planned": {"seed": None, "privacy_unit": "user"}, "arguments": {"max_grad_norm": 0.5}}
+    options["private_options"] = {"perturb": pg.perturb.SampleGradient("user")}
+    with pytest.raises(pg.PrivacyError, match=r"\(the plan clips each person to 1\)"):
+        make_trainer(tmp_path, bert(), texts(), **options)
+    trainer = make_trainer(tmp_path, bert(), texts(), **options | {"arguments": {}})
+    with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row, got .* \(4, 2, 6\)"):
+        trainer.evaluate(persons)  # pyright: ignore[reportArgumentType]
 
 
 def test_rows_that_may_not_be_persons_are_asked_about(tmp_path: Path):
