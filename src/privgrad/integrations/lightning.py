@@ -123,7 +123,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         """Charge the steps that EarlyStopping left unused, and check that training has moved every parameter."""
         trainer = cast(LightningModule, self.lightning_module).trainer
         callbacks: list[object] = cast("Any", trainer).callbacks
-        if trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):  # or another one beside it
+        if trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):  # maybe of another callback: then too much
             charge_unused(self.private_grad)
         self.private_step.require_moved()
 
