@@ -123,8 +123,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         """Charge the steps that EarlyStopping left unused, and check that training has moved every parameter."""
         trainer = cast(LightningModule, self.lightning_module).trainer
         callbacks: list[object] = cast("Any", trainer).callbacks
-        if trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):  # maybe of another callback: then too much
-            charge_unused(self.private_grad)
+        if trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):
+            charge_unused(self.private_grad)  # also if another callback ended it: too much, never too little
         self.private_step.require_moved()
 
     def teardown(self) -> None:
