@@ -213,8 +213,23 @@ def test_the_public_count_is_compared_with_the_training_part(tmp_path: Path, uni
         output = " ".join(shown.output.split())  # lines end elsewhere if the path is longer
         assert words in json.dumps(told(path)["raw_findings"])
         assert shown.exit_code == int(count > size["training"])
-        assert f"num_examples = {count} was compared" in output
+        verdict = "does NOT suit the training part: see people.csv." if words else "suits the training part."
+        assert f"num_examples = {count} {verdict}" in output
         assert f"{size['training']} {units} in the training part" in output
+
+
+def test_a_file_that_a_training_refuses_is_refused(tmp_path: Path):
+    people(tmp_path)
+    end = 'unit = "person"\nmax_rows = 4\n[model]\nname = "head"\n[privacy]\ntarget_epsilon = 3.0\ndelta = 1e-3\n'
+    lines = f"{PEOPLE}{end}num_examples = 60\n"
+    with pytest.raises(pg.PrivacyError, match="title to be given"):
+        raise CliRunner().invoke(app, ["doctor", written(tmp_path, lines)]).exception or AssertionError
+    path = tmp_path / "data.toml"
+    path.write_text('title = "People"\n' + path.read_text().replace("[model]", "test_share = 0.25\n[model]"))
+    with pytest.raises(pg.PrivacyError, match=r"privacy_unit to be 'user' for data\.unit = 'person', got 'example'"):
+        raise CliRunner().invoke(app, ["doctor", f"{path}"]).exception or AssertionError
+    path.write_text(f'{path.read_text()}privacy_unit = "user"\n')
+    assert CliRunner().invoke(app, ["doctor", f"{path}"]).exit_code == 0
 
 
 def test_a_clean_file_says_what_was_looked_at(tmp_path: Path):

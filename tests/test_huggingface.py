@@ -359,6 +359,42 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
     assert trainer.private_grad.ledger.releases == STEPS
 
 
+def test_a_run_that_lost_more_than_an_epoch_ends_and_loses_no_more(tmp_path: Path):
+    def trainer(*callbacks: TrainerCallback) -> PrivateTrainer:
+        options: dict[str, Any] = {"planned": {"seed": None}, "arguments": {"save_steps": 6}}
+        return make_trainer(tmp_path, bert(), texts(), **options, callbacks=[*callbacks])
+
+    cut = trainer(Stop(11, kill=False))
+    assert cut.private_step.epoch_steps < 11 - 6
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    cut.private_grad.ledger.close()
+    resumed = trainer()
+    with pytest.warns(UserWarning, match="5 charged steps came after the checkpoint.* ends with 7 updates of 12"):
+        assert resumed.train(resume_from_checkpoint=True).global_step == 7
+    resumed.private_grad.ledger.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of further losses
+        again = trainer()
+        assert again.train(resume_from_checkpoint=True).global_step == 7
+    assert equal(resumed.private_step.model, again.private_step.model)
+    again.private_grad.ledger.close()
+    spent = trainer()
+    with pytest.warns(UserWarning, match="6 charged steps came after the checkpoint.* ends with 6 updates of 12"):
+        assert spent.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6")).global_step == 6
+    spent.save_model(str(tmp_path / "model"))
+
+
+def test_a_callback_that_ends_an_epoch_early_gets_the_next_epoch(tmp_path: Path):
+    class EndEpoch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 2
+
+    trainer = make_trainer(tmp_path, bert(), texts(), callbacks=[EndEpoch()])
+    trainer.train()
+    assert trainer.state.global_step == trainer.private_grad.ledger.releases == 2 + 2 + 4
+
+
 @pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_killed_at_random_moments_everything_released_was_charged(tmp_path: Path, seed: int | None):
     folder, steps = tmp_path / "run", 40
@@ -812,6 +848,8 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert trainer.private_grad.ledger.releases == STEPS
     assert trainer.private_grad.ledger.epsilon(delta=1e-5) == trainer.private_grad.plan.epsilon()
+    trainer.save_model()
+    assert "| updates of the model | 4; 8 released gradients were lost in" in (tmp_path / "README.md").read_text()
 
 
 def test_data_that_choose_the_model_are_declared(tmp_path: Path):
@@ -873,6 +911,17 @@ def test_a_column_of_labels_is_asked_for_by_the_names_that_there_are(tmp_path: P
     with pytest.raises(pg.PrivacyError, match=r"batch to hold labels, got columns input_ids, label; .*return 'labels'"):
         own.train()
     assert trainer.private_grad.ledger.releases == own.private_grad.ledger.releases == 0
+
+
+def test_persons_in_rows_are_refused_in_an_evaluation_and_named_in_errors(tmp_path: Path):
+    persons = [{name: torch.stack([value] * 2) for name, value in row.items() if name != "row"} for row in sentences(4)]
+    options: dict[str, Any] = {"planned": {"seed": None, "privacy_unit": "user"}, "arguments": {"max_grad_norm": 0.5}}
+    options["private_options"] = {"perturb": pg.perturb.SampleGradient("user")}
+    with pytest.raises(pg.PrivacyError, match=r"\(the plan clips each person to 1\)"):
+        make_trainer(tmp_path, bert(), texts(), **options)
+    trainer = make_trainer(tmp_path, bert(), texts(), **options | {"arguments": {}})
+    with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row, got .* \(4, 2, 6\)"):
+        trainer.evaluate(persons)  # pyright: ignore[reportArgumentType]
 
 
 def test_rows_that_may_not_be_persons_are_asked_about(tmp_path: Path):

@@ -21,7 +21,7 @@ from scripts import example, how_it_ended, kill_again_and_again
 pytest.importorskip("lightning")
 from lightning import pytorch as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 
 from privgrad.integrations.lightning import PrivateStrategy
 
@@ -202,6 +202,14 @@ def test_a_killed_run_goes_on_and_what_it_lost_stays_spent(tmp_path: Path):
         fit(trainer, Classifier(), ckpt_path=tmp_path / "step=5.ckpt")
     assert trainer.global_step == 10
     assert trainer.strategy.private_grad.ledger.releases == STEPS
+
+
+def test_a_callback_that_stops_early_does_not_lower_epsilon(tmp_path: Path):
+    plan, stop = planned(seed=None, delta=1e-5), EarlyStopping("accuracy", mode="max", stopping_threshold=0.0)
+    trainer = make_trainer(tmp_path, plan, callbacks=[stop])
+    fit(trainer, Classifier())
+    assert (trainer.global_step, trainer.strategy.private_grad.ledger.releases) == (4, STEPS)
+    assert trainer.strategy.private_grad.ledger.epsilon(delta=1e-5) == plan.epsilon()
 
 
 @pytest.mark.parametrize("seed", [pytest.param(None, marks=pytest.mark.slow), 5])

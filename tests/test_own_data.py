@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sqlite3
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from privgrad.data.dataset import NO_LABEL, with_public
 from privgrad.data.tabular import _CATEGORIES
 from privgrad.experiments.build import make_data, make_model
 from privgrad.experiments.load_spec import check_spec, load_spec
-from privgrad.experiments.measures import losses_for, most_frequent, outcomes, unit_scores
+from privgrad.experiments.measures import constants, losses_for, outcomes, unit_scores
 from privgrad.experiments.runner import compare, train
 from privgrad.features import Bins, OneHot, join, unit_rows
 from privgrad.user_cache import cache
@@ -199,7 +200,7 @@ WRONG_SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"unit": ""}, 'unit to be "row" or the name of the column'),
     ({"unit": "age", "max_rows": 2}, "unit to be a column apart from the inputs, got 'age'"),
     ({"unit": "ill", "max_rows": 2}, "label to differ from the unit, got 'ill'"),
-    ({"unit": "patient"}, "max_rows to be a whole number >= 1 .* got None; give the most rows to keep per person"),
+    ({"unit": "patient"}, "max_rows to be a whole .* got None; give the most rows .* table row_id = .patient"),
     ({"max_rows": 2}, 'max_rows to be absent for unit "row", got 2'),
     ({"unit": "patient", "max_rows": 2, "row_id": "n"}, 'row_id to be absent unless unit is "row"'),
     ({"row_id": "age"}, "row_id to be a column apart from the inputs"),
@@ -317,6 +318,14 @@ def test_files_of_other_formats_are_one_clear_error(tmp_path: Path, monkeypatch:
 IMAGES: dict[str, Any] = {"classes": ["zero", "one"], "size": 8, "channels": 1, "unit": "row"}
 
 
+def test_an_image_is_resized_as_the_page_says(tmp_path: Path):
+    image = pytest.importorskip("PIL.Image")
+    drawn = image.linear_gradient("L").rotate(30)
+    drawn.save(tmp_path / "x.png")
+    as_said = drawn.convert("L").resize((20, 20), image.Resampling.BICUBIC)
+    assert data.read_image(tmp_path / "x.png", size=20, channels=1).flatten().tolist() == [*as_said.tobytes()]
+
+
 def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
     folder = write_digits(tmp_path / "digits", 6)
     (tmp_path / "empty" / "zero").mkdir(parents=True)
@@ -332,7 +341,11 @@ def test_wrong_folders_of_images_are_one_clear_error(tmp_path: Path):
         (folder, {"size": 0}, "size to be a whole number >= 1"),
         (folder, {"channels": 2}, "channels to be 1 or 3, got 2"),
         (folder, {"classes": ["zero"]}, "classes to be at least two different names"),
-        (folder, {"classes": ["zero", "two"]}, "sub-folders of digits to be among classes, zero, two, got 'one'"),
+        (
+            folder,
+            {"classes": ["zero", "two"]},
+            "among classes, zero, two, got 'one'; add it to classes, correct its name",
+        ),
         (folder, {"classes": ["zero", "one", "two"]}, "sub-folders of digits to exist for each class, got 'two'"),
         (folder, {"test_share": 1.0}, r"test_share to be in \[0, 1\)"),
         (folder, {"test_share": 0.999_999}, "training part of .*digits to hold at least 1 image"),
@@ -700,12 +713,14 @@ def test_scores_of_examples_and_of_tags():
     assert unit_scores(model, examples, tagged).tolist() == [1.0, 0.5, 0.0]
     classes = torch.utils.data.TensorDataset(inputs, torch.tensor([0, 1, 0]))
     assert unit_scores(model, classes, data.DataSet("c", classes, classes, classes, 6, (3,))).tolist() == [1, 0, 1]
-    assert most_frequent(classes, data.DataSet("c", classes, classes, classes, 6, (3,))) == pytest.approx(2 / 3)
-    assert most_frequent(examples, tagged) is None
+    found = constants(classes, data.DataSet("c", classes, classes, classes, 6, (3,)))
+    thirds = math.log(3) - math.log(4) / 3
+    assert found == pytest.approx({"most_frequent_class": 2 / 3, "class_shares_loss": thirds})
+    assert constants(examples, tagged) == {}
     several = torch.tensor([[1, 0, 0], [1, -100, -100], [0, 0, -100]])  # of persons, who count once each
     persons = torch.utils.data.TensorDataset(torch.zeros(3, 3, 2), several)
     owned = data.DataSet("p", persons, persons, persons, 2, (2,), by_person=True)
-    assert most_frequent(persons, owned) == pytest.approx((2 / 3 + 1) / 3)
+    assert constants(persons, owned)["most_frequent_class"] == pytest.approx((2 / 3 + 1) / 3)
     with pytest.raises(pg.PrivacyError, match="unit_scores: expected data to have a score"):
         unit_scores(model, classes, data.DataSet("c", classes, classes, classes, 6, (3,), score=None))
 
@@ -870,6 +885,7 @@ def test_features():
         (lambda: Bins.equal(-1, 1, log=True), "Bins.equal: expected low to be >= 0"),
         (lambda: Bins((0, 1, 2))([float("nan")]), "Bins: expected number 0 to be given"),
         (lambda: Bins((0, 1, 2))(torch.zeros(2, 2)), "Bins: expected numbers to have shape"),
+        (lambda: Bins((0, 1, 2))(["1"]), r"Bins: expected numbers to be numbers, got \['1'\]"),  # pyright: ignore
         (lambda: OneHot(()), "OneHot: expected values"),
         (lambda: OneHot(("a", "a")), "OneHot: expected values"),
         (lambda: OneHot(("a",))(["b"]), "OneHot: expected category 0 to be one of the values"),

@@ -753,6 +753,19 @@ def test_the_share_of_the_most_frequent_class_is_in_caption_and_headline(tmp_pat
     assert "most frequent" not in printed([final(accuracy=0.853)])
 
 
+def test_a_loss_above_that_of_the_class_shares_is_named_with_its_remedy(tmp_path: Path) -> None:
+    told = "The class shares alone would have a smaller loss, 0.569: the probabilities are far off, even if they rank"
+    bad, good = final(test_loss=0.81, class_shares_loss=0.5691), final("B", test_loss=0.5, class_shares_loss=0.5691)
+    assert told in " ".join(printed([bad]).split())
+    assert "try max_grad_norm = 1" in write(tmp_path, [bad])
+    assert "the probabilities of DP-AdamBC are far off" in " ".join(printed([bad, good]).split())
+    assert "class shares" not in printed([good])
+    outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "accuracy": None, "metrics": {}}
+    outcome |= {"privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "none", "class_shares_loss": 0.5691}
+    assert told in result_text(outcome | {"loss": 0.81}, [bad])
+    assert "test loss of 0.5000. Total" in result_text(outcome | {"loss": 0.5}, [good])
+
+
 def test_a_private_headline_says_whether_the_most_frequent_class_does_as_well() -> None:
     outcome: dict[str, Any] = {"noise_step": None, "own": [], "method": "head", "accuracy": 0.853, "metrics": {}}
     outcome |= {"interval": [0.84, 0.866], "privacy_unit": "user", "epsilon": 3.0, "delta": 1e-5, "way": "trials"}

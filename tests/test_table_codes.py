@@ -120,6 +120,24 @@ def test_a_row_that_the_schema_does_not_declare_is_refused(rows: Any, message: s
         head.predict_proba(rows)
 
 
+@pytest.mark.filterwarnings("ignore:NOT PRIVATE")
+def test_an_exported_head_takes_the_codes_of_encode(tmp_path: Path):
+    loaded = made(tmp_path, rows_of(60), unit="row", max_rows=None)
+    head = pg.fit_head(*loaded.train.tensors, num_classes=2, progress=False, **FACTS)
+    with pytest.raises(pg.PrivacyError, match="to be given for rows by column name"):
+        head.encode(rows_of(2))
+    head.schema = loaded.schema
+    codes, rows = loaded.train.tensors[0], rows_of(20)
+    width = codes.shape[1]
+    dynamic = ({0: torch.export.Dim("batch")},)
+    module = torch.export.export(head, (torch.zeros(2, width),), dynamic_shapes=dynamic).module()
+    torch.testing.assert_close(module(head.encode(rows)), head(rows))
+    assert head.encode(rows[0]).shape == (1, width)
+    for wrong, got in ((torch.zeros(2, width + 1), rf"\(2, {width + 1}\)"), (torch.zeros(width), rf"\({width},\)")):
+        with pytest.raises(pg.PrivacyError, match=rf"to be codes of shape \(n, {width}\), got {got}; give head.enc"):
+            torch.export.export(head, (wrong,))
+
+
 def test_a_head_without_a_schema_or_with_another_one_says_so(tmp_path: Path):
     loaded = made(tmp_path, rows_of(240))
     head = trained(loaded)

@@ -415,9 +415,16 @@ def test_another_noise_step_is_named_as_it_was_given(tmp_path: Path):
             pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path, progress=False)
         else:
             with pytest.raises(
-                pg.PrivacyError, match=r"a checkpoint with optimizer noise_step 0\.25, now 0\.5; resume"
+                pg.PrivacyError, match=r"optimizer noise_step 0\.25, now 0\.5; resume .*; numbers of pg\.suggest change"
             ):
                 pg.fit(private_grad, optimizer, make_data(), output_dir=tmp_path, progress=False)
+
+
+def test_another_clipping_norm_is_refused_with_the_remedy_for_a_suggestion():
+    ledger = pg.Ledger()
+    pg.PrivateGradient(make_model(), loss_fn, make_plan(), ledger=ledger)
+    with pytest.raises(pg.PrivacyError, match=r"max_grad_norm to be as .*, got 0\.9; .*pg\.suggest change"):
+        pg.PrivateGradient(make_model(), loss_fn, make_plan(max_grad_norm=0.9), ledger=ledger)
 
 
 def test_a_checkpoint_is_for_its_owner_alone(tmp_path: Path):

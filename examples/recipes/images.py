@@ -14,10 +14,11 @@ from privgrad import data
 def main(folder: str = "images", count: int = 12_000) -> None:
     recipe = tomllib.loads((Path(__file__).parent / "images_frozen_encoder.toml").read_text())
     pixels, labels = data.fashion_mnist(standardize=False).train.tensors
-    for name in recipe["data"]["classes"]:
+    names: list[str] = recipe["data"]["classes"]
+    for name in names:
         (Path(folder) / name).mkdir(parents=True, exist_ok=True)
-    for index, (image, label) in enumerate(zip(pixels[:count], labels[:count].tolist(), strict=True)):
-        place = Path(folder) / recipe["data"]["classes"][label] / f"{index:05}.png"
+    for index, (image, label) in enumerate(zip(pixels[:count], labels[:count], strict=True)):
+        place = Path(folder) / names[int(label)] / f"{index:05}.png"
         Image.fromarray((image[0] * 255).round().byte().numpy()).save(place)
 
 

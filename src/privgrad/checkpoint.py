@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from privgrad.errors import expected, file_problem
+from privgrad.errors import SUGGESTED, expected, file_problem
 
 _DIGEST = "sha256"  # fast, because processors have instructions for it
 # The state of torch's schedulers that changes from step to step.
@@ -150,6 +150,8 @@ def damage_refused(function: str, what: object) -> Generator[None]:
         yield
     except OtherRunError as error:
         remedy = "resume with the same settings, or train in a new folder and add up both epsilons and both deltas"
+        if "noise_step" in f"{error}":
+            remedy += f"; {SUGGESTED}"
         raise expected(function, f"{what}", "to be of this run", f"a checkpoint with {error}", remedy) from error
     except LedgerTooShortError as error:
         remedy = (

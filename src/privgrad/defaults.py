@@ -104,7 +104,8 @@ def suggest(
             covers.
         loss_fn: (model, examples) -> losses, shape (B,). None: the clipping rule is then clip.Automatic().
     Returns:
-        Suggestion.
+        Suggestion. Its numbers depend on the present weights, and a run that resumes needs the same ones. So call
+        torch.manual_seed before you make the model, or type the numbers.
     Raises:
         PrivacyError: public_batch is a batch of a plan, or no batch; the plan is for users, or without noise;
             PrivateGradient does not support the model; or no trained layer with a weight matrix was called.

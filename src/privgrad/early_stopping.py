@@ -1,7 +1,7 @@
 """EarlyStopping for `fit`, and the charge for the steps that an early stop leaves unused.
 
-`fit` calls EarlyStopping; `fit` and `integrations.huggingface` call `charge_unused`. The privacy guarantee rests on
-`charge_unused`: a stop that depends on results keeps the epsilon of all planned steps.
+`fit` calls EarlyStopping; `fit`, `integrations.huggingface` and `integrations.lightning` call `charge_unused`. The
+privacy guarantee rests on `charge_unused`: a stop that depends on results keeps the epsilon of all planned steps.
 """
 
 import math

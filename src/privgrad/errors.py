@@ -16,6 +16,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
+SUGGESTED = (  # a remedy for a resumed run with other numbers; `checkpoint` and `ledger` add it
+    "numbers of pg.suggest change with the first weights: type them, or call torch.manual_seed before the model is made"
+)
 _SMALLEST_NORM = 1e-10  # of a clipping norm
 _LARGEST_NOISE_STD = 1e15  # float32 can hold its square
 # Names that users give for an option that is spelled differently, by the name without hyphens and underscores.

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from privgrad.accounting import Accountant, Release, epsilon
 from privgrad.errors import (
+    SUGGESTED,
     BudgetExceededError,
     SamplingError,
     expected,
@@ -203,13 +204,12 @@ class Ledger:
                 sigma = self.plan_facts.get("noise_multiplier")
                 remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
                 remedy += " (the noise follows from target_epsilon, delta, steps and sample_rate: was one changed?)"
-            raise expected(
-                "Ledger.bind",
-                f"the plan's {', '.join(differing)}",
-                f"to be as recorded ({', '.join(str(self.plan_facts.get(name)) for name in differing)})",
-                ", ".join(str(plan_facts[name]) for name in differing),
-                remedy,
-            )
+            elif "max_grad_norm" in differing:
+                remedy += f"; {SUGGESTED}"
+            sides = (self.plan_facts, plan_facts)
+            old, new = (", ".join(str(facts.get(name)) for name in differing) for facts in sides)
+            name = f"the plan's {', '.join(differing)}"
+            raise expected("Ledger.bind", name, f"to be as recorded ({old})", new, remedy)
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
         """Raise the error that `charge` would raise, before the gradient of the step is computed.

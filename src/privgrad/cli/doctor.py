@@ -23,7 +23,7 @@ from privgrad.cli.console import STDOUT, AsJson, print_json
 from privgrad.data.findings import RawFinding, raw_findings, raw_image_findings
 from privgrad.data.raw_sizes import SPLIT, RawSize, raw_count_findings, raw_folder_size, raw_table_size
 from privgrad.errors import PrivacyError, expected
-from privgrad.experiments.load_spec import read_tables
+from privgrad.experiments.load_spec import check_spec, read_tables
 from privgrad.experiments.sources import find_loader
 from privgrad.gradient.explanation import REMEDY_OF_UNUSED, Explanation, explain
 from privgrad.gradient.validation import Problem, find_problems
@@ -58,7 +58,8 @@ def doctor(
 
     For a TOML file: rows of its data that are missing, repeated, out of range or of the same person, and images that
     cannot be read; how much there is, and whether num_examples suits the training part. Errors alone block a training;
-    the rest is for you to judge. This is NOT private: do not publish it.
+    the rest is for you to judge. This is NOT private: do not publish it. A file with tables model and privacy is also
+    checked as `privgrad train` checks it before it loads the data.
     """
     if factory.endswith(".toml"):
         if batch is not None:
@@ -102,6 +103,8 @@ def _examine(path: Path, *, as_json: bool) -> int:
         remedy = "name a file or a folder; a function is checked by its author"
         got = data.get("name")
         raise expected("privgrad doctor", "data", "to be a file or a folder", repr(got), remedy)
+    if {"model", "privacy"} <= tables.keys():  # it says what to train, and not only on what
+        check_spec(tables, path)
     is_table, fits = loader is loaders.table, "each image can be read, and none is repeated"
     fits = "each row fits its declaration, and none is repeated" if is_table else fits
     declared = dict.fromkeys(("columns", "label", "classes", "unit") if is_table else _IMAGES)
@@ -130,7 +133,9 @@ def _examine(path: Path, *, as_json: bool) -> int:
         else:
             STDOUT.print(f"{name}: {fits}.", highlight=False)
     if isinstance(counted, int):
-        STDOUT.print(f"num_examples = {counted:,} was compared with the training part.", highlight=False)
+        ill = [name for name, size in sizes.items() if raw_count_findings(size, counted)]
+        verdict = f"does NOT suit the training part: see {', '.join(ill)}." if ill else "suits the training part."
+        STDOUT.print(f"num_examples = {counted:,} {verdict}", highlight=False)
     else:
         STDOUT.print("privacy.num_examples is not given: nothing was compared with the training part.")
     STDOUT.print(

@@ -48,8 +48,8 @@ def image_folder(
 ) -> DataSet:
     """Load images of your own from a folder with one sub-folder per class; docs/own-data.md lists its rules.
 
-    Inputs, float (n, channels, size, size): each image is resized to a square. With a person as unit, each input
-    holds all images of one person: (n, max_rows, channels, size, size), with zeros and labels
+    Inputs, float (n, channels, size, size): each image is resized to a square, as `read_image` describes. With a person
+    as unit, each input holds all images of one person: (n, max_rows, channels, size, size), with zeros and labels
     NO_LABEL for images that the person does not have. A training needs privacy unit "user" for them.
 
     Args:
@@ -182,7 +182,8 @@ def _files(folder: Path, classes: Sequence[str]) -> list[Image]:
     present = sorted(place.name for place in folder.iterdir() if place.is_dir() and not place.name.startswith("."))
     for name in present:
         if name not in classes:
-            remedy = did_you_mean(name, classes, "add it to classes, or move it out of the folder")
+            remedy = "add it to classes, correct its name there or in the folder, or move it out of the folder"
+            remedy = did_you_mean(name, classes, remedy)
             condition = f"to be among classes, {', '.join(classes)}"
             raise expected("image_folder", f"sub-folders of {folder.name}", condition, repr(name), remedy)
     for name in classes:
@@ -220,6 +221,9 @@ def _tensors(
 def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Tensor:
     """Return one image file as `image_folder` reads it, before pixels are scaled: uint8 (channels, size, size).
 
+    Computes: `Image.open(path).convert("L" or "RGB").resize((size, size), Image.Resampling.BICUBIC)` of Pillow, which
+        smooths where it shrinks. Height and width are scaled apart.
+
     Args:
         path: the file.
         size: height and width of the result in pixels.
@@ -228,11 +232,12 @@ def read_image(path: PathLike, *, size: Positive, channels: Literal[1, 3]) -> Te
         PrivacyError: Pillow is missing, the image is damaged, or it has more than 8 bits per channel.
     """
     file, pillow = Path(path), require_pillow()
+    bicubic = pillow.Resampling.BICUBIC
     try:
         with pillow.open(file) as image:
             mode: str = image.mode
             deep = mode.startswith(("I", "F"))
-            square = None if deep else image.convert("L" if channels == 1 else "RGB").resize((size, size))
+            square = None if deep else image.convert("L" if channels == 1 else "RGB").resize((size, size), bicubic)
     except Exception as error:  # a damaged image can raise anything
         got = f"{type(error).__name__}: {error}"
         place = f"{file.parent.name}/{file.name}"

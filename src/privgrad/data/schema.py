@@ -183,7 +183,10 @@ def require_unit(where: Where, unit: Any, max_rows: int | None, row_id: str | No
         remedy = "leave it out, or name the column that identifies a person as unit"
         raise where.wrong("max_rows", 'to be absent for unit "row"', max_rows, remedy)
     if unit != ROW and (isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1):
-        remedy = "give the most rows to keep per person, a public number; later rows of the file are dropped"
+        remedy = (
+            "give the most rows to keep per person, a public number; later rows of the file are dropped. If each "
+            f'person has one row, set unit = "row", and for a table row_id = "{unit}"'
+        )
         raise where.wrong("max_rows", "to be a whole number >= 1 for a unit with several rows", max_rows, remedy)
     if unit != ROW and row_id is not None:
         raise where.wrong("row_id", 'to be absent unless unit is "row"', repr(row_id), "leave it out")

@@ -184,22 +184,27 @@ def unit_scores(model: nn.Module, examples: TensorDataset, data: DataSet, by: st
     return scores.nan_to_num(0.0, posinf=0.0).clamp(0, 1)
 
 
-def most_frequent(examples: TensorDataset, data: DataSet) -> float | None:
-    """Return the accuracy of a model that always says the most frequent class of `examples`; None for other scores.
+def constants(examples: TensorDataset, data: DataSet) -> dict[str, float]:
+    """Return what two models without inputs reach on `examples`; nothing for scores other than accuracy.
 
     `runner` and `paid_runner` record it with the accuracy. Each person counts once, as in `measure`.
 
+    Returns:
+        "most_frequent_class": the accuracy of a model that always says the most frequent class of `examples`.
+        "class_shares_loss": the loss of a model whose probabilities are always the shares of the classes.
     Privacy:
         NOT private for `examples`: no noise is added.
     """
     labels = examples.tensors[1]
     if data.score != "accuracy" or labels.is_floating_point() or (labels.ndim > 1 and not data.by_person):
-        return None
+        return {}
     rows = labels.view(len(labels), -1)
     weights = (rows != NO_LABEL).double()
     weights = weights / weights.sum(1, keepdim=True).clamp(min=1)
     counts = torch.bincount(rows.clamp(min=0).flatten(), weights=weights.flatten(), minlength=data.num_classes)
-    return (counts.max() / max(1, len(rows))).item()
+    shares = counts / counts.sum().clamp(min=1)
+    loss = -torch.special.xlogy(shares, shares).sum().item()
+    return {"most_frequent_class": (counts.max() / max(1, len(rows))).item(), "class_shares_loss": loss}
 
 
 def measure(model: nn.Module, held_out: TensorDataset, data: DataSet) -> dict[str, Any]:

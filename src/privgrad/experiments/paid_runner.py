@@ -24,7 +24,7 @@ from privgrad.data import DataSet
 from privgrad.errors import PrivacyError, expected
 from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
-from privgrad.experiments.measures import most_frequent, unit_scores, unit_values
+from privgrad.experiments.measures import constants, unit_scores, unit_values
 from privgrad.experiments.metrics import interval, intervals_of, metrics_of
 from privgrad.experiments.one_training import Run, facts_of, find_record, prepare
 from privgrad.experiments.paid_folder import NAME, PaidFolder, require_room
@@ -309,7 +309,7 @@ def _tested(spec: Spec, model: nn.Module, data: DataSet) -> Record:
     if data.score is not None:
         values = unit_scores(model, data.test, data)
         found |= {"test_accuracy": values.mean().item(), "interval": interval(values)}
-        found["most_frequent_class"] = most_frequent(data.test, data)
+        found |= constants(data.test, data)
     if names:
         known = {} if data.score is None else {data.score: found["test_accuracy"]}
         found["metrics"] = metrics_of(model, data.test, data, names, known)
@@ -332,6 +332,7 @@ def outcome_of(spec: Spec, cost: Price, records: Sequence[Record], place: PaidFo
         "accuracy": last["test_accuracy"],
         "interval": last.get("interval"),
         "most_frequent_class": last.get("most_frequent_class"),
+        "class_shares_loss": last.get("class_shares_loss"),
         "loss": last["test_loss"],
         "metrics": last.get("metrics") or {},
         "intervals": last.get("intervals") or {},

@@ -23,7 +23,7 @@ from privgrad.errors import expected
 from privgrad.experiments.build import make_data, require_model
 from privgrad.experiments.featuring import own, save_head
 from privgrad.experiments.folder import Record, append, claim, describe, read_records, require_same
-from privgrad.experiments.measures import measure, most_frequent, outcomes, unit_scores
+from privgrad.experiments.measures import constants, measure, outcomes, unit_scores
 from privgrad.experiments.metrics import interval, metrics_of
 from privgrad.experiments.one_training import Phase, Prepared, Run, facts_of, find_record, prepare
 from privgrad.experiments.records import FEW_CLIPPED, rate_text
@@ -281,7 +281,7 @@ def _record(
         "measured_on": data.measured_on,
         "test_accuracy": None if validated else last.get("accuracy"),
         "test_loss": None if validated else last["loss"],
-        "most_frequent_class": None if validated else most_frequent(data.test, data),
+        **({} if validated else constants(data.test, data)),
         "validation_accuracy": last.get("accuracy") if validated else None,
         "validation_loss": last["loss"] if validated else None,
         **({} if clip_fraction is None else {"raw_clip_fraction": clip_fraction}),

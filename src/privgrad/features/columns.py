@@ -81,7 +81,11 @@ class Bins:
         Raises:
             PrivacyError: the numbers have another shape, or one is NaN and `missing` is False.
         """
-        values = torch.as_tensor(numbers, dtype=torch.float64)
+        try:
+            values = torch.as_tensor(numbers, dtype=torch.float64)
+        except (TypeError, ValueError) as error:  # of texts or None, as csv.DictReader reads them
+            remedy = "convert each one by float, and a missing one to NaN; head.encode and data.table take texts"
+            raise expected("Bins", "numbers", "to be numbers", described(numbers), remedy) from error
         if values.ndim != 1:
             raise expected("Bins", "numbers", "to have shape (n,)", tuple(values.shape), "give one column")
         absent = values.isnan()

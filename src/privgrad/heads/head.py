@@ -158,9 +158,8 @@ class Head(nn.Module):
             PrivacyError: the rows are of another kind, or a row has features that are not finite. A row of a table
                 lacks a column, has a value that the schema does not declare, or cannot be codes of its columns.
         """
-        if torch.compiler.is_exporting():  # the checks need values, and torch cannot load a block without gradients
-            features = rows if self.extractor is None else self.extractor(rows)
-            return self.model(features)
+        if torch.compiler.is_exporting():  # torch cannot load a block without gradients
+            return self._exported(rows)
         with torch.no_grad():
             return self._checked(rows)
 
@@ -172,7 +171,9 @@ class Head(nn.Module):
             raise expected("Head", "rows", condition, described(rows), remedy)
         if isinstance(rows, str):
             raise expected("Head", "rows", "to be a list of texts", described(rows), "give [text]")
-        given: Any = self._encoded(rows) if is_rows(rows) else rows
+        given: Any = rows
+        if is_rows(given):
+            given = self.encode(given)
         if not hasattr(given, "__len__"):
             raise expected("Head", "rows", "to be a tensor, an array or a list", described(given), "give list(rows)")
         made: list[Tensor] = []
@@ -181,12 +182,28 @@ class Head(nn.Module):
             made.append(self.model(features.to(self.model.linear.weight.device)))
         return torch.cat(made) if made else torch.zeros(0, self.target.outputs)
 
-    def _encoded(self, rows: Any) -> Tensor:
-        """Return the codes of rows by column name."""
+    def encode(self, rows: Row | Sequence[Row]) -> Tensor:
+        """Return the codes of rows of a table, (n, width), as `data.table` makes them. An exported head takes these.
+
+        Args:
+            rows: one dict by column name, or a list of n. Other columns are not read.
+        Raises:
+            PrivacyError: the head has no schema, or a row lacks a column or has a value that is not declared.
+        """
         if self.schema is None:
             remedy = "set head.schema = data.schema after fit_head, with data of privgrad.data.table, and save it again"
             raise expected("Head", "head.schema", "to be given for rows by column name", None, remedy)
         return row_codes("Head", self.schema, rows)
+
+    def _exported(self, rows: Any) -> Tensor:
+        """Return the outputs of an exported head. Checks need values, which are unknown; shapes are known."""
+        if self.schema is not None and self.extractor is None:
+            width = self.model.linear.in_features
+            if not isinstance(rows, Tensor) or rows.ndim < 2 or rows.shape[-1] != width:
+                got = tuple(rows.shape) if isinstance(rows, Tensor) else described(rows)
+                remedy = "give head.encode(rows) of rows by column name"
+                raise expected("Head", "the example of an export", f"to be codes of shape (n, {width})", got, remedy)
+        return self.model(rows if self.extractor is None else self.extractor(rows))
 
     def _features(self, rows: Any, start: int) -> Tensor:
         """Return the features of a few rows, of which the first has the number `start`."""

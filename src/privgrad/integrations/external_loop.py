@@ -95,6 +95,11 @@ class ExternalLoopStep:
         self._unmoved: dict[str, tuple[float, float]] | None = None
         self._looks = 0
 
+    @property
+    def is_spent(self) -> bool:
+        """Return whether every step of the plan was released. The host may have made fewer updates."""
+        return self.private_grad.state_dict()["step"] >= self.private_grad.plan.steps
+
     def batches(
         self, dataset: Dataset[Any] | Sequence[Any], *, updates: int, collate: Collate | None, **loading: Any
     ) -> Iterator[Batch]:
@@ -177,7 +182,7 @@ class ExternalLoopStep:
                 left = updates + max(0, plan.steps - ledger.releases)
                 warnings.warn(
                     f"{lost} charged steps came after the checkpoint and stay spent: this run ends with {left} "
-                    f"updates of {plan.steps}",
+                    f"updates of {plan.steps}. More frequent checkpoints lose fewer",
                     stacklevel=3,
                 )
             self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": ledger.releases})

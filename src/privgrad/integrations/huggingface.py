@@ -141,6 +141,7 @@ class PrivateTrainer(Trainer):
             **(private_options or {}),
         )
         self.private_step = ExternalLoopStep("PrivateTrainer", model, self.private_grad, self.create_optimizer())
+        self._updates_of_best: int | None = None  # of the weights that load_best_model_at_end has loaded
         _write_events_in_one_folder(self)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -184,6 +185,8 @@ class PrivateTrainer(Trainer):
         """Release one gradient. The loss stays private: the returned value is always zero."""
         model.train()
         self.private_step.release(replace(inputs, examples=self._prepare_inputs(inputs.examples)))
+        if self.private_step.is_spent:
+            self.state.max_steps = self.state.global_step + 1  # fewer than planned if an interruption lost steps
         return torch.zeros((), device=self.args.device)
 
     def train(
@@ -217,6 +220,7 @@ class PrivateTrainer(Trainer):
         def give(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
             return (optimizer,), {"grad": self.private_step.take()}  # to the loop's `optimizer.step()`
 
+        self._updates_of_best = None
         _LOG.warning(
             "PrivateTrainer: steps 1, 2, 4, 8, ... are slower. They compare some gradients with single examples."
         )
@@ -230,6 +234,17 @@ class PrivateTrainer(Trainer):
             charge_unused(self.private_grad)
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch as the Trainer does, with one clear error for rows that hold several texts of a person."""
+        try:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            shape = tuple(getattr(inputs.get("input_ids"), "shape", ()))
+            if len(shape) < 3:
+                raise
+            got, remedy = f"input_ids of shape {shape}", "give the texts of other persons, each in a row of its own"
+            raise expected("PrivateTrainer", "eval_dataset", "to hold one text per row", got, remedy) from error
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate that the Trainer logs, and keep the rates of all groups for `log`."""
@@ -282,7 +297,8 @@ class PrivateTrainer(Trainer):
                 ": replace it by a public name before you publish them"
             )
         name, rates = type(step.optimizer).__name__, arguments.rates_by_name(step.optimizer, "initial_lr")
-        updates = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
+        made = self.state.global_step or private_grad.ledger.releases  # 0: this process has not trained
+        updates = made if self._updates_of_best is None else self._updates_of_best
         write_privacy(Path(cast(str, folder)), private_grad.plan, private_grad.ledger, name, rates, updates)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -305,23 +321,29 @@ class PrivateTrainer(Trainer):
         """Load the best weights at the end of training, as the Trainer does, once each parameter has moved."""
         self.private_step.require_moved()  # the best weights may be those that this process started with
         super()._load_best_model()
+        self._updates_of_best = self.state.best_global_step
 
 
 class _Epoch(IterableDataset[Any]):
-    """The batches of one epoch. Batches that a resumed Trainer skips are None: their gradients were released.
+    """The batches of one epoch.
 
+    A resumed Trainer skips the first batches of its first epoch. They are None: their gradients were released.
     torch's DataLoader iterates over it for the Trainer.
     """
 
     def __init__(self, trainer: PrivateTrainer, collate: Any) -> None:
-        self._trainer, self._collate = trainer, collate
+        self._trainer, self._collate, self._is_first = trainer, collate, True
 
     def __len__(self) -> int:
         return self._trainer.private_step.epoch_steps
 
     def __iter__(self) -> Iterator[Batch | None]:
         updates, step = self._trainer.state.global_step, self._trainer.private_step
-        yield from [None] * (updates % step.epoch_steps)
+        if step.is_spent:  # an interruption lost steps, so max_steps is never reached
+            self._trainer.control.should_training_stop = True
+        if self._is_first:
+            self._is_first = False
+            yield from [None] * (updates % step.epoch_steps)
         dataset, args = cast("Any", self._trainer.train_dataset), self._trainer.args
         loading = {
             "num_workers": args.dataloader_num_workers,

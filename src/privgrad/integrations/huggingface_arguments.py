@@ -78,7 +78,7 @@ def log_replaced(args: TrainingArguments, plan: PrivacyPlan) -> None:
     if size != plan.expected_batch_size:
         found.append(f"expected_batch_size={plan.expected_batch_size}, not per_device_train_batch_size={size}")
     if norm not in (None, 0.0, plan.max_grad_norm):
-        own = f"max_grad_norm={plan.max_grad_norm:g} for each example"
+        own = f"max_grad_norm={plan.max_grad_norm:g} for each {_unit(plan)}"
         found.append(f"{own}, not max_grad_norm={norm:g} of the arguments")
     if found:
         _LOG.warning(f"PrivateTrainer: the plan decides: {'; '.join(found)}.")
@@ -96,6 +96,11 @@ def epoch_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict
 def _rate(plan: PrivacyPlan) -> float:
     """Return the share of the private examples in a step, of the plan itself or of the one that it simulates."""
     return (plan if plan.simulates is None else plan.simulates).sample_rate
+
+
+def _unit(plan: PrivacyPlan) -> str:
+    """Return the word for a unit of privacy: a row of the data, or a person with all of their rows."""
+    return "person" if plan.privacy_unit == "user" else "example"
 
 
 def _is_planned(epochs: float, plan: PrivacyPlan) -> bool:
@@ -134,7 +139,7 @@ def step_conflicts(args: TrainingArguments, plan: PrivacyPlan) -> list[Conflict]
     reasons = {
         "max_steps": " (the plan decides the number of steps)",
         "per_device_train_batch_size": f" (to save memory, give private_options={{'microbatch_size': {smaller}}})",
-        "max_grad_norm": f" (the plan clips each example to {plan.max_grad_norm:g})",
+        "max_grad_norm": f" (the plan clips each {_unit(plan)} to {plan.max_grad_norm:g})",
         "fp16": " (for mixed precision, set bf16=True)",
     }
     wrong = {name: value for name, value in required.items() if getattr(args, name, value) != value}

@@ -12,12 +12,14 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from privgrad.early_stopping import charge_unused
 from privgrad.errors import PrivacyError, SamplingError, expected
 from privgrad.integrations.external_loop import ExternalLoopStep, require_private_options
 from privgrad.ledger import Ledger
@@ -54,7 +56,8 @@ class PrivateStrategy(SingleDeviceStrategy):
     Raises:
         PrivacyError: (in fit) the Trainer or the module would change the private step, or train without it.
     Privacy:
-        The guarantee of PrivateGradient. Checkpoints hold post-processing of released values only, and no keys.
+        The guarantee of PrivateGradient. Checkpoints hold post-processing of released values only, and no keys. If
+        EarlyStopping ends the training, the unused steps are charged too, as `early_stopping.charge_unused` explains.
     Attributes:
         private_grad: the PrivateGradient of the current or last fit; `private_grad.ledger` records all releases.
     """
@@ -117,7 +120,11 @@ class PrivateStrategy(SingleDeviceStrategy):
             self.private_step.require_unspent()
 
     def on_train_end(self) -> None:
-        """Check that training has moved every parameter."""
+        """Charge the steps that EarlyStopping left unused, and check that training has moved every parameter."""
+        trainer = cast(LightningModule, self.lightning_module).trainer
+        callbacks: list[object] = cast("Any", trainer).callbacks
+        if trainer.should_stop and any(isinstance(one, EarlyStopping) for one in callbacks):
+            charge_unused(self.private_grad)  # also if another callback ended it: too much, never too little
         self.private_step.require_moved()
 
     def teardown(self) -> None:
@@ -200,7 +207,7 @@ class Epochs:
         step = self._strategy.private_step
         updates = trainer.global_step
         yield from step.batches(self._dataset, updates=updates, collate=self._collate, **self._loading)
-        if step.private_grad.state_dict()["step"] >= step.private_grad.plan.steps:
+        if step.is_spent:
             trainer.should_stop = True  # an interruption lost steps, so max_steps is never reached
 
     def state_dict(self) -> dict[str, Any]:

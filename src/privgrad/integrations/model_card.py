@@ -35,7 +35,8 @@ def write_privacy(
         ledger: its ledger, bound to the plan.
         optimizer: name of the private optimizer.
         rates: its rates by name, at the peak of the schedule.
-        updates: the number of updates that the model had; after an interruption, fewer than the released gradients.
+        updates: the number of updates that the model had. They are fewer than the released gradients after an
+            interruption, or if the weights of an earlier step were loaded as the best ones.
     """
     path, found = folder / "README.md", _statement_of(plan, ledger)
     empty = f"---\n{{}}\n---\n\n# {folder.resolve().name}\n"  # without metadata, ModelCard would warn
@@ -117,4 +118,6 @@ def _section(plan: PrivacyPlan, ledger: Ledger, found: Statement | None, rate: s
 
 def _lost(count: int) -> str:
     """Return a remark on released gradients without an update."""
-    return f"; {count:,} released gradients were lost in an interruption or went unused" if count > 0 else ""
+    return (
+        f"; {count:,} released gradients were lost in an interruption, came later or went unused" if count > 0 else ""
+    )

@@ -44,9 +44,9 @@ from privgrad.experiments.report import figures
 from privgrad.experiments.report.texts import (
     SIMULATED,
     TUNED_TITLES,
+    constants_text,
     epsilon_text,
     method_texts,
-    most_frequent_text,
     rate_title,
     row_texts,
     total_text,
@@ -102,7 +102,7 @@ def write_report(records: Iterable[Record], metadata: Mapping[str, Any], folder:
             score=score,
             one=records[0] if len(records) == 1 and records[0].get("seed") is None else None,
         )
-        + f" {most_frequent_text(records)}".rstrip(),
+        + f" {constants_text(records)}".rstrip(),
         rows=method_texts(records),
         rate_title={"u": "Noise step u", "lr": "Learning rate", "rate": "Rate"}[rate_title(rows)],
         counts=rows if any(row["tuning_trainings"] for row in rows) else [],

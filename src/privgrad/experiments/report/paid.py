@@ -16,7 +16,7 @@ from privgrad.experiments.metrics import is_paid, title
 from privgrad.experiments.prices import Price, Way, public_count
 from privgrad.experiments.records import own_text, score_of
 from privgrad.experiments.report.page import template
-from privgrad.experiments.report.texts import epsilon_text
+from privgrad.experiments.report.texts import epsilon_text, losses_text
 from privgrad.experiments.spec import Spec
 from privgrad.mechanisms import Release, Selection, Split
 from privgrad.statement import Statement
@@ -71,8 +71,10 @@ def result_text(outcome: Mapping[str, Any], records: Sequence[Record]) -> str:
     noise = max((r["score_noise_std"] for r in records if r["phase"] == "tuning"), default=0.0)
     if len(tuned_by) > 1 and tuned_by[0] - tuned_by[1] < noise:
         text += ". The two best scores of candidates differ by less than their noise, so the choice may be chance"
+    constant = outcome.get("class_shares_loss")
+    text += "." if constant is None or outcome["loss"] <= constant else f". {losses_text(constant)}"
     tuned = {"none": "", "trials": ", trials and scores included", "select": ", selection and score included"}
-    return f"{text}. Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
+    return f"{text} Total ε = {epsilon_text(outcome['epsilon'])} at δ = {outcome['delta']:g}{tuned[outcome['way']]}."
 
 
 def _metric_texts(outcome: Mapping[str, Any], score: str) -> list[str]:

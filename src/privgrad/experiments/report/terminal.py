@@ -12,7 +12,7 @@ from rich.text import Text
 
 from privgrad.experiments.records import Record, measured_on, score_of, simulated_epsilon, summarize
 from privgrad.experiments.report.grids import MEANINGS
-from privgrad.experiments.report.texts import SIMULATED, method_texts, most_frequent_text, rate_title, trainings_text
+from privgrad.experiments.report.texts import SIMULATED, constants_text, method_texts, rate_title, trainings_text
 
 _LEAST_ROOM = 16  # for the names of methods, if they are as long; with less room, other columns become narrower
 
@@ -105,7 +105,7 @@ def _caption(records: Sequence[Record], rows: Sequence[Mapping[str, Any]], texts
     over = {0: "", 1: one} if len(counts) == 1 else {}
     seeds = over.get(next(iter(counts), 0), f"± one standard deviation over {_seeds(counts)}.")
     lines = [f"{seeds} Measured on {measured_on(records)} examples, without privacy for these."]
-    lines += filter(None, [most_frequent_text(records)])
+    lines += filter(None, [constants_text(records)])
     if simulated_epsilon(records) is not None:
         lines.append(SIMULATED)
     if any(row["rate"] == "noise_step" for row in rows):

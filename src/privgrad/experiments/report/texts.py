@@ -169,8 +169,27 @@ def total_text(total: Mapping[str, Any], *, tuned: bool) -> str:
     )
 
 
-def most_frequent_text(records: Sequence[Record]) -> str:
-    """Return what the most frequent class alone would reach, as a sentence; "" if that is not recorded."""
-    shares = [record.get("most_frequent_class") for record in in_phase(records, "final")]
-    known = {share for share in shares if share is not None}
-    return f"The most frequent class alone would have {100 * known.pop():.1f} %." if len(known) == 1 else ""
+def constants_text(records: Sequence[Record]) -> str:
+    """Return what models without inputs would reach, in one or two sentences; "" if that is not recorded."""
+    finals = in_phase(records, "final")
+    shares = {share for record in finals if (share := record.get("most_frequent_class")) is not None}
+    texts = [f"The most frequent class alone would have {100 * shares.pop():.1f} %."] if len(shares) == 1 else []
+    for constant in sorted({record["class_shares_loss"] for record in finals if "class_shares_loss" in record})[:1]:
+        worse = {record["method"] for record in finals if (record["test_loss"] or 0.0) > constant}
+        several = len({record["method"] for record in finals}) > 1
+        texts += [losses_text(constant, sorted(worse) if several else [])] if worse else []
+    return " ".join(texts)
+
+
+def losses_text(constant: float, methods: Sequence[str] = ()) -> str:
+    """Return a sentence for a test loss above that of constant probabilities. `report.paid` also calls it.
+
+    Args:
+        constant: the loss of a model whose probabilities are always the shares of the classes.
+        methods: the names of the methods whose loss is larger; none if there is only one.
+    """
+    of = f" of {', '.join(methods)}" if methods else ""
+    return (
+        f"The class shares alone would have a smaller loss, {constant:.3f}: the probabilities{of} are far off, even if "
+        "they rank well. For a head, try max_grad_norm = 1 (docs/before-training.md, Probabilities)."
+    )
