@@ -848,6 +848,7 @@ def test_a_callback_that_stops_early_fires_and_does_not_lower_epsilon(tmp_path: 
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert trainer.private_grad.ledger.releases == STEPS
     assert trainer.private_grad.ledger.epsilon(delta=1e-5) == trainer.private_grad.plan.epsilon()
+    assert trainer.state.log_history[-1]["epsilon"] == trainer.private_grad.plan.epsilon()
     trainer.save_model()
     assert "| updates of the model | 4; 8 released gradients were lost in" in (tmp_path / "README.md").read_text()
 
@@ -922,6 +923,11 @@ def test_persons_in_rows_are_refused_in_an_evaluation_and_named_in_errors(tmp_pa
     trainer = make_trainer(tmp_path, bert(), texts(), **options | {"arguments": {}})
     with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row, got .* \(4, 2, 6\)"):
         trainer.evaluate(persons)  # pyright: ignore[reportArgumentType]
+    for given in (persons, {"others": persons}, [{"input_ids": row["input_ids"].tolist()} for row in persons]):
+        trainer.eval_dataset = given  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(pg.PrivacyError, match=r"eval_dataset to hold one text per row"):
+            trainer.train()  # before anything is released
+    assert trainer.private_grad.ledger.releases == 0
 
 
 def test_rows_that_may_not_be_persons_are_asked_about(tmp_path: Path):

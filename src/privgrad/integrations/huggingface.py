@@ -38,6 +38,8 @@ from privgrad.integrations.huggingface_models import (
     local_base_of,
     losses_of,
     require_labels,
+    require_one_text,
+    require_single_texts,
 )
 from privgrad.integrations.model_card import write_privacy
 from privgrad.ledger import Ledger
@@ -203,6 +205,7 @@ class PrivateTrainer(Trainer):
                 self.args, cast("list[object]", self.callback_handler.callbacks), self._selection_data
             )
         )
+        require_single_texts(self.eval_dataset)
         if self._losses is classification_losses:
             are_collated = self.data_collator is not default_data_collator
             require_labels(self.private_step.model, self.train_dataset, are_collated=are_collated)
@@ -229,22 +232,23 @@ class PrivateTrainer(Trainer):
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             giving.remove()  # the next trainer may have the same optimizer
+        self._charge_stop()
         self.private_step.require_moved()
-        if any(one.early_stopping_patience_counter >= one.early_stopping_patience for one in self._stopping()):
-            charge_unused(self.private_grad)
         public = {name: value for name, value in output.metrics.items() if name != "train_loss"}
         return TrainOutput(output.global_step, math.nan, public)
+
+    def _charge_stop(self) -> None:
+        """Charge the unused steps if EarlyStoppingCallback has ended the training; a second call changes nothing."""
+        if any(one.early_stopping_patience_counter >= one.early_stopping_patience for one in self._stopping()):
+            charge_unused(self.private_grad)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch as the Trainer does, with one clear error for rows that hold several texts of a person."""
         try:
             return super().prediction_step(model, inputs, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            shape = tuple(getattr(inputs.get("input_ids"), "shape", ()))
-            if len(shape) < 3:
-                raise
-            got, remedy = f"input_ids of shape {shape}", "give the texts of other persons, each in a row of its own"
-            raise expected("PrivateTrainer", "eval_dataset", "to hold one text per row", got, remedy) from error
+            require_one_text(inputs.get("input_ids"), of_batch=True, cause=error)
+            raise
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate that the Trainer logs, and keep the rates of all groups for `log`."""
@@ -257,6 +261,8 @@ class PrivateTrainer(Trainer):
         if "learning_rate" in public:  # the Trainer's name for the rate of the first group, also for a noise step
             del public["learning_rate"]
             public |= self._rates
+        if "train_runtime" in logs:  # the Trainer's last line, which tells the epsilon of all that counts
+            self._charge_stop()
         spent, rare = self.private_grad.ledger.releases, any(name.endswith("_runtime") for name in logs)
         if rare and spent and self.is_in_train and self.private_grad.plan.delta is not None:
             public["epsilon"] = self.private_grad.epsilon(steps=spent)  # may take seconds

@@ -151,3 +151,24 @@ def causal_lm_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     following = F.pad(labels, (prompt, 0), value=_IGNORED)[:, 1:]
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), following, reduction="none")
     return losses.sum(1) / (following != _IGNORED).sum(1).clamp(min=1)
+
+
+def require_single_texts(eval_dataset: Any) -> None:
+    """Raise PrivacyError if the first row of evaluation data, or of one of several data sets, has several texts.
+
+    PrivateTrainer calls it before it releases anything.
+    """
+    named = cast("dict[str, Any]", eval_dataset) if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    for rows in named.values():
+        if hasattr(rows, "__getitem__") and len(rows) and isinstance(rows[0], Mapping):
+            require_one_text(cast("Mapping[str, Any]", rows[0]).get("input_ids"))
+
+
+def require_one_text(ids: Any, *, of_batch: bool = False, cause: Exception | None = None) -> None:
+    """Raise PrivacyError if the token ids of a row of evaluation data, or of a batch, are those of several texts."""
+    shape = tuple(ids.shape) if hasattr(ids, "shape") else ()
+    if isinstance(ids, list):
+        shape = np.shape(cast("list[Any]", ids)[:1])  # of the first text, as texts differ in length
+    if len(shape) > 1 + of_batch:
+        got, remedy = f"input_ids of shape {shape}", "give the texts of other persons, each in a row of its own"
+        raise expected("PrivateTrainer", "eval_dataset", "to hold one text per row", got, remedy) from cause
