@@ -94,6 +94,11 @@ def test_train_prints_metric_and_epsilon_and_saves_a_head_for_raw_images(tmp_pat
     assert head.epsilon == answer["epsilon"]
 
 
+def test_a_misspelled_head_is_named_before_what_other_models_need():
+    with pytest.raises(pg.PrivacyError, match=r"model.name .* got 'hed'; did you mean 'head'"):
+        check_spec(DIGITS | {"model": {"name": "hed"}}, "digits.toml")
+
+
 def test_a_head_and_a_network_side_by_side(tmp_path: Path):
     network = {"name": "mlp", "hidden": 16}
     methods = [

@@ -97,16 +97,18 @@ def check_spec(raw: Mapping[str, Any], path: str | Path) -> Spec:
     """
     raw = with_head_defaults(raw)
     _require_known(raw, Spec, (), raw)
+    name: Any = raw["model"].get("name") if isinstance(raw.get("model"), dict) else None
+    if isinstance(name, str) and ":" not in name:  # first, because a head has defaults for what others must give
+        _require_name("model.name", name, MODELS, path)
     try:
         spec = Spec.model_validate(raw)
     except ValidationError as error:
         raise _explained(error, (), raw, path) from error
     _require_data(spec.data, ("data",), raw, path)
     spec.data.place(Path(path).parent)
-    own_models = [(f"methods.{one.name}.model.name", one.model.name) for one in spec.methods if one.model is not None]
-    for place, name in (("model.name", spec.model.name), *own_models):
-        if ":" not in name:
-            _require_name(place, name, MODELS, path)
+    for one in spec.methods:
+        if one.model is not None and ":" not in one.model.name:
+            _require_name(f"methods.{one.name}.model.name", one.model.name, MODELS, path)
     require_features(spec)
     for method in spec.methods:
         _require_name(f"methods.{method.name}.optimizer", method.optimizer, OPTIMIZERS, path)

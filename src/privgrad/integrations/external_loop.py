@@ -180,9 +180,12 @@ class ExternalLoopStep:
             lost = ledger.releases - state["private_grad"]["step"]
             if lost:
                 left = updates + max(0, plan.steps - ledger.releases)
+                advice = "More frequent checkpoints lose fewer"
+                if ledger.releases >= plan.steps:
+                    advice = "The plan has none left; an early stop charges those that it leaves unused"
                 warnings.warn(
                     f"{lost} charged steps came after the checkpoint and stay spent: this run ends with {left} "
-                    f"updates of {plan.steps}. More frequent checkpoints lose fewer",
+                    f"updates of {plan.steps}. {advice}",
                     stacklevel=3,
                 )
             self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": ledger.releases})
