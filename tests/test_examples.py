@@ -107,7 +107,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", ["distributed.py", pytest.param("accelerate_loop.py", marks=pytest.mark.slow)])
 def test_several_processes(tmp_path: Path, name: str):
     """Started as it says; each process accounts by RDP alone, at a few orders, which takes it no seconds."""
     pytest.importorskip("sklearn")
