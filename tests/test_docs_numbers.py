@@ -135,7 +135,7 @@ def test_what_methods_reached_while_they_were_tuned_stands_in_the_records():
     found = re.findall(r"^\| ([^|]+) \| ([\d.]+) %[^|]* \|$", section, re.MULTILINE)
     assert len(found) == 12
     for name, said in found:
-        method = names.get(name, name.removesuffix(", from a C of 1"))
+        method = names.get(str(name), str(name).removesuffix(", from a C of 1"))
         assert printed(max(map(statistics.mean, cells[method].values())), said) == said
 
 
