@@ -151,7 +151,7 @@ def sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
     """Return a whole tensor, sharded as the parameter is. `sparse` calls it too."""
     if not hasattr(parameter, "full_tensor"):
         return value
-    from torch.distributed.tensor import DTensor, distribute_tensor  # here, because it doubles the time of the import
+    from torch.distributed.tensor import DTensor, distribute_tensor  # here: it slows the import of privgrad
 
     sharded = cast(DTensor, parameter)
     return distribute_tensor(value, sharded.device_mesh, sharded.placements)
