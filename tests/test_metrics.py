@@ -272,7 +272,9 @@ def test_research_records_tables_and_pages_show_the_metrics(tmp_path: Path):
     assert "Test share" in page
 
 
-@pytest.mark.parametrize(("by", "best"), [("auc", max), ("squared_error", min)])
+@pytest.mark.parametrize(
+    ("by", "best"), [("auc", max), pytest.param("recall@2", max, marks=pytest.mark.slow), ("squared_error", min)]
+)
 def test_research_tunes_by_a_named_metric(by: str, best: Any, tmp_path: Path):
     methods = [{"name": "DP-SGD", "optimizer": "SGD", "noise_step": [0.001, 0.05, 5.0]}]
     spec = spec_of(methods=methods, tuning={"seeds": [0], "by": by}, run={"num_evaluations": 1})
