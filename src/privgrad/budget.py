@@ -236,7 +236,7 @@ class Budget:
             remedy = "draw Poisson batches; simulate without a budget, on public data"
             raise expected(function, "plan", "to be one whose epsilon is a guarantee", got, remedy)
         place = Path(path).absolute()
-        release = Release(plan.noise_multiplier, plan.sample_rate, plan.sampling, plan.steps)
+        release = plan.release_of(plan.steps)
         wanted = Commitment(name or str(place), (release,), *_signed(by), str(place), plan.seed is not None)
         was_there, state = place.exists(), self._read()
         lost = "restore the ledger, or train under a new name: the lost releases stay committed"

@@ -119,6 +119,6 @@ def charge_unused(private_grad: PrivateGradient) -> None:
     if plan.seed is not None:
         return
     if private_grad.processes.rank == 0:
-        for step in range(ledger.releases, plan.steps):
-            ledger.charge(replace(ledger.charged[0], count=1), draw=f"unused step {step}", limit=plan.steps)
+        for step in range(ledger.next_step, plan.steps):
+            ledger.charge(replace(ledger.charged[0], count=1), draw=f"unused step:{step}", limit=plan.steps)
     private_grad.load_state_dict(private_grad.state_dict() | {"step": plan.steps})

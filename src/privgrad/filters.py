@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from privgrad.correlation import response
 from privgrad.errors import described, expected, require_share
 from privgrad.threads import blocks
-from privgrad.types import NoisyGradient
+from privgrad.types import NoiseMemory, NoisyGradient
 
 __all__ = ["DOPPLER", "EMA", "Innovation", "LinearFilter"]
 _STEPS, _SMALLEST = 1000, 1e-6  # for how many steps c_t is checked, and how small it may be
@@ -32,7 +33,8 @@ class LinearFilter:
 
     `noise_std` of the output is that of y_t, exactly, from the first step and for noise that changes over time too:
     s_t times the root of the sum of h_k^2, over |c_t|, where h is the response of m to a single gradient. `noise_gain`
-    of the output says how much farther the sum of the outputs spreads than that of independent noise of this size.
+    of the output says how much farther the sum of the outputs spreads than that of independent noise of this size. For
+    noise with memory, s_t is its unit, the noise of w = 1, and h is the response of m to z.
 
     Args:
         b: coefficients of the gradients, from the present one backwards; at least one.
@@ -79,17 +81,18 @@ class LinearFilter:
     def __call__(self, gradient: NoisyGradient) -> NoisyGradient:
         """Return the filtered gradient, and move on by one step. PrivateGradient and users call it."""
         self._require(gradient)
+        given_spread = self._follow(gradient.noise_memory)
         correction, spread = self._moved_on()
-        values = {name: self._moved(name, gradient, correction) for name in gradient}
-        given, share = gradient.noise_std, spread / abs(correction)
+        values = {name: self._moved(name, gradient, correction, given_spread) for name in gradient}
+        given, share = gradient.noise_std, spread / abs(correction) / given_spread
         stds = given * share if isinstance(given, float | int) else {name: given[name] * share for name in gradient}
         # Once c_t has settled, the weights of one gradient in all outputs add up to 1: a sum of outputs has its noise.
-        return NoisyGradient(values, stds, gradient.norm_distribution, noise_gain=1 / share)
+        return NoisyGradient(values, stds, gradient.norm_distribution, noise_gain=gradient.noise_gain / share)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the recursion, for a checkpoint."""
         states = {name: [value.clone() for value in values] for name, values in self._states.items()}
-        return {"states": states, "ones": self._ones, "covariance": self._covariance}
+        return {"states": states, "ones": self._ones, "covariance": self._covariance, "noise": self._noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
@@ -98,6 +101,7 @@ class LinearFilter:
             remedy = "load a state that a filter of the same coefficients saved"
             raise expected(type(self).__name__, "state", f"of order {len(self._ones)}", described(ones), remedy)
         self._ones, self._covariance = ones.clone(), state["covariance"].clone()
+        self._noise = tuple(state.get("noise", (1.0,)))
         self._states = {name: [value.clone() for value in values] for name, values in state["states"].items()}
 
     def _restart(self) -> None:
@@ -105,13 +109,49 @@ class LinearFilter:
         self._states: dict[str, list[Tensor]] = {}  # by parameter
         self._ones = torch.zeros_like(self._entry)  # the state for gradients of ones
         self._covariance = torch.zeros_like(self._matrix)  # of a state, for noise of variance 1
+        self._noise: tuple[float, ...] = (1.0,)  # coefficients of noise with memory
+
+    def _follow(self, memory: NoiseMemory | None) -> float:
+        """Take the noise's own memory into the covariance; return the standard deviation of w at this step, or 1.
+
+        The covariance is that of the filter's state and, with memory, of the last values of w.
+        """
+        coefficients = (1.0,) if memory is None else memory.coefficients
+        order, past = len(self._entry), len(coefficients) - 1
+        if coefficients != self._noise:
+            held, self._noise = self._covariance, coefficients
+            self._covariance = held.new_zeros(order + past, order + past)
+            self._covariance[:order, :order] = held[:order, :order]
+        if memory is None:
+            return 1.0
+        if memory.step == 0:  # it begins here: w before it is 0
+            self._covariance[order:, :] = 0.0
+            self._covariance[:, order:] = 0.0
+        elif not self._covariance[order:, order:].any():  # the filter begins later than the noise
+            h = torch.from_numpy(response(coefficients, memory.step)).flip(0)
+            lags = torch.stack([torch.cat([h[k:], h.new_zeros(min(k, len(h)))])[: len(h)] for k in range(past)])
+            self._covariance[order:, order:] = lags @ lags.T
+        return float(np.sqrt(np.square(response(coefficients, memory.step + 1)).sum()))
 
     def _moved_on(self) -> tuple[float, float]:
-        """Return c_t and the standard deviation of the noise in m_t, and move both recursions by one step."""
-        correction = self._b[0] + float(self._ones[0])
-        spread = math.sqrt(float(self._covariance[0, 0]) + self._b[0] ** 2)
+        """Return c_t and the standard deviation of the noise in m_t, and move both recursions by one step.
+
+        The noise enters as w = (z - c_1 w_1 - c_2 w_2 - ...) / c_0, where w_1, w_2, ... are its last values.
+        """
+        correction, order, past = self._b[0] + float(self._ones[0]), len(self._entry), len(self._noise) - 1
         self._ones = self._matrix @ self._ones + self._entry
-        self._covariance = self._matrix @ self._covariance @ self._matrix.T + torch.outer(self._entry, self._entry)
+        coefficients = self._entry.new_tensor(self._noise)
+        row = torch.cat([torch.zeros_like(self._entry), -coefficients[1:]]) / coefficients[0]  # of w, without z
+        into = torch.cat([self._entry, self._entry.new_zeros(past)])
+        into[order : order + 1] = 1.0
+        matrix = torch.outer(into, row)
+        matrix[:order, :order] += self._matrix
+        matrix[order + 1 :, order : order + past - 1] += torch.eye(past - 1) if past > 1 else 0.0
+        out = self._b[0] * row
+        out[0] += 1.0
+        spread = math.sqrt(float(out @ self._covariance @ out) + float(self._b[0] / coefficients[0]) ** 2)
+        entry = into / coefficients[0]
+        self._covariance = matrix @ self._covariance @ matrix.T + torch.outer(entry, entry)
         return correction, spread
 
     def _require_correction(self) -> None:
@@ -130,9 +170,9 @@ class LinearFilter:
         if not isinstance(gradient, NoisyGradient):
             remedy = "pass the return value of PrivateGradient"
             raise expected(name, "gradient", "to be a NoisyGradient", described(gradient), remedy)
-        if gradient.noise_gain != 1:
+        if gradient.noise_gain != 1 and gradient.noise_memory is None:
             remedy = "multiply the polynomials of both filters, and give the products to one LinearFilter"
-            condition, got = "to have independent noise at each step", "a gradient that was filtered before"
+            condition, got = "to be as it was released", "a gradient that was filtered before"
             raise expected(name, "gradient", condition, got, remedy)
         held = {name: values[0].shape for name, values in self._states.items()}
         if held and held != {name: value.shape for name, value in gradient.items()}:
@@ -140,15 +180,17 @@ class LinearFilter:
             condition = f"to have the {len(held)} parameters of the last step, with their shapes"
             raise expected(name, "gradient", condition, f"{len(gradient)} parameters", remedy)
 
-    def _moved(self, name: str, gradient: NoisyGradient, correction: float) -> Tensor:
+    def _moved(self, name: str, gradient: NoisyGradient, correction: float, spread: float) -> Tensor:
         """Return y of one parameter after one more gradient, and move the state of the recursion.
+
+        The unit of a gradient is its noise_std over `spread`, the standard deviation of w.
 
         The state z holds sums of past values: m = b_0 g / s + z_1, then z_i = b_i g / s - a_i m + z_{i+1}. The memory
         of z_1 holds m and then the last z, so each pass moves the list on by one.
         """
         given, order, (b, a) = gradient[name], len(self._entry), _padded(self._b, self._a)
         wide = given.to(torch.promote_types(given.dtype, torch.float32))
-        unit = _unit_of(gradient.noise_std_of(name))
+        unit = _unit_of(gradient.noise_std_of(name) / spread)
         if isinstance(unit, Tensor):
             unit = unit.to(wide.dtype)
             wide, by, unit = wide / unit, unit / correction, 1.0

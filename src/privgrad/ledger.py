@@ -10,27 +10,22 @@ import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from privgrad.accounting import Accountant, Release, epsilon
 from privgrad.errors import (
-    SUGGESTED,
     BudgetExceededError,
     SamplingError,
     expected,
     require_integer,
-    require_nonnegative,
     require_path,
-    require_rate,
 )
+from privgrad.ledger_facts import bands_of, checked_plan, other_plan
 from privgrad.ledger_file import VERSION, LedgerFile, not_open
+from privgrad.participations import Participations
 from privgrad.rng import this_process
-from privgrad.types import SamplingScheme
-
-# Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
-_PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
-_DERIVED = {"noise_generator"}
 
 
 class Ledger:
@@ -56,7 +51,9 @@ class Ledger:
             require_path("Ledger", "path", path, "give ledger.jsonl in a run's folder")
         self.plan_facts: dict[str, Any] = {}
         self._refuses = read_only
-        self._counts: dict[Release, int] = {}
+        self._kind: Release | None = None  # of all releases, because they follow one plan
+        self._bands = 1
+        self._participations = Participations(self._bands)
         self._draws: dict[str, str | None] = {}
         self._values: dict[str, list[float]] = {}
         self._committed: tuple[str, Release] | None = None
@@ -84,16 +81,25 @@ class Ledger:
 
     @property
     def charged(self) -> list[Release]:
-        """The releases charged so far, in the form that accounting.epsilon takes.
+        """The releases charged so far in which one person may have taken part, as accounting.epsilon takes them.
 
         `cli.privacy` and `experiments.report.metadata` add up those of several ledgers.
         """
-        return [Release(r.noise_multiplier, r.sample_rate, r.scheme, count) for r, count in self._counts.items()]
+        return [] if self._kind is None else [replace(self._kind, count=self._participations.count)]
 
     @property
     def releases(self) -> int:
         """The number of releases charged so far."""
-        return sum(self._counts.values())
+        return len(self._draws)
+
+    @property
+    def next_step(self) -> int:
+        """The step at which a training resumes: the number of releases so far.
+
+        For noise with memory, it is the first multiple of its bands after the last step: the noise and the groups begin
+        again there, and a person takes part as often as in a training without an interruption.
+        """
+        return self.releases if self._bands == 1 else self._participations.next_step
 
     @property
     def seeded_releases(self) -> int:
@@ -189,27 +195,10 @@ class Ledger:
                 if self._on_begin is not None:
                     self._on_begin()
                 self._append({"ledger_version": VERSION, "plan": facts})
-                self.plan_facts = facts
+                self._begin(facts)
                 return
-        differing = [name for name, value in plan_facts.items() if self.plan_facts.get(name) != value]
-        if (part := next(filter(differing.__contains__, _PARTS), None)) and not {*differing} - _PARTS.keys() - _DERIVED:
-            name, old, new = _PARTS[part], self.plan_facts.get(part), plan_facts[part]
-            remedy = f"give the same {name} as when the ledger began, or start a new ledger and add up both epsilons"
-            raise expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
-        if differing:
-            remedy = "keep the plan, or start a new ledger and add up both epsilons and both deltas"
-            if "simulates" in differing:
-                remedy = "train in a new folder: a simulation (PrivacyPlan.scaled) has a ledger of its own"
-            elif "noise_multiplier" in differing:
-                sigma = self.plan_facts.get("noise_multiplier")
-                remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
-                remedy += " (the noise follows from target_epsilon, delta, steps and sample_rate: was one changed?)"
-            elif "max_grad_norm" in differing:
-                remedy += f"; {SUGGESTED}"
-            sides = (self.plan_facts, plan_facts)
-            old, new = (", ".join(str(facts.get(name)) for name in differing) for facts in sides)
-            name = f"the plan's {', '.join(differing)}"
-            raise expected("Ledger.bind", name, f"to be as recorded ({old})", new, remedy)
+        if (other := other_plan(self.plan_facts, plan_facts)) is not None:
+            raise other
 
     def admit(self, draw: str, *, limit: int, repeatable: bool) -> None:
         """Raise the error that `charge` would raise, before the gradient of the step is computed.
@@ -225,15 +214,16 @@ class Ledger:
             SamplingError: the draw is already charged, and is not repeatable.
         """
         with self._one_at_a_time():
-            is_known, spent = draw in self._draws, self.releases
-        limited = f"the plan's {limit} steps"
+            is_known, spent = draw in self._draws, self._participations.after(draw) - 1
+        steps, limit = limit, -(-limit // self._bands)
+        limited = f"the plan's {steps} steps" + (f", {limit} of each person" if self._bands > 1 else "")
         if self._committed is not None and (most := self._committed[1].count) < limit:
             limit, limited = most, f"the {most} releases that the budget holds for {self._committed[0]}"
         if is_known:
             if not repeatable:
                 remedy = (
                     "take the next batch of the iterator; to continue with a new iterator, draw plan.batches(..., "
-                    "start=private_grad.ledger.releases)"
+                    "start=private_grad.ledger.next_step)"
                 )
                 got = f"draw {draw}, which is already charged"
                 raise expected("PrivateGradient", "batch", "to be used once", got, remedy, SamplingError)
@@ -244,7 +234,7 @@ class Ledger:
                 f"to be at most {limited}",
                 spent + 1,
                 "stop here, or make a plan with more steps, at a higher epsilon; to resume a run that was interrupted, "
-                "load its model and draw plan.batches(..., start=private_grad.ledger.releases)",
+                "load its model and draw plan.batches(..., start=private_grad.ledger.next_step)",
                 BudgetExceededError,
             )
 
@@ -355,9 +345,16 @@ class Ledger:
             remedy = "train under the plan that was given to Budget.open_ledger, without parts that are NOT private"
             raise expected("Ledger.bind", "noise multiplier and sample rate", condition, numbers[:2], remedy)
 
+    def _begin(self, plan_facts: dict[str, Any]) -> None:
+        """Take the facts of a plan, before any release is counted."""
+        self.plan_facts = plan_facts
+        self._bands = bands_of(plan_facts)
+        self._participations = Participations(self._bands)
+
     def _count(self, release: Release, line: Mapping[str, Any]) -> None:
         """Add one release and its draw to the counts in memory."""
-        self._counts[release] = self._counts.get(release, 0) + 1
+        self._kind = release
+        self._participations.add(line["draw"])
         self._draws[line["draw"]] = line.get("digest")
         if "values" in line:
             self._values[line["draw"]] = [float(value) for value in line["values"]]
@@ -368,7 +365,8 @@ class Ledger:
         `LedgerFile` calls this for each line when it opens the file.
         """
         if number == 1:
-            plan = self.plan_facts = _checked_plan(line["plan"])
+            plan = checked_plan(line["plan"])
+            self._begin(plan)
             if (committed := plan.get("commitment")) is not None:
                 require_integer("Ledger", "commitment", committed["releases"], 1)
                 kind = Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"], committed["releases"])
@@ -382,17 +380,3 @@ class Ledger:
             self._file.append(line)
         elif self._refuses:
             raise not_open()
-
-
-def _checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan's numbers as a dict.
-
-    Raises:
-        PrivacyError: a number that epsilon needs is invalid.
-    """
-    require_nonnegative("Ledger", "noise_multiplier", plan["noise_multiplier"], "restore the file")
-    require_rate("Ledger", plan["sample_rate"])
-    require_integer("Ledger", "num_examples", plan["num_examples"], 1)
-    if plan["sampling"] not in get_args(SamplingScheme):
-        raise expected("Ledger", "sampling", "to be 'poisson' or 'fixed'", plan["sampling"], "restore the file")
-    return dict(plan)

@@ -6,17 +6,21 @@ sums. `PrivacyPlan.noise_std` calls `std_of_noise`. The privacy guarantee rests 
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from privgrad.correlation import Banded
 from privgrad.errors import expected, require_integer, require_nonnegative, require_positive
 from privgrad.rng import BLOCK, Stream
 from privgrad.threads import in_threads
-from privgrad.types import ClippedSum, NoisyGradient
+from privgrad.types import ClippedSum, NoiseMemory, NoisyGradient
 
+__all__ = ["Banded", "Recursion", "add_noise", "grid_of", "noise_generator", "std_of_noise"]
 # Share of the sensitivity that is reserved for the rounding of norms and sums, and again for rounding to the grid.
 _ROUNDING = 2.0**-10
 _FAR = 2.0**51  # in grid points; for larger numbers, float64 does not add integers exactly
@@ -51,8 +55,88 @@ def noise_generator(values: Iterable[Tensor], *, on_grid: bool = False) -> str:
     return "; ".join(sorted(names))
 
 
+class Recursion:
+    """The last noises w of a stream of releases, from which the next one follows; see Banded. SECRET.
+
+    PrivateGradient makes one for each stream of noise, and gives it to `add_noise`. An exception inside of `add_noise`
+    may leave it between two steps: make a new one, with a new stream.
+
+    Args:
+        correlation: Banded, with its coefficients.
+        start: the step of the stream at which w begins. Steps from there to the first release are drawn too.
+    Privacy:
+        Who knows z and the releases knows the sums. The past noises stay in memory, and no checkpoint holds them.
+    """
+
+    def __init__(self, correlation: Banded, start: int) -> None:
+        self.correlation, self._start, self._next = correlation, start, start
+        self._layout: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._past: dict[object, np.ndarray | Tensor] = {}
+
+    def steps_to(self, step: int, values: Iterable[Tensor]) -> range:
+        """Return the steps whose noise must be drawn for the release of a step.
+
+        Raises:
+            PrivacyError: the step was drawn before, or the values are not those of the last step.
+        """
+        layout = [(value.shape, value.dtype, value.device) for value in values]
+        if self._layout and layout != self._layout:
+            remedy = "freeze parameters before the first step"
+            condition = "to stay the same while noise has memory"
+            raise expected("add_noise", "the parameters", condition, "other parameters or shapes", remedy)
+        if step < self._next:
+            remedy = "release each step once, in ascending order"
+            raise expected("add_noise", "step", f"to be at least {self._next}", step, remedy)
+        self._layout = layout
+        return range(self._next, step + 1)
+
+    def moved(self, place: object, normals: np.ndarray, step: int) -> None:
+        """Overwrite z of one step with w, for one place of the sum, and remember it."""
+        rolled, row = self._weights(step)
+        past = self._past.get(place)
+        if past is None:
+            past = self._past[place] = np.zeros((len(rolled), normals.size), normals.dtype)
+        normals -= rolled.astype(normals.dtype) @ past
+        normals /= self.correlation.chosen[0]
+        past[row] = normals
+
+    def moved_on_device(self, place: object, normals: Tensor, step: int) -> None:
+        """Do the same as `moved` to a tensor."""
+        rolled, row = self._weights(step)
+        past = self._past.get(place)
+        if past is None:
+            past = self._past[place] = normals.new_zeros((len(rolled), *normals.shape))
+        weights = torch.from_numpy(rolled).to(normals)
+        normals.sub_(torch.tensordot(weights, past, 1)).div_(self.correlation.chosen[0])
+        past[row] = normals
+
+    def released(self, gradient: NoisyGradient, step: int) -> NoisyGradient:
+        """Move on after a release, and state what its noise is, given the noise_std of independent noise."""
+        self._next = step + 1
+        memory = NoiseMemory(self.correlation.chosen, step - self._start)
+        std = self.correlation.std(memory.step)
+        independent = cast(float, gradient.noise_std)
+        gain = self.correlation.sum_std / std
+        return replace(gradient, noise_std=independent * std, noise_gain=gain, noise_memory=memory)
+
+    def _weights(self, step: int) -> tuple[np.ndarray, int]:
+        """Return c_1, c_2, ... in the order of the rows that hold w_{t-1}, w_{t-2}, ..., and the row of the oldest."""
+        later = np.array(self.correlation.chosen[1:])
+        rows = (step - 1 - np.arange(len(later))) % len(later)
+        rolled = np.empty_like(later)
+        rolled[rows] = later
+        return rolled, step % len(later)
+
+
 def add_noise(
-    clipped: ClippedSum, *, noise_multiplier: float, divisor: int, stream: Stream, step: int, on_grid: bool = False
+    clipped: ClippedSum,
+    *,
+    noise_multiplier: float,
+    divisor: int,
+    stream: Stream,
+    step: int,
+    on_grid: bool = False,
+    recursion: Recursion | None = None,
 ) -> NoisyGradient:
     """Add one Gaussian draw to a clipped sum, then divide it by a public number.
 
@@ -60,7 +144,8 @@ def add_noise(
 
     Computes: (S + sigma C z) / B with z ~ N(0, I), one independent coordinate of z for every coordinate of S, and C
     the sum's sensitivity; noise_std = sigma C / B. On a grid: (round(S / g) + round(sigma C' z / g)) g / B, where
-    round is to the nearest integer, and g and C' are those of `grid_of`; noise_std = sigma C' / B.
+    round is to the nearest integer, and g and C' are those of `grid_of`; noise_std = sigma C' / B. With a recursion,
+    its w stands in place of z, and noise_std is that of w times as much.
 
     Args:
         clipped: S and its sensitivity. The noise is added in place, in the memory of its tensors. Do not use it again,
@@ -70,6 +155,7 @@ def add_noise(
         stream: the noise stream. No other mechanism may draw from it.
         step: index of this release. Never use the same step for two different sums.
         on_grid: round the sum and the noise to a public grid, and add them there. Only on the CPU and with sigma > 0.
+        recursion: noise with memory: the noise of this stream so far. None: independent noise.
     Returns:
         NoisyGradient with the sum's names, shapes and dtypes.
     Raises:
@@ -85,6 +171,9 @@ def add_noise(
         which one unit moves by at most C'. In fact z is Box-Muller in float64, with errors of about 1e-15. They change
         the probability of a value of N by a factor of about 1 +- 1e-12 sqrt(d) max(sigma, 1) for d coordinates (an
         estimate, not a proof). N never exceeds 11.5 standard deviations.
+        With memory, (S_1 + sigma C w_1, S_2 + sigma C w_2, ...) / C is F^-1 (F S / C + sigma z): post-processing of the
+        Gaussian mechanism on F S / C, whose sensitivity Banded states. Each sum counts in units of its own C, so C may
+        change from step to step.
     Reference:
         Abadi et al. 2016 (arXiv 1607.00133), algorithm 1; B is the expected, not the realized, batch size. On the
         leak of floating-point noise: Mironov 2012; Haney et al. 2022 (arXiv 2207.13793).
@@ -101,18 +190,22 @@ def add_noise(
 
     # In place: to allocate new memory per step would take half as long as to draw the noise.
     values = {name: value.detach().contiguous() for name, value in clipped.values.items()}
+    numbers = {"std": std_of_sum, "divisor": divisor}
     if std_of_sum == 0:
         for value in values.values():
             value.div_(divisor)
     else:
-        for device in sorted({value.device for value in values.values()}, key=str):
-            on_device = [value for value in values.values() if value.device == device]
-            if device.type == "cpu":
-                add = _add if grid is None else partial(_add_on_grid, grid=grid)
-                _release_on_cpu(on_device, partial(add, std=std_of_sum, divisor=divisor), stream, step, on_grid)
-            else:
-                _release_on_device(on_device, std_of_sum, divisor, stream, step)
-    return NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
+        for drawn in (step,) if recursion is None else recursion.steps_to(step, values.values()):
+            for device in sorted({value.device for value in values.values()}, key=str):
+                on_device = [value for value in values.values() if value.device == device]
+                if device.type == "cpu":
+                    add = partial(_add, **numbers) if grid is None else partial(_add_on_grid, grid=grid, **numbers)
+                    _release_on_cpu(on_device, add if drawn == step else _skip, stream, drawn, recursion, on_grid)
+                else:
+                    add = partial(_add_on_device, **numbers) if drawn == step else _skip
+                    _release_on_device(on_device, add, stream, drawn, recursion)
+    gradient = NoisyGradient(values, noise_std=std_of_noise(noise_multiplier, sensitivity, divisor))
+    return gradient if recursion is None else recursion.released(gradient, step)
 
 
 def std_of_noise(noise_multiplier: float, sensitivity: float, divisor: int = 1) -> float:
@@ -166,12 +259,16 @@ def grid_of(clipped: ClippedSum, noise_multiplier: float) -> tuple[float, float]
 
 
 def _release_on_cpu(
-    values: list[Tensor], add: Callable[[np.ndarray, np.ndarray], None], stream: Stream, step: int, on_grid: bool
+    values: list[Tensor],
+    add: Callable[[np.ndarray, np.ndarray], None],
+    stream: Stream,
+    step: int,
+    recursion: Recursion | None,
+    on_grid: bool,
 ) -> None:
     """Draw and add the noise block by block, so that the noise of a whole step is never in memory at once.
 
-    `add(part of the sum, as many standard normals)` overwrites the part with its release. It may also overwrite the
-    normals.
+    `add(part of the sum, as many normals)` overwrites the part with its release. It may also overwrite the normals.
     """
 
     def work(blocks: Iterable[tuple[int, list[np.ndarray]]]) -> None:
@@ -181,6 +278,8 @@ def _release_on_cpu(
         }
         for block, pieces in blocks:
             normals = draw[pieces[0].dtype](block, sum(piece.size for piece in pieces))
+            if recursion is not None:
+                recursion.moved(block, normals, step)
             for piece in pieces:
                 add(piece, normals[: piece.size])
                 normals = normals[piece.size :]
@@ -231,9 +330,27 @@ def _blocks(values: list[Tensor]) -> list[list[np.ndarray]]:
     return blocks
 
 
-def _release_on_device(values: list[Tensor], std_of_sum: float, divisor: int, stream: Stream, step: int) -> None:
-    """Draw and add the noise on a device other than the CPU, by torch's generator there; then divide."""
-    generator = stream.generator(step, values[0].device)
-    for value in values:
-        noise = torch.randn(value.shape, dtype=value.dtype, device=value.device, generator=generator)
-        value.add_(noise, alpha=std_of_sum).div_(divisor)
+def _release_on_device(
+    values: list[Tensor],
+    add: Callable[[Tensor, Tensor], None],
+    stream: Stream,
+    step: int,
+    recursion: Recursion | None,
+) -> None:
+    """Draw and add the noise on a device other than the CPU, by torch's generator there."""
+    device = values[0].device
+    generator = stream.generator(step, device)
+    for number, value in enumerate(values):
+        noise = torch.randn(value.shape, dtype=value.dtype, device=device, generator=generator)
+        if recursion is not None:
+            recursion.moved_on_device((device, number), noise, step)
+        add(value, noise)
+
+
+def _add_on_device(value: Tensor, noise: Tensor, *, std: float, divisor: int) -> None:
+    """Overwrite a sum with its release."""
+    value.add_(noise, alpha=std).div_(divisor)
+
+
+def _skip(value: object, noise: object) -> None:
+    """Add nothing: the noise of an earlier step, which only the recursion needs."""

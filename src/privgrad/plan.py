@@ -5,29 +5,28 @@ PrivateGradient, `fit` and the bridges read it. The privacy guarantee rests on t
 follow the plan. `plan_numbers` checks the numbers.
 """
 
-import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from privgrad import accounting
 from privgrad.accounting import Accountant, Release, Selection
+from privgrad.band_choice import Budgeted, calibrated
+from privgrad.correlation import Banded
 from privgrad.errors import expected, require_integer
-from privgrad.noise import std_of_noise
+from privgrad.plan_base import PlanBase
 from privgrad.plan_numbers import require_numbers, require_part, require_user_numbers, scaled_numbers
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import BatchSampler, Collate, batches
 from privgrad.types import Batch, PrivacyUnit, SamplingScheme
 
-_SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
-
 
 @dataclass(frozen=True, kw_only=True)
-class PrivacyPlan:
+class PrivacyPlan(PlanBase):
     """All public numbers that decide the privacy of a training run, fixed before it starts.
 
     PrivateGradient, `fit` and the ledger read their numbers from the plan. The guarantee rests on these numbers and on
@@ -55,6 +54,9 @@ class PrivacyPlan:
         privacy_unit: the unit whose presence is hidden: "example"; or "user", all examples of one person or device
             together (see federated). With "user", read "user" for every "example" above: n users, B the expected
             cohort size, T rounds, C the bound on one user's update.
+        correlation: noise.Banded(bands) for noise that partly cancels over the steps, for batches that are small beside
+            the data; None for independent noise. Step t then draws from one of `bands` groups of people, at `bands`
+            times the sample rate.
         simulates: the plan that this one simulates in smaller batches, or None. `scaled` sets it; do not set it by
             hand. With it, epsilon is infinite.
     Raises:
@@ -65,29 +67,14 @@ class PrivacyPlan:
         unit "user", all examples of one user. The group size does not change this relation.
     """
 
-    sample_rate: float
-    steps: int
-    expected_batch_size: int
-    noise_multiplier: float
-    max_grad_norm: float
-    num_examples: int
-    delta: float | None = None
-    target_epsilon: float | None = None
-    sampling: SamplingScheme = "poisson"
-    seed: int | None = None
-    group_size: int = 1
-    noise_on_grid: bool = False
-    privacy_unit: PrivacyUnit = "example"
-    simulates: "PrivacyPlan | None" = None
-
-    neighboring_relation = "add or remove one"
-
     def __post_init__(self) -> None:
         """Check all numbers, alone and together, before any of them is used."""
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # ledgers and checkpoints cannot hold numpy scalars
                 object.__setattr__(self, name, value.item())
         require_numbers(self)
+        if self.correlation is not None:
+            object.__setattr__(self, "correlation", self.correlation.for_steps(self.steps))
 
     @classmethod
     def for_budget(
@@ -104,6 +91,7 @@ class PrivacyPlan:
         group_size: int = 1,
         noise_on_grid: bool = False,
         privacy_unit: PrivacyUnit = "example",
+        correlation: Banded | Literal["auto"] | None = None,
         besides: Iterable[Release | Selection] = (),
     ) -> "PrivacyPlan":
         """Return a plan whose steps together cost at most target_epsilon, by PLD accounting.
@@ -122,6 +110,8 @@ class PrivacyPlan:
             group_size: as in PrivacyPlan.
             noise_on_grid: as in PrivacyPlan.
             privacy_unit: as in PrivacyPlan.
+            correlation: as in PrivacyPlan; or "auto" for the number of bands with the smallest error of the prefix sums
+                at this epsilon, or None if no number gains 1 %. `plan.correlation` says what it gains.
             besides: other releases from the same data that share target_epsilon, such as `Ledger.charged` of a mean
                 that was released before.
         Returns:
@@ -137,13 +127,13 @@ class PrivacyPlan:
         require_integer("for_budget", "num_examples", num_examples, 1)
         require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
         sample_rate = expected_batch_size / num_examples
+        budget = Budgeted(target_epsilon, delta, sample_rate, steps, tuple(besides))
+        correlation, noise_multiplier = calibrated(correlation, budget)
         return cls(
             sample_rate=sample_rate,
             steps=steps,
             expected_batch_size=expected_batch_size,
-            noise_multiplier=accounting.calibrate_noise_multiplier(
-                target_epsilon=target_epsilon, delta=delta, sample_rate=sample_rate, steps=steps, besides=besides
-            ),
+            noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
             num_examples=num_examples,
             delta=delta,
@@ -153,6 +143,7 @@ class PrivacyPlan:
             group_size=group_size,
             noise_on_grid=noise_on_grid,
             privacy_unit=privacy_unit,
+            correlation=correlation,
         )
 
     @classmethod
@@ -169,6 +160,7 @@ class PrivacyPlan:
         sampling: SamplingScheme = "poisson",
         seed: int | None = None,
         noise_on_grid: bool = False,
+        correlation: Banded | None = None,
         besides: Iterable[Release | Selection] = (),
     ) -> "PrivacyPlan":
         """Return the plan of a federated training, in the terms of federated learning: users, cohorts and rounds.
@@ -187,6 +179,7 @@ class PrivacyPlan:
             sampling: as in PrivacyPlan.
             seed: as in PrivacyPlan.
             noise_on_grid: as in PrivacyPlan.
+            correlation: as in PrivacyPlan.
             besides: as in for_budget, about the same users; with target_epsilon only.
         Returns:
             A plan with privacy_unit "user".
@@ -206,6 +199,7 @@ class PrivacyPlan:
             "sampling": sampling,
             "seed": seed,
             "noise_on_grid": noise_on_grid,
+            "correlation": correlation,
             "privacy_unit": "user",
         }
         if target_epsilon is not None:
@@ -239,85 +233,6 @@ class PrivacyPlan:
         numbers = scaled_numbers(self, factor, count)
         return self if factor == 1 and count == self.num_examples else replace(self, **numbers)
 
-    @property
-    def divisor(self) -> int:
-        """The public divisor of a clipped sum: the expected number of contributions, B / k.
-
-        PrivateGradient gives it to `noise.add_noise`.
-        """
-        return self.expected_batch_size // self.group_size
-
-    @property
-    def noise_std(self) -> float:
-        """The standard deviation of the noise in one coordinate of the released mean gradient: sigma C / B.
-
-        With group_size k > 1 it is sigma 2C / (B / k). It equals `noise_std` of the released gradients, except that
-        `noise_on_grid` adds at most 1/500 to these. Users compare plans by it.
-        """
-        sensitivity = self.max_grad_norm if self.group_size == 1 else 2 * self.max_grad_norm
-        return std_of_noise(self.noise_multiplier, sensitivity, self.divisor)
-
-    def usual_batch_size(self, processes: int = 1) -> int:
-        """Return the number of examples that 999 of 1,000 batches do not exceed: B plus three standard deviations.
-
-        PrivateGradient splits batches by this number, because the size of the drawn batch is private.
-
-        Args:
-            processes: the number of processes that share each batch; the result is for one of them.
-        """
-        expected = self.expected_batch_size / processes
-        spread = 3 * math.sqrt(expected * (1 - self.sample_rate)) if self.sampling == "poisson" else 0.0
-        return math.ceil(expected + spread)
-
-    @property
-    def is_covered(self) -> bool:
-        """Whether the accountant covers the way batches are drawn.
-
-        `experiments.runner` reads it to label the epsilon of a run. The guarantee does not rest on it.
-        """
-        return self.sampling == "poisson"
-
-    @property
-    def epoch_steps(self) -> int:
-        """The number of steps that draw each example once on average. A plan that simulates another has its number.
-
-        PrivateGradient and `integrations.external_loop` read it. The guarantee does not rest on it.
-        """
-        plan = self if self.simulates is None else self.simulates
-        return max(1, round(1 / plan.sample_rate))
-
-    @property
-    def release(self) -> Release:
-        """The release that one step charges to the ledger; one without noise if the plan simulates another.
-
-        PrivateGradient reads it.
-        """
-        charged = self.noise_multiplier if self.simulates is None else 0.0
-        return Release(charged, self.sample_rate, self.sampling)
-
-    @property
-    def public_facts(self) -> dict[str, Any]:
-        """The numbers that `Ledger.bind` records. The number of steps is absent, because it may grow later.
-
-        PrivateGradient adds its own facts and gives all to the ledger. If the plan simulates another, noise_multiplier
-        is 0, so that every epsilon of the ledger is infinite, and `simulates` has the numbers of the simulated plan.
-        """
-        simulated = self.simulates
-        return {
-            "sampling": self.sampling,
-            "sample_rate": self.sample_rate,
-            "expected_batch_size": self.expected_batch_size,
-            "noise_multiplier": self.release.noise_multiplier,
-            "max_grad_norm": self.max_grad_norm,
-            "num_examples": self.num_examples,
-            "delta": self.delta,
-            "group_size": self.group_size,
-            "noise_on_grid": self.noise_on_grid,
-            "neighboring_relation": self.neighboring_relation,
-            "privacy_unit": self.privacy_unit,
-            "simulates": None if simulated is None else {name: getattr(simulated, name) for name in _SCALED},
-        }
-
     def epsilon(self, *, delta: float | None = None, steps: int | None = None, accountant: Accountant = "pld") -> float:
         """Compute the epsilon that a number of the plan's steps costs.
 
@@ -338,7 +253,7 @@ class PrivacyPlan:
         delta, steps = self.delta if delta is None else delta, self.steps if steps is None else steps
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
-        release = Release(self.release.noise_multiplier, self.sample_rate, count=steps)
+        release = replace(self.release_of(steps), scheme="poisson")
         return accounting.epsilon([release], delta=delta, accountant=accountant)
 
     def batches(
@@ -388,7 +303,7 @@ class PrivacyPlan:
         return BatchSampler(
             dataset,
             scheme=self.sampling,
-            sample_rate=self.sample_rate,
+            sample_rate=self.group_rate,
             expected_batch_size=self.expected_batch_size,
             num_examples=self.num_examples,
             steps=self.steps,
@@ -397,4 +312,5 @@ class PrivacyPlan:
             collate=collate,
             processes=processes,
             privacy_unit=self.privacy_unit,
+            bands=self.bands,
         )

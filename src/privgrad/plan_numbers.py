@@ -10,6 +10,7 @@ import warnings
 from numbers import Real
 from typing import TYPE_CHECKING, Any, get_args
 
+from privgrad.correlation import Banded
 from privgrad.errors import (
     described,
     expected,
@@ -61,6 +62,8 @@ def require_numbers(plan: "PrivacyPlan") -> None:
         remedy = "set group_size=1: all examples of a user are clipped as one anyway"
         raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", plan.group_size, remedy)
     require_choice(function, "sampling", plan.sampling, get_args(SamplingScheme))
+    if plan.correlation is not None:
+        _require_correlation(function, plan, plan.correlation)
     if plan.seed is not None:
         require_integer(function, "seed", plan.seed, -math.inf)
     if plan.target_epsilon is not None:
@@ -77,6 +80,23 @@ def require_numbers(plan: "PrivacyPlan") -> None:
             )
     if plan.simulates is not None:
         _require_scaled(plan, plan.simulates)
+
+
+def _require_correlation(function: str, plan: "PrivacyPlan", correlation: object) -> None:
+    """Raise PrivacyError unless noise with memory suits the other numbers of a plan."""
+    if not isinstance(correlation, Banded):
+        remedy = "give privgrad.noise.Banded(bands=8), or None"
+        raise expected(function, "correlation", "to be Banded or None", described(correlation), remedy)
+    bands, most = correlation.bands, min(plan.steps, math.floor(plan.num_examples / plan.expected_batch_size))
+    if plan.sampling != "poisson":
+        condition, remedy = "to be 'poisson' for noise with memory", "draw Poisson batches"
+        raise expected(function, "sampling", condition, repr(plan.sampling), remedy)
+    if bands > most:
+        remedy = (
+            f"give Banded(bands={most}) or fewer" if most > 1 else "leave correlation out: the batches are too large"
+        )
+        condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
+        raise expected(function, "bands", condition, bands, remedy)
 
 
 def is_infinite(value: object) -> bool:

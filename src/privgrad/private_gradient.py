@@ -53,12 +53,12 @@ from privgrad.gradient.probes import gradients
 from privgrad.gradient.spectral_norm import advanced
 from privgrad.gradient.validation import check_loss, configuration, require_supported
 from privgrad.ledger import Ledger
-from privgrad.noise import add_noise, noise_generator
+from privgrad.noise import Recursion, add_noise, noise_generator
 from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource
 from privgrad.threads import keep_freed_memory
-from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, count_examples
+from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples
 
 _Part = Contribution | Preconditioner | AdaptiveClip | LinearFilter
 _ENGINES = {"factored": Factored, "vmap": Vmap}
@@ -428,13 +428,14 @@ class PrivateGradient:
             parameters = trainable(self._model)
             with processes.all_succeed():
                 self._admit(batch, parameters)
-            # Under a seed, a draw has a fixed position in the streams, whichever process computes it.
-            step = self._step if self._plan.seed is None else batch.sampling.step
+            step = batch.sampling.step if self._follows_draws else self._step
             try:
-                mine = int(self._dropout_stream.uint64(step, 1)[0] >> 1), self.max_grad_norm
-                seed, bound = processes.broadcast_object(mine)
+                begins = self._begin_noise(batch.sampling)
+                mine = int(self._dropout_stream.uint64(step, 1)[0] >> 1), self.max_grad_norm, begins
+                seed, bound, together = processes.broadcast_object(mine)
                 with processes.all_succeed(step=step):
                     self._require_bound(bound)
+                    self._require_together(begins, together)
                     clipped, clipping = self._clipped_sum(batch, step, seed, parameters)
                 clipped = ClippedSum(processes.reduce(clipped.values), clipped.sensitivity)
                 raw_mean = dict[str, Tensor]()
@@ -546,7 +547,8 @@ class PrivateGradient:
     ) -> NoisyGradient:
         """Return the first process's released gradient, and charge it; in other processes, memory to receive it."""
         if self._processes.rank > 0:
-            return NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
+            gradient = NoisyGradient(_rounded(clipped.values, parameters), noise_std=0.0)
+            return gradient if self._recursion is None else self._recursion.released(gradient, step)
         gradient = add_noise(
             clipped,
             noise_multiplier=self._plan.noise_multiplier,
@@ -554,8 +556,9 @@ class PrivateGradient:
             stream=self._noise_stream,
             step=step,
             on_grid=self._plan.noise_on_grid,
+            recursion=self._recursion,
         )
-        gradient = NoisyGradient(_rounded(gradient, parameters), gradient.noise_std)
+        gradient = replace(gradient, tensors=_rounded(gradient, parameters))
         self._charge(batch, gradient)
         return gradient
 
@@ -573,7 +576,7 @@ class PrivateGradient:
         raw = None if raw_mean is None else self._statistic.distribution(raw_mean.cpu(), 0.0, bound).shares
         if self._adaptive is not None:
             self._adaptive.update(found)
-        return NoisyGradient(tensors, noise_std, found), raw
+        return replace(gradient, tensors=tensors, norm_distribution=found), raw
 
     def _charge(self, batch: Batch, gradient: NoisyGradient) -> None:
         """Charge a step to the ledger, and move on to the next step."""
@@ -583,7 +586,36 @@ class PrivateGradient:
         bound = None if self._adaptive is None else self.max_grad_norm
         draw, limit = batch.sampling.draw, self._plan.steps
         self._ledger.charge(self._release, draw=draw, limit=limit, digest=digest, max_grad_norm=bound)
-        self._step = batch.sampling.step + 1 if seeded else self._step + 1
+        self._step = batch.sampling.step + 1 if self._follows_draws else self._step + 1
+
+    @property
+    def _follows_draws(self) -> bool:
+        """Whether a step has the index of its draw. Otherwise the steps of all draws are counted.
+
+        Under a seed, a draw has a fixed position in the streams. Noise with memory follows the steps of the groups.
+        """
+        return self._plan.seed is not None or self._plan.correlation is not None
+
+    def _begin_noise(self, drawn: Sampling) -> tuple[int, bool] | None:
+        """Begin noise with memory anew if another sampler drew the batch, because its groups are others.
+
+        Returns:
+            The step, and whether the noise begins with it; None without memory.
+        """
+        if self._plan.correlation is None:
+            return None
+        begins = drawn.stream != self._drawn_by
+        if begins:
+            self._make_streams()
+            start = 0 if self._plan.seed is not None else drawn.step
+            self._recursion, self._drawn_by = Recursion(self._plan.correlation, start), drawn.stream
+        return drawn.step, begins
+
+    def _require_together(self, own: object, first: object) -> None:
+        """Raise PrivacyError unless this process takes the same step of its groups as the first one."""
+        if own != first:
+            condition, remedy = f"to be step {first} in all processes", "draw the batches of all processes alike"
+            raise expected("PrivateGradient", "the draw", condition, f"{own}", remedy, SamplingError)
 
     def _require_shared(self, facts: Mapping[str, Any]) -> None:
         """Raise PrivacyError unless all processes have the same plan and parts, and can train together."""
@@ -674,7 +706,7 @@ class PrivateGradient:
         if state.get("plan") != (kind := self._kind_of_plan()):
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
             raise expected(function, "state", condition, described(state.get("plan")), remedy)
-        if self.processes.rank == 0 and state["step"] > self._ledger.releases:
+        if self.processes.rank == 0 and state["step"] > min(self._ledger.next_step, self._plan.steps):
             remedy = "give PrivateGradient(..., ledger=) the ledger file of the run that saved the state"
             condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
             raise expected(function, "the ledger", condition, got, remedy)
@@ -717,6 +749,8 @@ class PrivateGradient:
         self._noise_stream = source.stream("noise")
         self._dropout_stream = source.stream("dropout")
         self._group_stream = source.stream("groups")
+        self._recursion: Recursion | None = None
+        self._drawn_by = ""  # the stream whose groups the noise with memory follows
 
     def _require_drawn_as_planned(self, batch: object) -> None:
         """Raise SamplingError unless this plan drew the batch for this process, with one row per example."""
@@ -728,9 +762,12 @@ class PrivateGradient:
             remedy = "pass what `plan.batches(dataset)` yields: it knows how it was drawn"
             raise refusal("to be a Batch", type(batch).__name__, remedy)
         plan, drawn = self._plan, batch.sampling
-        planned = (plan.sampling, plan.sample_rate, plan.expected_batch_size, plan.seed)
-        if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed) != planned:
+        planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands)
+        if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands) != planned:
             raise refusal("to be drawn by the plan's scheme and rate", drawn, "take the batch from the same plan")
+        if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
+            remedy = "take the batches in their order: the noise with memory follows it"
+            raise refusal(f"to be of step {self._step} or later", drawn.step, remedy)
         if (drawn.rank, drawn.processes) != (self._processes.rank, self._processes.count):
             condition = f"to be drawn for process {self._processes.rank} of {self._processes.count}"
             raise refusal(condition, f"{drawn.rank} of {drawn.processes}", "give plan.batches the same processes")

@@ -77,11 +77,12 @@ class BatchSampler(Sampler[Draw]):
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
             batch may be empty. "fixed": the next expected_batch_size examples of a shuffled pass; the remainder of
             each pass is dropped.
-        sample_rate: q in (0, 1].
+        sample_rate: q in (0, 1]; with bands, of the people in the group of a step.
         expected_batch_size: B, public.
         num_examples: the public count; the data set must hold at least this many examples.
         steps: T.
-        start: first step, for a resumed run.
+        start: first step, for a resumed run. With bands and without a seed it is a multiple of them, because another
+            sampler has other groups.
         source: the source of the random streams that draw the batches and seed random augmentation.
         collate: turns a non-empty list of examples into the batch's examples; default_collate if None. Each row must
             depend on its own example only: pad to a public length, not to the longest example of the batch. It must
@@ -91,6 +92,8 @@ class BatchSampler(Sampler[Draw]):
             All processes must make this call, with the same data in the same order. The call compares the length and a
             few random items, unless the items themselves are random.
         privacy_unit: the plan's. For "user", each item must hold all data of one person.
+        bands: b, the number of groups that take turns: each example is in one of them, drawn at random, and step t
+            draws from group t mod b; see noise.Banded. 1: all examples are one group.
     Raises:
         SamplingError: the data set has no length, no examples or fewer than num_examples; batches are "fixed" in
             several processes; or the data set differs from the one of the first process.
@@ -99,10 +102,11 @@ class BatchSampler(Sampler[Draw]):
         worker_seed: a seed for a DataLoader's worker processes.
     Privacy:
         Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it, or that times the
-        example's rate of ClassRates. Draws come from a
-        cryptographic stream. Without a seed each process has a stream of its own entropy. With a seed all processes
-        share one stream, and each uses the words of its own examples. No accountant here covers "fixed". A second
-        iteration makes the same draws, and the ledger refuses them.
+        example's rate of ClassRates. With bands, no example is in two batches that are fewer than b steps apart, and
+        its group depends on nobody's data. Draws come from a cryptographic stream. Without a seed each process has a
+        stream of its own entropy. With a seed all processes share one stream, and each uses the words of its own
+        examples. No accountant here covers "fixed". A second iteration makes the same draws, and the ledger refuses
+        them.
     """
 
     def __init__(
@@ -119,9 +123,13 @@ class BatchSampler(Sampler[Draw]):
         collate: Collate | None = None,
         processes: Processes = ALONE,
         privacy_unit: PrivacyUnit = "example",
+        bands: int = 1,
     ) -> None:
         require_all_processes("plan.batches", processes)
         require_integer("plan.batches", "start", start, 0)
+        if source.seed is None and start % bands:
+            condition, remedy = f"to be a multiple of {bands} for noise with memory", "give start=ledger.next_step"
+            raise expected("plan.batches", "start", condition, start, remedy, SamplingError)
         if collate is not None:
             require_callable("plan.batches", "collate", collate, "give a function of a list of examples")
         with processes.all_succeed():
@@ -138,6 +146,9 @@ class BatchSampler(Sampler[Draw]):
         self._scheme: SamplingScheme = scheme
         self._rate, self._size = sample_rate, expected_batch_size
         self._seed, self._rank, self._processes = source.seed, processes.rank, processes.count
+        self._bands = bands
+        groups = source.stream("bands").uint64(0, self._count) if bands > 1 else np.zeros(0, np.uint64)
+        self._groups = (groups % np.uint64(bands)).astype(np.uint16)
         self.worker_seed = int(source.stream("workers").uint64(start, processes.count)[processes.rank])
 
     def __len__(self) -> int:
@@ -153,12 +164,14 @@ class BatchSampler(Sampler[Draw]):
                 chosen = _poisson(self._stream, step, self._rate, self._count)
             else:
                 chosen = _poisson_each(self._stream, step, self._rate * self._relative)
+            if self._bands > 1:
+                chosen = chosen[self._groups[chosen] == step % self._bands]
             chosen = chosen[chosen % self._processes == self._rank]
         else:
             chosen = _fixed(self._stream, step, self._size, self._count)
         facts = (self._scheme, self._rate, self._size, step, self._stream.public_id, self._seed)
         seed = int(self._seeds.uint64(step, self._processes)[self._rank])
-        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes))
+        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes, self._bands))
 
 
 def _require_samplable(

@@ -94,7 +94,7 @@ class TrainingRun:
             with damage_refused("fit", self.checkpoint):
                 self._load(state)
         if self.private_grad.plan.seed is None:
-            self._go_on_after_lost_steps(self.processes.broadcast_object(self.result.ledger.releases))
+            self._go_on_after_lost_steps(self.processes.broadcast_object(self.result.ledger.next_step))
         self.start = self.private_grad.state_dict()["step"]
         self.save()
         return self.start
@@ -103,24 +103,29 @@ class TrainingRun:
         """Skip the steps that the ledger has charged but the checkpoint does not hold.
 
         `resume` calls this at every start without a research seed. The noise of lost steps cannot be drawn again. This
-        moves the step index and the schedule of the learning rate past them.
+        moves the step index and the schedule of the learning rate past them. Noise with memory begins again at a
+        multiple of its bands, so that up to bands - 1 steps are left out.
 
         Args:
-            spent: the number of releases in the ledger.
+            spent: `Ledger.next_step`.
         Raises:
             BudgetExceededError: all steps are charged, and no update was saved.
         Privacy:
             The guarantee does not rest on this: the ledger refuses a release beyond the plan's steps by itself.
         """
         plan = self.private_grad.plan
+        spent = min(spent, plan.steps)
         lost = spent - self.private_grad.state_dict()["step"]
         if spent >= plan.steps and self.result.updates == 0:
             got = f"{spent} charged and none of their results saved"
             remedy = "train in a new folder and add up both epsilons and both deltas"
             raise expected("fit", "steps", f"to be left of {plan.steps}", got, remedy, BudgetExceededError)
         if lost > 0:
+            reason = "charged steps had no checkpoint, and stay spent"
+            if plan.correlation is not None:
+                reason = "steps had no checkpoint, or are left out because noise with memory begins again"
             warnings.warn(
-                f"{lost} charged steps had no checkpoint, and stay spent: this run ends with "
+                f"{lost} {reason}: this run ends with "
                 f"{self.result.updates + max(0, plan.steps - spent)} updates of {plan.steps}",
                 stacklevel=4,
             )

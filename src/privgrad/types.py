@@ -32,7 +32,7 @@ class Sampling:
     Attributes:
         scheme: "poisson" (every example independently with probability sample_rate) or "fixed" (shuffled,
             fixed size; no accountant covers it).
-        sample_rate: q, in (0, 1].
+        sample_rate: q, in (0, 1]; with bands, of the people in the group of this step.
         expected_batch_size: B, the divisor of the clipped sum.
         step: index of the batch in its stream, from 0.
         stream: public name of the random stream that drew the batch. Two batches with the same (stream, step)
@@ -40,6 +40,7 @@ class Sampling:
         seed: the research seed that the stream derives from, or None for the operating system's entropy.
         rank: rank of the process that the batch was drawn for. Each example belongs to exactly one process.
         processes: number of processes that train together.
+        bands: b, the number of groups that take turns: step t draws from group t mod b. 1: all are one group.
     """
 
     scheme: SamplingScheme
@@ -50,6 +51,7 @@ class Sampling:
     seed: int | None = None
     rank: int = 0
     processes: int = 1
+    bands: int = 1
 
     @property
     def draw(self) -> str:
@@ -275,6 +277,19 @@ NoiseStd = float | Mapping[str, float | Tensor]
 
 
 @dataclass(frozen=True)
+class NoiseMemory:
+    """How the noise of a released gradient depends on that of earlier ones; see `noise.Banded`.
+
+    Attributes:
+        coefficients: c_0, c_1, ... of w_t = (z_t - c_1 w_{t-1} - ...) / c_0, with independent z.
+        step: t of this gradient. w before t = 0 is 0.
+    """
+
+    coefficients: tuple[float, ...]
+    step: int
+
+
+@dataclass(frozen=True)
 class NoisyGradient(Mapping[str, Tensor]):
     """A released gradient: a mapping from parameter name to a tensor of the parameter's shape.
 
@@ -288,13 +303,16 @@ class NoisyGradient(Mapping[str, Tensor]):
             parameter.
         norm_distribution: the private distribution of the gradients' norms, if PrivateGradient was given `norm_bins`.
         noise_gain: in the long run, the standard deviation of a sum of such gradients' noise over that of a sum of
-            independent noise with `noise_std`. It is 1, except after a filter.
+            independent noise with `noise_std`. It is 1, except for noise with memory and after a filter.
+        noise_memory: for noise with memory (`noise.Banded`), its coefficients; None for independent noise, and after a
+            filter.
     """
 
     tensors: Mapping[str, Tensor]
     noise_std: NoiseStd
     norm_distribution: NormDistribution | None = None
     noise_gain: float = 1.0
+    noise_memory: NoiseMemory | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

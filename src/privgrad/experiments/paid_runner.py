@@ -254,7 +254,7 @@ def _train(
         remedy = "leave the method out, or give it side information that is public"
         raise expected("compare", f"method {run.method.name!r}", "to have a finite epsilon", math.inf, remedy)
     path, plan = folder / "ledger.jsonl", made.plan
-    release = Release(plan.noise_multiplier, plan.sample_rate, plan.sampling, plan.steps)
+    release = plan.release_of(plan.steps)
     made.private_grad.record_in(place.ledger(path, release))
     try:
         place.mark(path)

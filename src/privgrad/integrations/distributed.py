@@ -11,6 +11,7 @@ import atexit
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -94,7 +95,7 @@ class Distributed(Processes):
         values = {name: value.contiguous() for name, value in gradient.items()}
         std = torch.tensor([cast(float, gradient.noise_std)], dtype=torch.float64, device=self._device)
         self._spread([*values.values(), std])
-        return NoisyGradient(values, noise_std=float(std))
+        return replace(gradient, tensors=values, noise_std=float(std))
 
     def broadcast_object(self, value: T) -> T:
         """Return the first process's value in all processes."""

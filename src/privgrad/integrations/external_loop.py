@@ -177,18 +177,19 @@ class ExternalLoopStep:
             self._require_trained(state["trained"])
             self.private_grad.load_state_dict(state["private_grad"])
         if plan.seed is None:
-            lost = ledger.releases - state["private_grad"]["step"]
+            spent = min(ledger.next_step, plan.steps)
+            lost = spent - state["private_grad"]["step"]
             if lost:
-                left = updates + max(0, plan.steps - ledger.releases)
+                left = updates + plan.steps - spent
                 advice = "More frequent checkpoints lose fewer"
-                if ledger.releases >= plan.steps:
+                if spent >= plan.steps:
                     advice = "The plan has none left; an early stop charges those that it leaves unused"
                 warnings.warn(
                     f"{lost} charged steps came after the checkpoint and stay spent: this run ends with {left} "
                     f"updates of {plan.steps}. {advice}",
                     stacklevel=3,
                 )
-            self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": ledger.releases})
+            self.private_grad.load_state_dict(self.private_grad.state_dict() | {"step": spent})
 
     def _require_trained(self, before: Sequence[str]) -> None:
         """Raise OtherRunError unless the run began with the trainable parameters that it has now."""

@@ -317,7 +317,7 @@ def _log_rates(made: AdamWBC, args: TrainingArguments, plan: PrivacyPlan, noise_
         )
         return
     for group in made.param_groups:
-        group["noise_std"] = plan.noise_std  # as the first step will set it
+        group["noise_std"], group["noise_gain"] = plan.noise_std, plan.noise_gain  # about as the first step sets them
     _LOG.warning(
         f"PrivateTrainer: learning_rate {args.learning_rate:g} is noise step {made.noise_step:.2g} under this plan; "
         f"without it the noise step is {HEAD_NOISE_STEP:g} for the head of a classifier, {POOLER_NOISE_STEP:g} for the "

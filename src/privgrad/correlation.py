@@ -1,0 +1,186 @@
+"""Banded: noise that partly cancels over the steps, from a banded factor of the prefix sums.
+
+Users give one to PrivacyPlan. `noise` draws by its coefficients, and `sampling` and `plan` read its number of bands.
+The privacy guarantee rests on `coefficients`, whose norm is 1, and on `bands`: no example is drawn twice within so many
+steps. It does not rest on how well the coefficients are chosen, nor on the numbers about errors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from privgrad.errors import described, expected, require_integer
+
+_DIGITS = 6  # of the coefficients, after the point
+_LONGEST = 512  # bands
+_FLAT = 1e-9  # how much longer than 1 the coefficients may be, by rounding
+
+
+@dataclass(frozen=True)
+class Banded:
+    """Noise with memory: what one step adds, later steps partly take back, so that sums over steps have less noise.
+
+    Computes: w_t = (z_t - c_1 w_{t-1} - ... - c_{b-1} w_{t-b+1}) / c_0 with independent standard normals z, that is,
+    w = F^-1 z with the lower triangular Toeplitz matrix F of the coefficients c. Step t gets the noise sigma C w_t.
+    Each person is in one of b groups, drawn at random, and step t draws by Poisson from group t mod b, at b times the
+    plan's rate. PrivateGradient and `plan.batches` do both.
+
+    Args:
+        bands: b >= 2, the number of coefficients, groups, and steps from one draw of a person to the next.
+        coefficients: c_0, ..., c_{b-1}, with c_0 > 0. They are divided by their norm. None: PrivacyPlan chooses those
+            with the smallest error of the prefix sums over its steps.
+        relative_error: the root mean square error of the prefix sums, over that of independent noise at the same
+            epsilon. `PrivacyPlan.for_budget` computes it. A record only.
+    Raises:
+        PrivacyError: a number is out of its range.
+    Privacy:
+        One person moves the sums of the steps that draw from its group, by C in each. In z this is a change of C times
+        the columns of F of these steps. Each column has norm 1 at most. Two of them are at least b steps apart, so no
+        row of F has entries in both, and they are orthogonal. The releases therefore cost as much as ceil(T / b)
+        Gaussian mechanisms, each Poisson sampled at b times the plan's rate. This also holds if later sums depend on
+        earlier releases. The groups are drawn independently of the data, and nobody else's group changes with a person.
+    Reference:
+        Choquette-Choo et al. 2023 (arXiv 2306.08153), on banded factors and cyclic Poisson sampling, and 2024 (arXiv
+        2405.15913), on Toeplitz ones.
+    """
+
+    bands: int
+    coefficients: tuple[float, ...] | None = None
+    relative_error: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the numbers, and divide the coefficients by their norm."""
+        require_integer("Banded", "bands", self.bands, 2)
+        if self.bands > _LONGEST:
+            remedy = "most of the gain comes with 4 to 32 bands"
+            raise expected("Banded", "bands", f"to be at most {_LONGEST}", self.bands, remedy)
+        if self.coefficients is not None:
+            object.__setattr__(self, "coefficients", _checked(self.coefficients, self.bands))
+
+    def __repr__(self) -> str:
+        gain = self.relative_error
+        return f"Banded(bands={self.bands})" if gain is None else f"Banded(bands={self.bands}, error {gain:.3f})"
+
+    def for_steps(self, steps: int) -> "Banded":
+        """Return this one with coefficients: the given ones, or the best ones for so many steps. PrivacyPlan calls it.
+
+        Args:
+            steps: T >= bands.
+        """
+        if self.coefficients is not None:
+            return self
+        return replace(self, coefficients=best_coefficients(self.bands, steps))
+
+    @property
+    def chosen(self) -> tuple[float, ...]:
+        """The coefficients, once they are known: those of a plan always are."""
+        if self.coefficients is None:
+            remedy = "take those of a plan: plan.correlation"
+            raise expected("Banded", "coefficients", "to be chosen for a number of steps", None, remedy)
+        return self.coefficients
+
+    def std(self, step: int) -> float:
+        """Return the standard deviation of w at a step, from 0. `noise` and `plan` call it."""
+        return float(_stds(self.chosen, 1 << step.bit_length())[step])
+
+    @property
+    def sum_std(self) -> float:
+        """The standard deviation of a long sum of w, over the root of its number of steps. `noise` and `plan` read it.
+
+        It is 1 / |c_0 + c_1 + ...|; independent noise has 1.
+        """
+        return 1 / abs(sum(self.chosen))
+
+    def prefix_error(self, steps: int) -> float:
+        """Return the root mean square of the sums w_0 + ... + w_t over t < steps. Independent noise: sqrt((T + 1) / 2).
+
+        `PrivacyPlan.for_budget` compares numbers of bands by it.
+        """
+        return _prefix_error(np.array(self.chosen), steps)
+
+
+def response(coefficients: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
+    """Return h with w_t = sum of h_k z_{t-k}, shape (steps,): the power series of 1 / c. `filters` calls it too."""
+    from scipy.signal import lfilter  # here, because it takes long to import
+
+    impulse = np.zeros(steps)
+    impulse[:1] = 1.0
+    return np.asarray(lfilter([1.0], np.asarray(coefficients, dtype=float), impulse))
+
+
+@lru_cache(maxsize=64)
+def _stds(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
+    """Return the standard deviation of w at each of the first steps, shape (steps,)."""
+    return np.sqrt(np.cumsum(np.square(response(coefficients, steps))))
+
+
+def square_root(bands: int) -> np.ndarray:
+    """Return the first coefficients of the square root of the prefix sums, (1 - x)^(-1/2), with norm 1."""
+    found = np.cumprod([1.0, *((2 * k - 1) / (2 * k) for k in range(1, bands))])
+    return found / np.linalg.norm(found)
+
+
+def best_coefficients(bands: int, steps: int) -> tuple[float, ...]:
+    """Return the coefficients of norm 1 with about the smallest `prefix_error`, rounded to six digits.
+
+    By L-BFGS from the square root, with c_0 = 1 held fixed.
+    """
+    from scipy.optimize import minimize  # here, because it takes long to import
+    from scipy.signal import lfilter
+
+    left = np.arange(steps, 0, -1.0)  # number of prefix sums that hold the k-th term
+
+    def loss(free: np.ndarray) -> tuple[float, np.ndarray]:
+        coefficients = np.concatenate(([1.0], free))
+        with np.errstate(all="ignore"):  # far from the best ones the response grows without bound
+            sums = np.cumsum(response(coefficients, steps))
+            error = float(left @ np.square(sums))
+            norm = float(coefficients @ coefficients)
+            if not math.isfinite(error):
+                return 1e300, np.zeros(bands - 1)
+            # The response h has dh/dc_j = -(h * h), moved on by j steps.
+            moved = np.asarray(lfilter([1.0], coefficients, sums))
+            slopes = np.array([-2 * (left[j:] * sums[j:]) @ moved[: steps - j] for j in range(1, bands)])
+            return math.log(error) + math.log(norm), slopes / error + 2 * free / norm
+
+    start = square_root(bands)
+    found = minimize(loss, start[1:] / start[0], jac=True, method="L-BFGS-B", options={"maxiter": 500, "ftol": 1e-13})
+    best = np.concatenate(([1.0], np.asarray(found.x)))
+    best /= np.linalg.norm(best)
+    if _prefix_error(best, steps) > _prefix_error(start, steps):
+        best = start
+    return tuple((np.trunc(best * 10**_DIGITS) / 10**_DIGITS).tolist())  # towards 0: the norm stays at most 1
+
+
+def _prefix_error(coefficients: np.ndarray, steps: int) -> float:
+    """Return the root mean square of the prefix sums' noise for coefficients of norm 1."""
+    sums = np.cumsum(response(coefficients, steps))
+    return math.sqrt(float(np.arange(steps, 0, -1.0) @ np.square(sums)) / steps)
+
+
+def _checked(coefficients: object, bands: int) -> tuple[float, ...]:
+    """Return the coefficients divided by their norm, unless it is 1 already.
+
+    Raises:
+        PrivacyError: they are no finite numbers, their number is not that of the bands, c_0 is not positive, or the
+            noise would grow from step to step.
+    """
+    remedy = "leave them out: the plan chooses them"
+    try:
+        given = np.asarray(coefficients, dtype=float).reshape(-1)
+    except (TypeError, ValueError) as error:
+        got = described(coefficients)
+        raise expected("Banded", "coefficients", "to be numbers", got, remedy) from error
+    if len(given) != bands or not np.isfinite(given).all() or not given[0] > 0:
+        condition = f"to be {bands} finite numbers, the first of them positive"
+        raise expected("Banded", "coefficients", condition, f"{given.tolist()}", remedy)
+    radius = max((abs(root) for root in np.roots(given)), default=0.0)
+    if radius > 1 + _FLAT:
+        condition, got = "to have a bounded inverse", f"noise that grows by {radius:.4g} per step"
+        raise expected("Banded", "coefficients", condition, got, remedy)
+    norm = float(np.linalg.norm(given))
+    is_unit = 1 - bands * 10.0**-_DIGITS < norm <= 1  # as rounded coefficients are; with more, sensitivity would rise
+    return tuple((given if is_unit else given / norm).tolist())

@@ -1,0 +1,60 @@
+"""The facts of a plan in the first line of a ledger: whether they are numbers, and whether they are another plan's.
+
+`Ledger` calls this file. The privacy guarantee rests on it: epsilon is computed from these numbers.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from privgrad.errors import SUGGESTED, expected, require_integer, require_nonnegative, require_rate
+from privgrad.types import SamplingScheme
+
+# Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
+_PARTS = {"adaptive_clip": "adaptive_clip", "norm_statistic": "norm_bins"}
+_DERIVED = {"noise_generator"}
+
+
+def bands_of(facts: Mapping[str, Any]) -> int:
+    """Return the number of groups of people that take turns; 1 with independent noise."""
+    memory: Mapping[str, Any] | None = facts.get("noise_memory")
+    return 1 if memory is None else memory["bands"]
+
+
+def other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception | None:
+    """Return the error for a ledger that holds other facts than those given; None if they agree."""
+    differing = [name for name, value in given.items() if held.get(name) != value]
+    if (part := next(filter(differing.__contains__, _PARTS), None)) and not {*differing} - _PARTS.keys() - _DERIVED:
+        name, old, new = _PARTS[part], held.get(part), given[part]
+        remedy = f"give the same {name} as when the ledger began, or start a new ledger and add up both epsilons"
+        return expected("Ledger.bind", f"{name} of PrivateGradient", f"to be as recorded ({old})", new, remedy)
+    if differing:
+        remedy = "keep the plan, or start a new ledger and add up both epsilons and both deltas"
+        if "simulates" in differing:
+            remedy = "train in a new folder: a simulation (PrivacyPlan.scaled) has a ledger of its own"
+        elif "noise_multiplier" in differing:
+            sigma = held.get("noise_multiplier")
+            remedy += f"; for more steps, PrivacyPlan(noise_multiplier={sigma}, steps=..., ...) keeps the noise"
+            remedy += " (the noise follows from target_epsilon, delta, steps and sample_rate: was one changed?)"
+        elif "max_grad_norm" in differing:
+            remedy += f"; {SUGGESTED}"
+        sides = (held, given)
+        old, new = (", ".join(str(facts.get(name)) for name in differing) for facts in sides)
+        name = f"the plan's {', '.join(differing)}"
+        return expected("Ledger.bind", name, f"to be as recorded ({old})", new, remedy)
+    return None
+
+
+def checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan's numbers as a dict.
+
+    Raises:
+        PrivacyError: a number that epsilon needs is invalid.
+    """
+    require_nonnegative("Ledger", "noise_multiplier", plan["noise_multiplier"], "restore the file")
+    require_rate("Ledger", plan["sample_rate"])
+    require_integer("Ledger", "num_examples", plan["num_examples"], 1)
+    if (memory := plan.get("noise_memory")) is not None:
+        require_integer("Ledger", "bands", memory["bands"], 2)
+    if plan["sampling"] not in get_args(SamplingScheme):
+        raise expected("Ledger", "sampling", "to be 'poisson' or 'fixed'", plan["sampling"], "restore the file")
+    return dict(plan)
