@@ -445,7 +445,7 @@ def test_refusals_say_how_to_go_on(tmp_path: Path):
     ledger = pg.Ledger(path)
     with pytest.raises(pg.PrivacyError, match=r"PrivacyPlan\(noise_multiplier=1\.0, steps="):
         ledger.bind(make_plan(noise_multiplier=2.0).public_facts)
-    with pytest.raises(pg.BudgetExceededError, match=r"start=private_grad\.ledger\.releases"):
+    with pytest.raises(pg.BudgetExceededError, match=r"start=private_grad\.ledger\.next_step"):
         ledger.charge(RELEASE, draw="b", limit=1)
     ledger.close()
     path.write_bytes(path.read_bytes() + b"x\n")

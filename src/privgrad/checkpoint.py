@@ -102,7 +102,7 @@ def require_resumable(
         in_noise = all(one.get("optimizer lr_is_noise_step") == "True" for one in (before, settings))
         names = {"optimizer lr": "optimizer noise_step"} if in_noise else {}
         raise OtherRunError(", ".join(f"{names.get(n, n)} {before.get(n)}, now {settings.get(n)}" for n in changed))
-    if state["private_grad"]["step"] > ledger.releases:
+    if state["private_grad"]["step"] > ledger.next_step:
         steps = state["private_grad"]["step"]
         raise LedgerTooShortError(f"{steps} steps, more than its ledger has charged ({ledger.releases})")
     if not ledger.went_through(state["ledger"]):

@@ -706,7 +706,7 @@ class PrivateGradient:
         if state.get("plan") != (kind := self._kind_of_plan()):
             condition, remedy = f"to be of a plan with {kind}", "resume under the plan that the state was saved under"
             raise expected(function, "state", condition, described(state.get("plan")), remedy)
-        if self.processes.rank == 0 and state["step"] > min(self._ledger.next_step, self._plan.steps):
+        if self.processes.rank == 0 and state["step"] > self._ledger.next_step:
             remedy = "give PrivateGradient(..., ledger=) the ledger file of the run that saved the state"
             condition, got = f"to hold the {state['step']} steps of the state", f"{self._ledger.releases} releases"
             raise expected(function, "the ledger", condition, got, remedy)

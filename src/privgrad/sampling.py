@@ -100,6 +100,7 @@ class BatchSampler(Sampler[Draw]):
     Attributes:
         dataset: the data set of batches that a DataLoader needs.
         worker_seed: a seed for a DataLoader's worker processes.
+        groups: with bands, the group of each example, shape (n,). PRIVATE: `audit.methods` reads it.
     Privacy:
         Under "poisson" the actual rate is at most sample_rate, and less than 2**-63 below it, or that times the
         example's rate of ClassRates. With bands, no example is in two batches that are fewer than b steps apart, and
@@ -127,7 +128,7 @@ class BatchSampler(Sampler[Draw]):
     ) -> None:
         require_all_processes("plan.batches", processes)
         require_integer("plan.batches", "start", start, 0)
-        if source.seed is None and start % bands:
+        if source.seed is None and start % bands and start < steps:
             condition, remedy = f"to be a multiple of {bands} for noise with memory", "give start=ledger.next_step"
             raise expected("plan.batches", "start", condition, start, remedy, SamplingError)
         if collate is not None:
@@ -148,7 +149,7 @@ class BatchSampler(Sampler[Draw]):
         self._seed, self._rank, self._processes = source.seed, processes.rank, processes.count
         self._bands = bands
         groups = source.stream("bands").uint64(0, self._count) if bands > 1 else np.zeros(0, np.uint64)
-        self._groups = (groups % np.uint64(bands)).astype(np.uint16)
+        self.groups = (groups % np.uint64(bands)).astype(np.uint16)
         self.worker_seed = int(source.stream("workers").uint64(start, processes.count)[processes.rank])
 
     def __len__(self) -> int:
@@ -165,7 +166,7 @@ class BatchSampler(Sampler[Draw]):
             else:
                 chosen = _poisson_each(self._stream, step, self._rate * self._relative)
             if self._bands > 1:
-                chosen = chosen[self._groups[chosen] == step % self._bands]
+                chosen = chosen[self.groups[chosen] == step % self._bands]
             chosen = chosen[chosen % self._processes == self._rank]
         else:
             chosen = _fixed(self._stream, step, self._size, self._count)

@@ -14,6 +14,7 @@ from mutants.draws import NOISE, SAMPLING
 from mutants.features import FEATURES
 from mutants.gradients import CLIPPING, GRADIENTS
 from mutants.input_maps import INPUT_MAPS
+from mutants.memory import MEMORY
 from mutants.methods import OPTIMIZERS, PERTURBING, PRECONDITIONING
 from mutants.mutant import Mutant, ending
 from mutants.norms import NORMS
@@ -23,6 +24,7 @@ from mutants.users import USERS
 
 MUTANTS: dict[str, list[Mutant]] = {
     "Noise": NOISE,
+    "Noise with memory": MEMORY,
     "Sampling": SAMPLING,
     "Clipping": CLIPPING,
     "Statistics of norms, and rules for C": NORMS,

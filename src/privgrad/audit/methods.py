@@ -17,6 +17,7 @@ from privgrad import accounting, optim, precondition
 from privgrad.accounting import Release
 from privgrad.audit.bounds import require_confidence
 from privgrad.audit.games import Audit, Game, directions, distinguish, one_run
+from privgrad.correlation import Banded
 from privgrad.errors import did_you_mean, expected, require_integer, require_positive
 from privgrad.gradient import clipping, perturb
 from privgrad.gradient.local_training import LocalUpdate
@@ -24,6 +25,7 @@ from privgrad.gradient.public_gradient import PublicGradient
 from privgrad.optim.base import constructor_arguments
 from privgrad.plan import PrivacyPlan
 from privgrad.private_gradient import PrivateGradient
+from privgrad.sampling import batches
 from privgrad.types import Scales
 
 Mechanism = Literal["step", "training"]
@@ -49,6 +51,7 @@ class Method:
         noise_on_grid: of the plan.
         canaries: number of canaries in one run.
         users: whether a row of the data is a user with two examples.
+        bands: of the noise; 1 is independent noise.
     """
 
     optimizer: str = "SGD"
@@ -58,6 +61,7 @@ class Method:
     noise_on_grid: bool = False
     canaries: int = _CANARIES
     users: bool = False
+    bands: int = 1
 
 
 class _Sum(nn.ModuleList):
@@ -121,6 +125,7 @@ METHODS: Mapping[str, Method] = {
     "noise on a grid": Method(noise_on_grid=True),
     "users": Method(private_grad=_with(perturb=LocalUpdate(0.5, batch_size=1)), users=True),
     "groups of 2": Method(group_size=2, canaries=1),
+    "Banded": Method(bands=4),
     "AdaDPS, BAM, PerLayer, microbatches": Method(
         private_grad=lambda model: {
             "precondition": precondition.public_adam(_public(model)),
@@ -146,6 +151,9 @@ def method_game(
     pulls the other way by half of C. So the two cases lie on both sides of zero, where optimizers that use little more
     than the sign distinguish them. A canary's gradient is thousands of times C. With groups the only canary turns the
     mean of the group around, from -C to C.
+
+    With noise of b bands, b steps stand in place of each step, and each person is drawn in one of them. The attack knows
+    the group of each canary, and undoes the recursion of the noise.
 
     Args:
         name: of METHODS.
@@ -269,6 +277,8 @@ def _method(name: str) -> Method:
 @functools.cache
 def _directions(method: Method) -> Tensor:
     """Return `Game.directions` of a method, from its mechanism before the noise; cached."""
+    if method.bands > 1:
+        return torch.eye(method.canaries, dtype=torch.float64)  # the mechanism releases a score for each canary
     # Not a plan without noise: scales that are measured by the noise would differ.
     return directions(_mechanism(method, Release(1.0, 1.0), before_noise=True), _data(method, 1.0), method.canaries)
 
@@ -304,10 +314,12 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
     It uses one PrivateGradient, which starts again at every call, with new noise.
     """
     model, count = _Sum(method.layers, method.canaries), _company(method, claimed.sample_rate)
+    bands, steps = method.bands, claimed.count * method.bands
     plan = PrivacyPlan(
-        sample_rate=claimed.sample_rate,
+        sample_rate=claimed.sample_rate / bands,
         steps=_PAID_STEPS,
-        expected_batch_size=round(count * claimed.sample_rate),
+        expected_batch_size=round(count * claimed.sample_rate / bands),
+        correlation=Banded(bands).for_steps(steps) if bands > 1 else None,
         noise_multiplier=claimed.noise_multiplier,
         max_grad_norm=1.0,
         num_examples=count,
@@ -328,18 +340,39 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
     def release(data: TensorDataset) -> Tensor:
         model.begin()
         private_grad.load_state_dict(beginning)
-        optimizer, released = _optimizer(method.optimizer, model, claimed.count), list[Tensor]()
-        for batch in islice(plan.batches(data), claimed.count):
+        optimizer, released = _optimizer(method.optimizer, model, steps), list[Tensor]()
+        sampler = plan.sampler(data)
+        for batch in islice(batches(sampler), steps):
             gradient = private_grad(batch)
             released.append(flat(gradient))
             optimizer.step(grad=gradient)
         if before_noise:
             return raw.pop()
+        if plan.correlation is not None:
+            canaries = data.tensors[0][count:].argmax(1)
+            groups = torch.randint(bands, (method.canaries,))  # of those that are out
+            groups[canaries] = torch.from_numpy(sampler.groups[count:].astype("int64"))
+            return _scores_in_groups(torch.stack(released), plan.correlation, groups)
         if method.optimizer == "SGD":
             return torch.stack(released).sum(0)
         return -flat(dict(model.named_parameters()))
 
     return release
+
+
+def _scores_in_groups(released_TP: Tensor, correlation: Banded, group_P: Tensor) -> Tensor:
+    """Return the score of each coordinate in its group, shape (P,).
+
+    y = S + sigma F^-1 z becomes F S + sigma z by F. With S = 1 at the steps g, g + b, ... and 0 at all others, the sum
+    of F^T F y over these steps is the optimal score.
+    """
+    steps, bands = len(released_TP), correlation.bands
+    factor = torch.zeros(steps, steps, dtype=torch.float64)
+    for back, coefficient in enumerate(correlation.chosen):
+        factor += coefficient * torch.diag(torch.ones(steps - back, dtype=torch.float64), -back)
+    scores_TP = factor.T @ factor @ released_TP
+    by_group = torch.stack([scores_TP[group::bands].sum(0) for group in range(bands)])
+    return by_group.gather(0, group_P[None])[0]
 
 
 def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:

@@ -1,0 +1,106 @@
+"""Faults of noise with memory: its recursion, its groups, and its price."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mutants.mutant import Mutant, Patch
+from privgrad import correlation, noise, plan_base, sampling
+from privgrad.noise import Recursion
+from privgrad.participations import Participations
+from privgrad.private_gradient import PrivateGradient
+
+COVARIANCE = "test_noise_memory.test_the_covariance_is_that_of_the_factor"
+GROUPS = "test_noise_memory.test_a_person_is_drawn_from_one_group_by_poisson"
+PRICE = "test_banded.test_a_person_pays_for_the_steps_of_one_group"
+
+
+def z_reused(patch: Patch) -> None:
+    """Each two steps have one z."""
+    real = noise._release_on_cpu
+
+    def wrong(values: Any, add: Any, stream: Any, step: int, *rest: Any) -> None:
+        real(values, add, stream, step // 2 * 2, *rest)
+
+    patch.setattr(noise, "_release_on_cpu", wrong)
+
+
+def past_forgotten(patch: Patch) -> None:
+    patch.setattr(Recursion, "moved", lambda *_: None)
+
+
+def sensitivity_of_longer_coefficients(patch: Patch) -> None:
+    patch.setattr(correlation, "_checked", lambda coefficients, bands: tuple(coefficients))
+
+
+def groups_drawn(planted: Callable[[int, int], int]) -> Callable[[Patch], None]:
+    """Plants another group for each step, (step, bands) -> group."""
+
+    def plant(patch: Patch) -> None:
+        real: Any = sampling.BatchSampler._draw
+
+        def wrong(self: Any, step: int) -> Any:
+            drawn = real(self, planted(step, self._bands))
+            return type(drawn)(drawn.indices, drawn.seed, real(self, step).sampling)
+
+        patch.setattr(sampling.BatchSampler, "_draw", wrong)
+
+    return plant
+
+
+def groups_per_step(patch: Patch) -> None:
+    """Every step has groups of its own."""
+    real: Any = sampling.BatchSampler._draw
+
+    def wrong(self: Any, step: int) -> Any:
+        groups = self._stream.uint64(1000 + step, len(self.groups)) % np.uint64(self._bands)
+        self.groups = groups.astype(np.uint16)
+        return real(self, step)
+
+    patch.setattr(sampling.BatchSampler, "_draw", wrong)
+
+
+def rate_of_all(patch: Patch) -> None:
+    """The ledger charges the rate at which a person is drawn on average."""
+    patch.setattr(plan_base.PlanBase, "group_rate", property(lambda self: self.sample_rate))
+
+
+def one_count_for_all_streams(patch: Patch) -> None:
+    real = Participations._parts
+    patch.setattr(Participations, "_parts", lambda self, draw: ("", real(self, draw)[1]))
+
+
+def old_noise_with_new_groups(patch: Patch) -> None:
+    real: Any = PrivateGradient._begin_noise
+
+    def wrong(self: Any, drawn: Any) -> Any:
+        if self._recursion is not None:
+            self._drawn_by = drawn.stream
+        return real(self, drawn)
+
+    patch.setattr(PrivateGradient, "_begin_noise", wrong)
+
+
+MEMORY = [
+    Mutant("z that two steps share", z_reused, COVARIANCE, {"changed": {}}),
+    Mutant("noise whose past is forgotten", past_forgotten, COVARIANCE, {"changed": {}}),
+    Mutant(
+        "coefficients longer than the sensitivity",
+        sensitivity_of_longer_coefficients,
+        "test_banded.test_longer_coefficients_are_divided_by_their_norm",
+    ),
+    Mutant("a group that is drawn twice in its turn", groups_drawn(lambda t, b: t // 2), GROUPS, {"bands": 2}),
+    Mutant("groups drawn anew in each step", groups_per_step, GROUPS, {"bands": 5}),
+    Mutant("the average rate charged", rate_of_all, PRICE),
+    Mutant(
+        "participations in old and in new groups counted as one",
+        one_count_for_all_streams,
+        "test_banded.test_new_groups_count_anew",
+    ),
+    Mutant(
+        "old noise for new groups",
+        old_noise_with_new_groups,
+        "test_banded.test_new_groups_have_new_noise",
+    ),
+]
