@@ -31,7 +31,7 @@ from privgrad.errors import (
     require_positive,
     require_rate,
 )
-from privgrad.mechanisms import Mechanism, Release, Repeated, Selection, Split, each_group, mechanisms_of
+from privgrad.mechanisms import Mechanism, Release, Repeated, Selection, Split, Truncated, each_group, mechanisms_of
 
 Accountant = Literal["pld", "rdp"]
 
@@ -57,7 +57,8 @@ def epsilon(
             groups that a person may be in.
         delta: in (0, 1).
         accountant: "pld" (tighter) or "rdp". "pld" returns the smaller of both epsilons, because both are valid. With a
-            Selection it returns that of RDP, because PLD does not cover Selections.
+            Selection it returns that of RDP, because PLD does not cover Selections. RDP does not cover truncated
+            samples: it gives infinity.
         assume_poisson: account for fixed-size batches as if they were Poisson samples. The number is then a label
             for comparison with the literature, not a guarantee.
     Returns:
@@ -66,7 +67,8 @@ def epsilon(
         PrivacyError: a number is out of its range, or the accountant is unknown.
         SamplingError: a release is from fixed-size batches, which no accountant here covers.
     Privacy:
-        An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, add or remove one unit. Their
+        An upper bound for T-fold adaptive composition of Poisson-subsampled Gaussians, truncated or not, add or remove
+        one unit. Their
         noise and number were fixed beforehand. Where later ones were chosen after a look at results,
         `privacy_filter.filter_epsilon` is the bound.
     Reference:
@@ -120,7 +122,7 @@ def _attack_success(mechanisms: tuple[Mechanism, ...], alpha: float) -> float:
     has_selection = any(isinstance(mechanism, Repeated) for mechanism in mechanisms)
     if not math.isfinite(_compose(by_rdp if has_selection else by_pld, mechanisms, 1e-6)):
         return 1.0
-    costs = _safe_costs(by_rdp, mechanisms).tolist()
+    costs = _safe_costs(by_rdp, mechanisms).tolist() if has_selection else []
     bound = 1.0
     for eps in np.linspace(0.0, 12.0, 121):
         delta = float(
@@ -142,14 +144,19 @@ def _epsilon(mechanisms: tuple[Mechanism, ...], delta: float, accountant: str) -
         return math.inf
     is_coarse = accountant.startswith("coarse")
     orders = _COARSE_ORDERS if is_coarse else _RDP_ORDERS
-    by_rdp = _compose(rdp.RdpAccountant(orders), mechanisms, delta)
+    truncated = [mechanism for mechanism in mechanisms if isinstance(mechanism, Truncated)]
+    if truncated and accountant == "rdp":
+        return math.inf  # RDP does not cover truncation
+    # Without the truncation, RDP is not a bound: it only guides the search, and the interval of PLD.
+    covered = tuple(one.untruncated if isinstance(one, Truncated) else one for one in mechanisms)
+    by_rdp = _compose(rdp.RdpAccountant(orders), covered, delta)
     if accountant.endswith("rdp") or any(isinstance(mechanism, Repeated) for mechanism in mechanisms):
         return by_rdp
     # An interval of 1e-4 is accurate enough up to epsilon 20. Above, the interval grows with epsilon to bound memory.
     finest = 1e-3 if is_coarse else 1e-4
     interval = finest * max(1.0, by_rdp / 20) if math.isfinite(by_rdp) else 1e-2
     by_pld = _compose(pld.PLDAccountant(value_discretization_interval=interval), mechanisms, delta)
-    return min(by_rdp, by_pld)
+    return by_pld if truncated else min(by_rdp, by_pld)
 
 
 def _compose(
@@ -190,6 +197,8 @@ def renyi_costs(mechanisms: tuple[Mechanism, ...]) -> dict[float, float]:
 def _renyi_costs(mechanism: Mechanism, orders: tuple[float, ...]) -> tuple[float, ...]:
     """Return the RDP of one kind of release by order, as in `renyi_costs`; cached."""
     accountant = rdp.RdpAccountant(orders)
+    if isinstance(mechanism, Truncated):
+        return (math.inf,) * len(orders)
     if _lacks_noise((mechanism,)) or not math.isfinite(_compose(accountant, (mechanism,), 1e-6)):
         return (math.inf,) * len(orders)
     return tuple(_safe_costs(accountant, (mechanism,)).tolist())
@@ -208,6 +217,9 @@ def _event(mechanism: Mechanism) -> dp_accounting.DpEvent:
         rounding = dp_accounting.ZCDpEvent(rho=_rounding_rate(mechanism.mechanisms))
         run = dp_accounting.ComposedDpEvent([*events, rounding])
         return dp_event.RepeatAndSelectDpEvent(run, mechanism.mean, mechanism.shape)
+    if isinstance(mechanism, Truncated):
+        sigma, rate, largest, examples, _ = mechanism
+        return dp_event.TruncatedSubsampledGaussianDpEvent(examples, rate, largest, sigma)
     noise_multiplier, sample_rate, _ = mechanism
     event = dp_accounting.GaussianDpEvent(noise_multiplier)
     return event if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, event)
@@ -230,7 +242,7 @@ def _rounding_rate(mechanisms: Iterable[Mechanism]) -> float:
     relative error of 2^-39. This matters at rates below about 1e-10. `_event` adds that of a Selection itself.
     """
     plain = (mechanism for mechanism in mechanisms if not isinstance(mechanism, Repeated))
-    return 2.0**-36 * sum(rate * count for _, rate, count in plain if rate < 1)
+    return 2.0**-36 * sum(one[1] * one[-1] for one in plain if one[1] < 1)
 
 
 def _lacks_noise(mechanisms: Iterable[Mechanism]) -> bool:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from privgrad.accounting import calibrate_noise_multiplier
+from privgrad.accounting import calibrate, calibrate_noise_multiplier
 from privgrad.correlation import Banded
 from privgrad.errors import described, expected
 from privgrad.mechanisms import Release, Selection
@@ -27,6 +27,7 @@ class Budgeted:
         sample_rate: q of independent noise, B / n.
         steps: T.
         besides: as in PrivacyPlan.for_budget.
+        truncation: the largest batch size and the number of examples, for truncated samples.
     """
 
     target_epsilon: float
@@ -34,9 +35,17 @@ class Budgeted:
     sample_rate: float
     steps: int
     besides: tuple[Release | Selection, ...]
+    truncation: tuple[int, int] | None = None
 
     def noise_multiplier(self, bands: int) -> float:
         """Return sigma for a number of bands: ceil(T / b) draws of each person at the rate b q."""
+        if self.truncation is not None:
+
+            def releases(sigma: float) -> list[Release | Selection]:
+                assert self.truncation is not None
+                return [Release(sigma, self.sample_rate, "truncated", self.steps, *self.truncation), *self.besides]
+
+            return calibrate(releases, target_epsilon=self.target_epsilon, delta=self.delta)
         return calibrate_noise_multiplier(
             target_epsilon=self.target_epsilon,
             delta=self.delta,

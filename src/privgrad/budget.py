@@ -231,8 +231,8 @@ class Budget:
         if not isinstance(plan, PrivacyPlan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise expected(function, "plan", "to be a PrivacyPlan", described(plan), "make one: PrivacyPlan(...)")
         self.require_covered(function, plan.num_examples, plan.privacy_unit)
-        if plan.simulates is not None or not plan.is_covered:
-            got = "a plan made by scaled()" if plan.simulates is not None else "sampling 'fixed'"
+        if plan.simulates is not None or plan.sampling != "poisson":  # the filter of a budget needs RDP
+            got = "a plan made by scaled()" if plan.simulates is not None else f"sampling {plan.sampling!r}"
             remedy = "draw Poisson batches; simulate without a budget, on public data"
             raise expected(function, "plan", "to be one whose epsilon is a guarantee", got, remedy)
         place = Path(path).absolute()

@@ -22,7 +22,7 @@ from privgrad.errors import (
     require_integer,
     require_path,
 )
-from privgrad.ledger_facts import bands_of, checked_plan, other_plan
+from privgrad.ledger_facts import bands_of, checked_plan, other_plan, release_of
 from privgrad.ledger_file import VERSION, LedgerFile, not_open
 from privgrad.participations import Participations
 from privgrad.rng import this_process
@@ -327,9 +327,8 @@ class Ledger:
         Raises:
             PrivacyError: its numbers are not those of the ledger's plan.
         """
-        plan = self.plan_facts
-        release = Release(line["noise_multiplier"], line["sample_rate"], line["scheme"])
-        if release != Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"]):
+        release = release_of(self.plan_facts, line)
+        if release != release_of(self.plan_facts):
             condition = "to have the noise multiplier, sample rate and sampling of the ledger's plan"
             raise expected("Ledger", "each release", condition, release, "restore the file")
         return release
@@ -369,7 +368,7 @@ class Ledger:
             self._begin(plan)
             if (committed := plan.get("commitment")) is not None:
                 require_integer("Ledger", "commitment", committed["releases"], 1)
-                kind = Release(plan["noise_multiplier"], plan["sample_rate"], plan["sampling"], committed["releases"])
+                kind = replace(release_of(plan), count=committed["releases"])
                 self._committed, self._budget = (str(committed["name"]), kind), str(committed["budget"])
         else:
             self._count(self._checked(line), line)

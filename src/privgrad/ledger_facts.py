@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 from privgrad.errors import SUGGESTED, expected, require_integer, require_nonnegative, require_rate
+from privgrad.mechanisms import Release
 from privgrad.types import SamplingScheme
 
 # Facts that are no numbers of the plan: the argument of PrivateGradient by fact, and what follows from these.
@@ -18,6 +20,16 @@ def bands_of(facts: Mapping[str, Any]) -> int:
     """Return the number of groups of people that take turns; 1 with independent noise."""
     memory: Mapping[str, Any] | None = facts.get("noise_memory")
     return 1 if memory is None else memory["bands"]
+
+
+def release_of(facts: Mapping[str, Any], line: Mapping[str, Any] | None = None) -> Release:
+    """Return the release of one line; without a line, that of the plan."""
+    found = facts | {"scheme": facts["sampling"]} if line is None else line
+    release = Release(found["noise_multiplier"], found["sample_rate"], found["scheme"])
+    if release.scheme == "truncated":
+        largest, examples = facts["max_batch_size"], facts["num_examples"]
+        return replace(release, max_batch_size=largest, num_examples=examples)
+    return release
 
 
 def other_plan(held: Mapping[str, Any], given: Mapping[str, Any]) -> Exception | None:
@@ -56,5 +68,8 @@ def checked_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     if (memory := plan.get("noise_memory")) is not None:
         require_integer("Ledger", "bands", memory["bands"], 2)
     if plan["sampling"] not in get_args(SamplingScheme):
-        raise expected("Ledger", "sampling", "to be 'poisson' or 'fixed'", plan["sampling"], "restore the file")
+        condition = f"to be one of {', '.join(get_args(SamplingScheme))}"
+        raise expected("Ledger", "sampling", condition, plan["sampling"], "restore the file")
+    if plan["sampling"] == "truncated":
+        require_integer("Ledger", "max_batch_size", plan["max_batch_size"], 1)
     return dict(plan)

@@ -85,10 +85,14 @@ class Examples(Dataset[Batch]):
                 "make DataLoader(sampler.dataset, sampler=sampler, batch_size=None) with sampler=plan.sampler(data)"
             )
             raise expected("plan.sampler", "each index", "to be a draw", described(draw), remedy, SamplingError)
+        chosen = draw.indices
+        if (rows := draw.sampling.max_batch_size) is not None:  # padding: copies of an example, which count for nothing
+            copied = chosen[:1] if len(chosen) else np.zeros(1, np.int64)
+            chosen = np.concatenate([chosen, np.repeat(copied, rows - len(chosen))])
         if self._tensors is not None:
-            return Batch(self.take(draw.indices), len(draw.indices), draw.sampling)
+            return Batch(self.take(chosen), len(draw.indices), draw.sampling)
         with _seeded(draw.seed):
-            return Batch(self.take(draw.indices), len(draw.indices), draw.sampling)
+            return Batch(self.take(chosen), len(draw.indices), draw.sampling)
 
     def take(self, chosen: np.ndarray) -> Any:
         """Return the chosen examples, collated, without a seed. `sampling` also compares processes with it.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from privgrad.errors import (
     SamplingError,
@@ -18,7 +18,7 @@ from privgrad.errors import (
     require_nonnegative,
     require_rate,
 )
-from privgrad.types import SamplingScheme
+from privgrad.types import COVERED, SamplingScheme
 
 _MOST_GROUPS = 256  # combinations whose cost is computed one by one
 
@@ -34,12 +34,16 @@ class Release:
         sample_rate: q in (0, 1].
         scheme: how the batches were drawn.
         count: number of releases, >= 0.
+        max_batch_size: for scheme "truncated", the largest number of examples in a batch.
+        num_examples: for scheme "truncated", the exact public size of the data set.
     """
 
     noise_multiplier: float
     sample_rate: float
     scheme: SamplingScheme = "poisson"
     count: int = 1
+    max_batch_size: int | None = None
+    num_examples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,29 @@ def each_group(function: str, releases: Iterable[Release | Selection | Split]) -
 class Repeated(NamedTuple):
     """A Selection as `accounting` composes it."""
 
-    mechanisms: "tuple[tuple[float, float, int], ...]"
+    mechanisms: "tuple[Plain, ...]"
     mean: float
     shape: float
     times: int
 
 
-Mechanism = tuple[float, float, int] | Repeated
+class Truncated(NamedTuple):
+    """Releases from truncated Poisson samples as `accounting` composes them: PLD covers them, and RDP does not."""
+
+    noise_multiplier: float
+    sample_rate: float
+    max_batch_size: int
+    num_examples: int
+    count: int
+
+    @property
+    def untruncated(self) -> tuple[float, float, int]:
+        """The same releases without truncation, which cost a little less."""
+        return self.noise_multiplier, self.sample_rate, self.count
+
+
+Plain = tuple[float, float, int] | Truncated
+Mechanism = Plain | Repeated
 
 
 def mechanisms_of(
@@ -122,7 +142,8 @@ def mechanisms_of(
 ) -> tuple[Mechanism, ...]:
     """Return releases as (noise multiplier, sample rate, count), equal ones added up, in ascending order.
 
-    Selections follow them, each as a Repeated. `accounting` and `budget` call this.
+    Those of truncated samples are among them, each as a Truncated. Selections follow, each as a Repeated. `accounting`
+    and `budget` call this.
 
     Args:
         function: name of the public function, for errors.
@@ -155,14 +176,14 @@ def require_law(function: str, mean: float, shape: float) -> None:
         raise expected(function, "shape", "to be a number >= 0, or infinity", described(shape), remedy)
 
 
-def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> tuple[tuple[float, float, int], ...]:
-    """Return plain releases as (noise multiplier, sample rate, count), equal ones added up, in ascending order."""
-    counts: dict[tuple[float, float], int] = {}
+def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> tuple[Plain, ...]:
+    """Return plain releases as `mechanisms_of` does: equal ones added up, in ascending order."""
+    counts: dict[tuple[Any, ...], int] = {}
     for release in releases:
         if not isinstance(release, Release):  # pyright: ignore[reportUnnecessaryIsInstance]
             remedy = "give a list: [Release(noise_multiplier, sample_rate, count=steps)]"
             raise expected(function, "releases", "to be a list of Release", described(release), remedy)
-        if release.scheme != "poisson" and not assume_poisson:
+        if release.scheme not in COVERED and not assume_poisson:
             raise expected(
                 function,
                 "batches",
@@ -174,6 +195,11 @@ def _sums(function: str, releases: Iterable[Release], assume_poisson: bool) -> t
         require_nonnegative(function, "noise_multiplier", release.noise_multiplier, "give sigma")
         require_rate(function, release.sample_rate)
         require_integer(function, "count", release.count, 0)
-        key = (float(release.noise_multiplier), float(release.sample_rate))
+        key: tuple[Any, ...] = (float(release.noise_multiplier), float(release.sample_rate))
+        if release.scheme == "truncated":
+            require_integer(function, "max_batch_size", release.max_batch_size, 1)
+            require_integer(function, "num_examples", release.num_examples, 1)
+            key += (release.max_batch_size, release.num_examples)
         counts[key] = counts.get(key, 0) + release.count
-    return tuple(sorted((*key, count) for key, count in counts.items() if count > 0))
+    found = sorted((*key, count) for key, count in counts.items() if count > 0)
+    return tuple(Truncated(*one) if len(one) > 3 else cast("Plain", one) for one in found)

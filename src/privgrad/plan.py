@@ -18,7 +18,13 @@ from privgrad.band_choice import Budgeted, calibrated
 from privgrad.correlation import Banded
 from privgrad.errors import expected, require_integer
 from privgrad.plan_base import PlanBase
-from privgrad.plan_numbers import require_numbers, require_part, require_user_numbers, scaled_numbers
+from privgrad.plan_numbers import (
+    require_numbers,
+    require_part,
+    require_truncation,
+    require_user_numbers,
+    scaled_numbers,
+)
 from privgrad.processes import ALONE, Processes
 from privgrad.rng import RandomSource
 from privgrad.sampling import BatchSampler, Collate, batches
@@ -42,7 +48,10 @@ class PrivacyPlan(PlanBase):
         num_examples: n >= 1, the public size of the data set.
         delta: in (0, 1). None: pass it to each call of `epsilon` instead.
         target_epsilon: the epsilon that the noise was calibrated for, or None. A record only.
-        sampling: "poisson"; or "fixed" for shuffled batches of one size. No accountant covers "fixed".
+        sampling: "poisson"; "truncated" for Poisson samples of at most max_batch_size examples, padded to that size; or
+            "fixed" for shuffled batches of one size. No accountant covers "fixed".
+        max_batch_size: for "truncated" only: the number of rows of each batch, public. ceil(B + 6 sqrt(B)) costs next
+            to nothing; less costs more noise.
         seed: None for the operating system's entropy. An integer makes the run reproducible and its noise
             predictable, which voids the privacy guarantee: for research only.
         group_size: k >= 1, a divisor of B. The mean gradient of each k examples is clipped as one gradient. For
@@ -87,6 +96,7 @@ class PrivacyPlan(PlanBase):
         expected_batch_size: int,
         steps: int,
         sampling: SamplingScheme = "poisson",
+        max_batch_size: int | None = None,
         seed: int | None = None,
         group_size: int = 1,
         noise_on_grid: bool = False,
@@ -106,6 +116,7 @@ class PrivacyPlan(PlanBase):
             expected_batch_size: as in PrivacyPlan; at most num_examples.
             steps: as in PrivacyPlan.
             sampling: as in PrivacyPlan.
+            max_batch_size: as in PrivacyPlan.
             seed: as in PrivacyPlan.
             group_size: as in PrivacyPlan.
             noise_on_grid: as in PrivacyPlan.
@@ -127,7 +138,11 @@ class PrivacyPlan(PlanBase):
         require_integer("for_budget", "num_examples", num_examples, 1)
         require_part("for_budget", "expected_batch_size", expected_batch_size, "num_examples", num_examples)
         sample_rate = expected_batch_size / num_examples
-        budget = Budgeted(target_epsilon, delta, sample_rate, steps, tuple(besides))
+        truncation = None
+        if sampling == "truncated":
+            require_truncation("for_budget", max_batch_size, expected_batch_size, num_examples)
+            truncation = (cast(int, max_batch_size), num_examples)
+        budget = Budgeted(target_epsilon, delta, sample_rate, steps, tuple(besides), truncation)
         correlation, noise_multiplier = calibrated(correlation, budget)
         return cls(
             sample_rate=sample_rate,
@@ -139,6 +154,7 @@ class PrivacyPlan(PlanBase):
             delta=delta,
             target_epsilon=target_epsilon,
             sampling=sampling,
+            max_batch_size=max_batch_size,
             seed=seed,
             group_size=group_size,
             noise_on_grid=noise_on_grid,
@@ -253,7 +269,9 @@ class PrivacyPlan(PlanBase):
         delta, steps = self.delta if delta is None else delta, self.steps if steps is None else steps
         if delta is None:
             raise expected("PrivacyPlan.epsilon", "delta", "to be given", None, "pass delta, such as delta=1e-5")
-        release = replace(self.release_of(steps), scheme="poisson")
+        release = self.release_of(steps)
+        if not self.is_covered:
+            release = replace(release, scheme="poisson")
         return accounting.epsilon([release], delta=delta, accountant=accountant)
 
     def batches(
@@ -313,4 +331,5 @@ class PrivacyPlan(PlanBase):
             processes=processes,
             privacy_unit=self.privacy_unit,
             bands=self.bands,
+            max_batch_size=self.max_batch_size,
         )

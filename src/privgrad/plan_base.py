@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from privgrad.accounting import Release
 from privgrad.correlation import Banded
 from privgrad.noise import std_of_noise
-from privgrad.types import PrivacyUnit, SamplingScheme
+from privgrad.types import COVERED, PrivacyUnit, SamplingScheme
 
 _SCALED = ("expected_batch_size", "sample_rate", "noise_multiplier")  # what `scaled` scales
 
@@ -29,6 +29,7 @@ class PlanBase:
     delta: float | None = None
     target_epsilon: float | None = None
     sampling: SamplingScheme = "poisson"
+    max_batch_size: int | None = None
     seed: int | None = None
     group_size: int = 1
     noise_on_grid: bool = False
@@ -88,6 +89,8 @@ class PlanBase:
         Args:
             processes: the number of processes that share each batch; the result is for one of them.
         """
+        if self.max_batch_size is not None:
+            return self.max_batch_size
         expected = self.expected_batch_size / processes
         spread = 3 * math.sqrt(expected * (1 - self.sample_rate)) if self.sampling == "poisson" else 0.0
         return math.ceil(expected + spread)
@@ -98,7 +101,7 @@ class PlanBase:
 
         `experiments.runner` reads it to label the epsilon of a run. The guarantee does not rest on it.
         """
-        return self.sampling == "poisson"
+        return self.sampling in COVERED
 
     @property
     def epoch_steps(self) -> int:
@@ -116,7 +119,9 @@ class PlanBase:
         PrivateGradient reads it.
         """
         charged = self.noise_multiplier if self.simulates is None else 0.0
-        return Release(charged, self.group_rate, self.sampling)
+        if self.max_batch_size is None:
+            return Release(charged, self.group_rate, self.sampling)
+        return Release(charged, self.group_rate, self.sampling, 1, self.max_batch_size, self.num_examples)
 
     def release_of(self, steps: int) -> Release:
         """Return the releases in which one person may take part in so many steps. Budgets commit those of all steps."""
@@ -134,6 +139,7 @@ class PlanBase:
             "sampling": self.sampling,
             "sample_rate": self.group_rate,
             "expected_batch_size": self.expected_batch_size,
+            "max_batch_size": self.max_batch_size,
             "noise_multiplier": self.release.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "num_examples": self.num_examples,

@@ -62,6 +62,14 @@ def require_numbers(plan: "PrivacyPlan") -> None:
         remedy = "set group_size=1: all examples of a user are clipped as one anyway"
         raise expected(function, "group_size", "to be 1 for privacy_unit 'user'", plan.group_size, remedy)
     require_choice(function, "sampling", plan.sampling, get_args(SamplingScheme))
+    if plan.sampling == "truncated":
+        require_truncation(function, plan.max_batch_size, plan.expected_batch_size, plan.num_examples)
+        if plan.group_size > 1:
+            remedy = "draw Poisson batches for groups of examples"
+            raise expected(function, "group_size", "to be 1 for truncated batches", plan.group_size, remedy)
+    elif plan.max_batch_size is not None:
+        condition, remedy = "to be None without truncation", 'give sampling="truncated"'
+        raise expected(function, "max_batch_size", condition, plan.max_batch_size, remedy)
     if plan.correlation is not None:
         _require_correlation(function, plan, plan.correlation)
     if plan.seed is not None:
@@ -97,6 +105,16 @@ def _require_correlation(function: str, plan: "PrivacyPlan", correlation: object
         )
         condition = f"to be at most {most} (steps, and num_examples / expected_batch_size)"
         raise expected(function, "bands", condition, bands, remedy)
+
+
+def require_truncation(function: str, max_batch_size: object, expected_batch_size: int, num_examples: int) -> None:
+    """Raise PrivacyError unless a largest batch size suits the expected one. `PrivacyPlan.for_budget` calls it too."""
+    usual = min(num_examples, math.ceil(expected_batch_size + 6 * math.sqrt(expected_batch_size)))
+    whole = isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool)
+    if not whole or not expected_batch_size <= max_batch_size <= num_examples:
+        condition = f"from expected_batch_size to num_examples ({expected_batch_size} to {num_examples})"
+        remedy = f"give max_batch_size={usual}, say"
+        raise expected(function, "max_batch_size", condition, described(max_batch_size), remedy)
 
 
 def is_infinite(value: object) -> bool:
@@ -144,6 +162,7 @@ def _numbers_at(plan: "PrivacyPlan", batch_size: int, num_examples: int) -> dict
         "num_examples": num_examples,
         "sample_rate": plan.sample_rate * share if same else batch_size / num_examples,
         "noise_multiplier": plan.noise_multiplier * share,
+        "max_batch_size": None if plan.max_batch_size is None else math.ceil(plan.max_batch_size * share),
         "target_epsilon": None,
         "simulates": plan,
     }

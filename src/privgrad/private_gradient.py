@@ -58,7 +58,7 @@ from privgrad.plan import PrivacyPlan
 from privgrad.processes import ALONE, Processes, require_all_processes
 from privgrad.rng import RandomSource
 from privgrad.threads import keep_freed_memory
-from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples
+from privgrad.types import Batch, ClippedSum, LossFunction, NoisyGradient, Sampling, count_examples, part_of
 
 _Part = Contribution | Preconditioner | AdaptiveClip | LinearFilter
 _ENGINES = {"factored": Factored, "vmap": Vmap}
@@ -227,6 +227,9 @@ class PrivateGradient:
                     "private_options: private_options={'perturb': ...}"
                 )
             raise expected("PrivateGradient", "plan", condition, repr(plan.privacy_unit), remedy)
+        if plan.max_batch_size is not None and not self._contribution.keeps_order:
+            got, remedy = repr(plan.sampling), "plan with Poisson sampling"
+            raise expected("PrivateGradient", "sampling", f"to suit {self._contribution!r}", got, remedy)
         self._model, loss_fn = model, self._contribution.losses(loss_fn)
         self._engine = _ENGINES[engine](model, loss_fn, memory_mb=memory_mb)
         self._loss_fn = loss_fn
@@ -495,10 +498,13 @@ class PrivateGradient:
         raw_mean = partial(self._raw_mean, batch, "perturb")
         # Each process draws its own dropout masks; the public parts were the same in all.
         with seeded(seed + self._processes.rank), contribution.at(step, parameters, raw_mean):
+            done = 0
             for rows, chunk in self._chunks(batch, step, scales):
                 self._require_rows(rows, chunk, parameters)
                 chunk = with_mapped_inputs(chunk, transform.input_maps)
-                accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk)
+                padded = None if plan.max_batch_size is None else rows - max(0, min(batch.size - done, rows))
+                accumulator.add(shifted(chunk, transform.keep, transform.shift, parameters) if mixed else chunk, padded)
+                done += rows
                 del chunk  # before the next one is computed: only one is in memory
         return accumulator.result()
 
@@ -653,7 +659,7 @@ class PrivateGradient:
             raise expected("PrivateGradient", asked_by, condition, got, remedy)
         if batch.size == 0:
             return {name: torch.zeros_like(parameter) for name, parameter in trainable(self._model).items()}
-        sums = gradients(self._model, self._loss_fn, batch.examples)
+        sums = gradients(self._model, self._loss_fn, part_of(batch.examples, slice(batch.size)))
         return {name: value / batch.size for name, value in sums.items()}
 
     def _transform(self, batch: Batch, step: int, seed: int, parameters: Mapping[str, Tensor]) -> Transform:
@@ -762,8 +768,9 @@ class PrivateGradient:
             remedy = "pass what `plan.batches(dataset)` yields: it knows how it was drawn"
             raise refusal("to be a Batch", type(batch).__name__, remedy)
         plan, drawn = self._plan, batch.sampling
-        planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands)
-        if (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands) != planned:
+        planned = (plan.sampling, plan.group_rate, plan.expected_batch_size, plan.seed, plan.bands, plan.max_batch_size)
+        facts = (drawn.scheme, drawn.sample_rate, drawn.expected_batch_size, drawn.seed, drawn.bands)
+        if (*facts, drawn.max_batch_size) != planned:
             raise refusal("to be drawn by the plan's scheme and rate", drawn, "take the batch from the same plan")
         if plan.correlation is not None and drawn.stream == self._drawn_by and drawn.step < self._step:
             remedy = "take the batches in their order: the noise with memory follows it"
@@ -771,7 +778,7 @@ class PrivateGradient:
         if (drawn.rank, drawn.processes) != (self._processes.rank, self._processes.count):
             condition = f"to be drawn for process {self._processes.rank} of {self._processes.count}"
             raise refusal(condition, f"{drawn.rank} of {drawn.processes}", "give plan.batches the same processes")
-        if count_examples(batch.examples) != batch.size:
+        if count_examples(batch.examples) != (plan.max_batch_size or batch.size):
             got = "a different number of rows"  # the number itself is private
             raise refusal("to hold one row per example", got, "let plan.batches make it")
 

@@ -75,8 +75,9 @@ class BatchSampler(Sampler[Draw]):
         dataset: a map-style data set, with len() and integer indexing. Each example is a tensor, or a tuple, list or
             dict of values that default_collate takes. A ClassRates has a rate for each class.
         scheme: "poisson": every example is in a batch with probability sample_rate, independently of all else; a
-            batch may be empty. "fixed": the next expected_batch_size examples of a shuffled pass; the remainder of
-            each pass is dropped.
+            batch may be empty. "truncated": of such a sample with more than max_batch_size examples, as many at random;
+            each batch is padded to that size. "fixed": the next expected_batch_size examples of a shuffled pass; the
+            remainder of each pass is dropped.
         sample_rate: q in (0, 1]; with bands, of the people in the group of a step.
         expected_batch_size: B, public.
         num_examples: the public count; the data set must hold at least this many examples.
@@ -94,6 +95,8 @@ class BatchSampler(Sampler[Draw]):
         privacy_unit: the plan's. For "user", each item must hold all data of one person.
         bands: b, the number of groups that take turns: each example is in one of them, drawn at random, and step t
             draws from group t mod b; see noise.Banded. 1: all examples are one group.
+        max_batch_size: for "truncated", the number of rows of each batch. The data set must then have exactly
+            num_examples examples, because epsilon depends on how often a batch is truncated.
     Raises:
         SamplingError: the data set has no length, no examples or fewer than num_examples; batches are "fixed" in
             several processes; or the data set differs from the one of the first process.
@@ -125,6 +128,7 @@ class BatchSampler(Sampler[Draw]):
         processes: Processes = ALONE,
         privacy_unit: PrivacyUnit = "example",
         bands: int = 1,
+        max_batch_size: int | None = None,
     ) -> None:
         require_all_processes("plan.batches", processes)
         require_integer("plan.batches", "start", start, 0)
@@ -147,7 +151,8 @@ class BatchSampler(Sampler[Draw]):
         self._scheme: SamplingScheme = scheme
         self._rate, self._size = sample_rate, expected_batch_size
         self._seed, self._rank, self._processes = source.seed, processes.rank, processes.count
-        self._bands = bands
+        self._bands, self._largest = bands, max_batch_size
+        self._truncating = source.stream("truncation")
         groups = source.stream("bands").uint64(0, self._count) if bands > 1 else np.zeros(0, np.uint64)
         self.groups = (groups % np.uint64(bands)).astype(np.uint16)
         self.worker_seed = int(source.stream("workers").uint64(start, processes.count)[processes.rank])
@@ -168,11 +173,15 @@ class BatchSampler(Sampler[Draw]):
             if self._bands > 1:
                 chosen = chosen[self.groups[chosen] == step % self._bands]
             chosen = chosen[chosen % self._processes == self._rank]
+        elif self._scheme == "truncated":
+            chosen = _poisson(self._stream, step, self._rate, self._count)
+            order = np.argsort(self._truncating.uint64(step, len(chosen)), kind="stable")
+            chosen = np.sort(chosen[order[: self._largest]])
         else:
             chosen = _fixed(self._stream, step, self._size, self._count)
         facts = (self._scheme, self._rate, self._size, step, self._stream.public_id, self._seed)
         seed = int(self._seeds.uint64(step, self._processes)[self._rank])
-        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes, self._bands))
+        return Draw(chosen, seed, Sampling(*facts, self._rank, self._processes, self._bands, self._largest))
 
 
 def _require_samplable(
@@ -200,12 +209,15 @@ def _require_samplable(
         if isinstance(dataset, tuple | list) and all(isinstance(column, Tensor | np.ndarray | list) for column in data):
             remedy = "pass torch.utils.data.TensorDataset(*map(torch.as_tensor, data)) if these are columns of a table"
         raise refusal(f"to hold at least {num_examples} examples", f"{len(data)} examples", remedy)
-    if scheme == "fixed" and processes.count > 1:
-        remedy = "draw Poisson batches, or train in one process"
-        raise expected(function, "sampling", "to be 'poisson' in several processes", "'fixed'", remedy, SamplingError)
-    if scheme == "fixed" and isinstance(dataset, ClassRates):
-        condition, remedy = "to be 'poisson' for ClassRates", "draw Poisson batches: fixed ones have no rates"
-        raise expected(function, "sampling", condition, "'fixed'", remedy, SamplingError)
+    if scheme == "truncated" and len(data) != num_examples:
+        remedy = "correct num_examples: the cost of truncation depends on it"
+        raise refusal(f"to hold exactly {num_examples} examples for truncated batches", f"{len(data)}", remedy)
+    if scheme != "poisson" and processes.count > 1:
+        condition, remedy = "to be 'poisson' in several processes", "draw Poisson batches, or train in one process"
+        raise expected(function, "sampling", condition, repr(scheme), remedy, SamplingError)
+    if scheme != "poisson" and isinstance(dataset, ClassRates):
+        condition, remedy = "to be 'poisson' for ClassRates", "draw Poisson batches: others have no rates"
+        raise expected(function, "sampling", condition, repr(scheme), remedy, SamplingError)
 
 
 def ask_about_rows(dataset: object, num_examples: int, privacy_unit: PrivacyUnit) -> None:

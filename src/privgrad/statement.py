@@ -21,6 +21,7 @@ from privgrad.errors import require_delta
 from privgrad.ledger import Ledger
 from privgrad.mechanisms import Release, Selection, Split, each_group
 from privgrad.promises import recorded_delta, require_no_budget, require_one_promise
+from privgrad.types import COVERED
 
 _FALSE_POSITIVES = 0.01  # share of outsiders whom the attacker takes for members
 _BOUND_OF_A_BUDGET = (
@@ -100,7 +101,7 @@ def statement(ledgers: Sequence[Ledger], *, delta: float | None = None) -> State
     if delta is None:
         delta = recorded_delta("statement", ledgers)
     require_delta("statement", delta)
-    is_covered = all(fact["sampling"] == "poisson" for fact in facts)
+    is_covered = all(fact["sampling"] in COVERED for fact in facts)
     charged = [release for ledger in ledgers for release in ledger.charged]
     by_pld, by_rdp = (
         epsilon(charged, delta=delta, accountant=kind, assume_poisson=not is_covered) for kind in ("pld", "rdp")
@@ -300,7 +301,9 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
         *([f"The training released {gradients:,} noisy gradients."] if len(others) < len(facts) else []),
         *(f"A noisy {kind} of the data was released." for kind in others),
         f"Quote epsilon = {numbers['epsilon']:.4g}. It is computed by privacy loss distributions (PLD).",
-        f"The RDP accountant gives {numbers['epsilon_rdp']:.4g}. It is a looser bound on the same quantity.",
+        f"The RDP accountant gives {numbers['epsilon_rdp']:.4g}. It is a looser bound on the same quantity."
+        if numbers["epsilon_rdp"] < math.inf or numbers["epsilon"] == math.inf
+        else "The RDP accountant does not cover truncated batches.",
     ]
     if facts[1:]:
         lines += [
@@ -315,9 +318,26 @@ def _computed(numbers: dict[str, Any], ledgers: Sequence[Ledger]) -> tuple[str, 
             f"Noise multiplier {fact['noise_multiplier']:.4g}, clipping norm {fact['max_grad_norm']:.4g}{moved}, "
             f"sampling rate {fact['sample_rate']:.4g}, noise from {generator}."
         )
+        lines += _drawn(fact)
         if (beside := released_beside(fact)) is not None:
             lines.append(f"Each gradient was released with {beside}. Gradient and numbers share the noise multiplier.")
     return tuple(lines)
+
+
+def _drawn(fact: Mapping[str, Any]) -> list[str]:
+    """Return how batches were drawn, and noise was made, where it is not by Poisson and independently."""
+    lines = list[str]()
+    if (memory := fact.get("noise_memory")) is not None:
+        lines += [
+            f"The noise has memory: each person was in one of {memory['bands']} secret groups, which took turns.",
+            "The sampling rate is that of the people in the group of a step.",
+        ]
+    if fact["sampling"] == "truncated":
+        lines.append(
+            f"Batches held at most {fact['max_batch_size']:,} people. The cost assumes exactly "
+            f"{fact['num_examples']:,} in the data set, or one less."
+        )
+    return lines
 
 
 def released_beside(fact: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from privgrad.errors import described, expected
 
-SamplingScheme = Literal["poisson", "fixed"]
+SamplingScheme = Literal["poisson", "truncated", "fixed"]
+COVERED: tuple[SamplingScheme, ...] = ("poisson", "truncated")  # schemes that an accountant covers
 PrivacyUnit = Literal["example", "user"]
 LossFunction = Callable[[nn.Module, Any], Tensor]  # (model, examples) -> losses, shape (B,)
 
@@ -30,8 +31,8 @@ class Sampling:
     `sampling.BatchSampler` makes it. PrivateGradient compares it with the plan and charges the ledger for its `draw`.
 
     Attributes:
-        scheme: "poisson" (every example independently with probability sample_rate) or "fixed" (shuffled,
-            fixed size; no accountant covers it).
+        scheme: "poisson" (every example independently with probability sample_rate), "truncated" (the same, and then at
+            most max_batch_size of them) or "fixed" (shuffled, fixed size; no accountant covers it).
         sample_rate: q, in (0, 1]; with bands, of the people in the group of this step.
         expected_batch_size: B, the divisor of the clipped sum.
         step: index of the batch in its stream, from 0.
@@ -41,6 +42,7 @@ class Sampling:
         rank: rank of the process that the batch was drawn for. Each example belongs to exactly one process.
         processes: number of processes that train together.
         bands: b, the number of groups that take turns: step t draws from group t mod b. 1: all are one group.
+        max_batch_size: for "truncated", the number of rows of each batch; None for other schemes.
     """
 
     scheme: SamplingScheme
@@ -52,6 +54,7 @@ class Sampling:
     rank: int = 0
     processes: int = 1
     bands: int = 1
+    max_batch_size: int | None = None
 
     @property
     def draw(self) -> str:
@@ -67,8 +70,9 @@ class Batch:
     """The examples of one step, with the record of how they were drawn.
 
     Attributes:
-        examples: a tensor, or a tuple, list or dict of tensors, each with the same leading dimension `size`. It may
-            hold zero examples.
+        examples: a tensor, or a tuple, list or dict of tensors, each with the same leading dimension. This is `size`,
+            which may be 0, or with truncated sampling `max_batch_size`: rows from `size` on are padding, and count for
+            nothing.
         size: number of examples drawn. PRIVATE under Poisson sampling: never use it as a divisor or report it.
         sampling: the public record of the draw.
     """

@@ -142,8 +142,8 @@ def test_new_groups_count_anew():
     """Whoever draws new groups in the middle pays for it: a person may be drawn in both."""
     plan = banded()
     private_grad = pg.PrivateGradient(make_model(), loss_fn, plan)
-    for _ in range(4):
-        private_grad(next(plan.batches(make_data())))
+    for step in range(4):  # of four streams, and of four groups
+        private_grad(list(plan.batches(make_data()))[step])
     assert private_grad.ledger.charged[0].count == 4
     with pytest.raises(pg.BudgetExceededError, match="the plan's 16 steps, 4 of each person"):
         private_grad(next(plan.batches(make_data())))

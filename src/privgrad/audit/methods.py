@@ -152,8 +152,8 @@ def method_game(
     than the sign distinguish them. A canary's gradient is thousands of times C. With groups the only canary turns the
     mean of the group around, from -C to C.
 
-    With noise of b bands, b steps stand in place of each step, and each person is drawn in one of them. The attack knows
-    the group of each canary, and undoes the recursion of the noise.
+    With noise of b bands, b steps stand in place of each step, and each person is drawn in one of them. The attack
+    knows the group of each canary, and undoes the recursion of the noise.
 
     Args:
         name: of METHODS.
@@ -360,19 +360,19 @@ def _mechanism(method: Method, claimed: Release, *, before_noise: bool = False) 
     return release
 
 
-def _scores_in_groups(released_TP: Tensor, correlation: Banded, group_P: Tensor) -> Tensor:
-    """Return the score of each coordinate in its group, shape (P,).
+def _scores_in_groups(released: Tensor, correlation: Banded, groups: Tensor) -> Tensor:
+    """Return the score of each coordinate in its group, shape (P,), given releases of shape (T, P).
 
     y = S + sigma F^-1 z becomes F S + sigma z by F. With S = 1 at the steps g, g + b, ... and 0 at all others, the sum
     of F^T F y over these steps is the optimal score.
     """
-    steps, bands = len(released_TP), correlation.bands
+    steps, bands = len(released), correlation.bands
     factor = torch.zeros(steps, steps, dtype=torch.float64)
     for back, coefficient in enumerate(correlation.chosen):
         factor += coefficient * torch.diag(torch.ones(steps - back, dtype=torch.float64), -back)
-    scores_TP = factor.T @ factor @ released_TP
-    by_group = torch.stack([scores_TP[group::bands].sum(0) for group in range(bands)])
-    return by_group.gather(0, group_P[None])[0]
+    scores = factor.T @ factor @ released
+    by_group = torch.stack([scores[group::bands].sum(0) for group in range(bands)])
+    return by_group.gather(0, groups[None])[0]
 
 
 def _optimizer(name: str, model: nn.Module, steps: int) -> optim.PrivateOptimizer:

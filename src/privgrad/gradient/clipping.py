@@ -220,19 +220,30 @@ class ClippingAccumulator:
         self._seen: list[RawClipping] = []
         self._devices = {value.device.type for value in like.values()}
 
-    def add(self, chunk: Mapping[str, Factor]) -> None:
+    def add(self, chunk: Mapping[str, Factor], padded: int | None = None) -> None:
         """Clip the gradients of one part of the batch and add them.
 
         Args:
             chunk: gradients by parameter name, one row per example. A missing parameter has gradient 0.
+            padded: the number of rows at the end that are padding of a truncated batch; they count for nothing. None:
+                there are none.
         """
         if not chunk:
             return
+        rows = next(iter(chunk.values())).examples
+        if padded:
+            counted_B = torch.arange(rows, device=next(iter(self._like.values())).device) < rows - padded
+            chunk = {name: factor.mask(counted_B) for name, factor in chunk.items()}
         with ExitStack() as stack:
             for device in filter(torch.is_autocast_enabled, self._devices):
                 # Under an ambient autocast, products in half precision would break the bound by more than rounding.
                 stack.enter_context(torch.autocast(device, enabled=False))
-            self._seen.append(_add_clipped(self._sums, chunk, self._clip, self._bound, self._scales))
+            raw = _add_clipped(self._sums, chunk, self._clip, self._bound, self._scales)
+        if padded:
+            counted = slice(rows - padded)
+            kept = raw.raw_norms[counted], raw.raw_factors[counted], raw.raw_lengths[counted]
+            raw = RawClipping(*kept, raw.raw_nonfinite_examples)
+        self._seen.append(raw)
 
     def result(self) -> tuple[ClippedSum, RawClipping]:
         """Return the sum with its sensitivity, and the PRIVATE norms and factors."""

@@ -108,6 +108,7 @@ class Contribution:
         is_public: False if a row depends on the whole private batch. Then nothing is private.
         privacy_unit: the unit in one row of the batch: an "example", or a "user" with all of their examples.
         applies_scales: True if `gradients` divides by the public scales itself. PrivateGradient divides otherwise.
+        keeps_order: True if `chunks` yields the rows in the order of the batch, whose last rows may be padding.
     Privacy:
         The library trusts a subclass of yours. Each row that `gradients` and `losses` return may depend on that row of
         the batch, on public numbers and on released gradients only; the point of `at` on the last two only. If the
@@ -118,6 +119,7 @@ class Contribution:
     is_public = True
     privacy_unit: PrivacyUnit = "example"
     applies_scales = False
+    keeps_order = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -49,6 +49,7 @@ class LocalUpdate(Contribution):
     """
 
     privacy_unit = "user"
+    keeps_order = False
     applies_scales = True
 
     def __init__(self, lr: float | Callable[[int], float], *, batch_size: int, epochs: int = 1) -> None:
